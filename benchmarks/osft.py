@@ -1,17 +1,14 @@
-"""preshard --osft: its decomposition beside the one of others, its processes beside bare ones, and its memory.
+"""Factors of OSFT: the decomposition beside the one of others, and loading what a job has saved.
 
-    python benchmarks/osft.py DIRECTORY [--layers 3] [--hidden 1024] [--inner 2816] [--jobs 2] [--runs 3] [--only PART]
+    python benchmarks/osft.py DIRECTORY [--layers 3] [--hidden 1024] [--inner 2816] [--runs 3] [--only PART]
 
-DIRECTORY gets a generated Llama in bf16 and in turn every output. Printed are medians of
+DIRECTORY gets a generated Llama in bf16, and its factors. Printed are medians of
 
 serial   all targets one after the other in one process with one thread, in seconds of the processor: as shardkit decomposes and measures them, and
          by `torch.linalg.svd` in float32, as mini_trainer 0.9.0 does when a training starts (create_svd_dict; its way
          through one process of many). Targets that are nearly singular are apart: shardkit takes longer for them.
-workers  `shardkit preshard --osft` as a whole, and as many bare processes that read the same weights, decompose and
-         measure them, and write nothing, dealt in the same order. What the layout's trace answers is kept from a run before.
-memory   the high-water mark of the largest of these processes, and what a target of that size is reckoned with.
-loading  `finalize` of the factors in 4 gloo ranks, beside a plain read: each rank reads its own file into fresh memory.
-         Seconds are those of the slowest rank.
+loading  `finalize` of factors that 4 gloo ranks have saved, beside a plain read: each rank reads its own file into fresh
+         memory. Seconds are those of the slowest rank.
 """
 
 from __future__ import annotations
@@ -19,20 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import selectors
 import shutil
 import statistics
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from common import TORCH, Report, json_option, run, spread, work_in
-
-from shardkit.core.factored import Target
-from shardkit.osft.svd import svd_nbytes
+from common import Report, json_option, run, spread, work_in
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 MODEL = """
@@ -60,7 +52,7 @@ def distance(rows):
     return float((rows @ rows.T - torch.eye(len(rows), dtype=rows.dtype)).abs().max())
 
 with safe_open(sys.argv[1], "pt") as file:
-    weights = {name: Candidate(tuple(file.get_slice(name).get_shape())) for name in file.keys()}
+    weights = {name: Candidate(tuple(file.get_slice(name).get_shape()), "Linear") for name in file.keys()}
     for target in choose_targets(OsftPlan(ratio=0.3), weights, "llama")[0]:
         weight = file.get_tensor(target.weight)
         for way in sys.argv[2:]:
@@ -76,20 +68,6 @@ with safe_open(sys.argv[1], "pt") as file:
             worst = max(distance(found[0].T.double()), distance(found[1].double()))
             print(json.dumps([target.path, way, algorithm, seconds, worst]), flush=True)
 """
-BARE = """
-import sys, torch
-from safetensors import safe_open
-from shardkit.core.factored import Target
-from shardkit.osft.svd import factorise
-torch.set_num_threads(1)
-print(flush=True)
-with safe_open(sys.argv[1], "pt") as file:
-    for line in sys.stdin:
-        path, rank = line.split()
-        weight = file.get_tensor(f"{path}.weight")
-        factorise(weight, Target(path=path, rows=weight.shape[0], columns=weight.shape[1], rank=int(rank)))
-        print(flush=True)
-"""
 LOAD = """
 import mmap, os, sys, time, numpy, torch
 import torch.distributed as dist
@@ -101,6 +79,9 @@ rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4)
 mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
 
+context = shardkit.prepare(model, model, osft=0.3)
+shardkit.save(shardkit.finalize(shardkit.wrap(context.model, mesh), context), factors, overwrite=True)
+del context
 path = f"{factors}/__{rank}_0.distcp"
 size = os.path.getsize(path)
 
@@ -168,96 +149,8 @@ def add_serial(report: Report, rounds: list[list[list[object]]]) -> None:
         report.add("serial", what, targets=number, **found, orthogonal_to=worst[algorithm, way])
 
 
-def whole(source: Path, output: Path, jobs: int, cache: Path) -> tuple[float, int]:
-    """Run preshard, and return its seconds and the high-water mark of its largest process."""
-    command = [sys.executable, "-m", "shardkit", "preshard", str(source), str(output), "--world-size", "4"]
-    command += ["--osft", "0.3", "--jobs", str(jobs), "--no-progress"]
-    begun = time.monotonic()
-    child = os.posix_spawn(
-        command[0],
-        command,
-        {**os.environ, "SHARDKIT_CACHE": str(cache)},
-        file_actions=[(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)],
-    )
-    _, status, used = os.wait4(child, 0)
-    elapsed_s = time.monotonic() - begun
-    assert not status, command
-    return elapsed_s, used.ru_maxrss * 1024
-
-
-def bare(weights: Path, output: Path, jobs: int) -> float:
-    """Deal the same targets to bare processes, costliest first; return the seconds from their start to their end."""
-    modules = json.loads((output / "shardkit.json").read_text())["osft"]["modules"]
-    costs = {
-        path: 4 * max(m["shape"]) * min(m["shape"]) ** 2 + 9 * min(m["shape"]) ** 3
-        for path, m in modules.items()
-    }
-    left = sorted(modules, key=lambda path: -costs[path])
-    begun = time.monotonic()
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", BARE, str(weights)],
-            env={**os.environ, **ONE_THREAD},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(jobs)
-    ]
-    waiting = set(range(jobs))
-    with selectors.DefaultSelector() as ready:
-        for number, child in enumerate(children):
-            ready.register(child.stdout, selectors.EVENT_READ, number)  # type: ignore[arg-type]
-        while waiting:
-            for key, _ in ready.select():
-                child = children[key.data]
-                assert child.stdin
-                assert child.stdout
-                child.stdout.readline()
-                if left:
-                    path = left.pop(0)
-                    child.stdin.write(f"{path} {modules[path]['rank']}\n")
-                    child.stdin.flush()
-                else:
-                    ready.unregister(key.fileobj)
-                    child.stdin.close()
-                    waiting.remove(key.data)
-        for child in children:
-            assert child.wait() == 0
-    return time.monotonic() - begun
-
-
-def add_workers(report: Report, runs: int, jobs: int, source: Path, output: Path, cache: Path) -> None:
-    weights = source / "model.safetensors"
-
-    def beside() -> tuple[float, ...]:
-        bare_s = bare(weights, output, jobs)
-        shutil.rmtree(output)
-        elapsed_s, peak = whole(source, output, jobs, cache)
-        return bare_s, elapsed_s, bare_s / elapsed_s, peak
-
-    bare_s, elapsed_s, ratio, peak = medians(runs, beside)
-    modules = json.loads((output / "shardkit.json").read_text())["osft"]["modules"]
-    formula = max(
-        svd_nbytes(Target(path="", rows=each["shape"][0], columns=each["shape"][1], rank=each["rank"]))
-        for each in modules.values()
-    )
-    base = int(run([sys.executable, "-c", TORCH]))
-    report.add(
-        "workers",
-        f"preshard --osft --jobs {jobs}",
-        runs=runs,
-        elapsed_s=elapsed_s,
-        bare_s=bare_s,
-        bare_to_whole=ratio,
-        peak_bytes=peak,
-        torch_bytes=base,
-        reckoned_bytes=formula,
-    )
-
-
 def load(source: Path, output: Path, store: Path) -> tuple[float, ...]:
-    """Return the seconds of a plain read, those of `finalize`, and how many times the one the other is."""
+    """Have factors saved in `output`; return the seconds of a plain read, those of `finalize`, and their ratio."""
     children = [
         subprocess.Popen(
             [sys.executable, "-c", LOAD, str(source), str(output), str(store)],
@@ -283,21 +176,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path)
-    for name, default in (("layers", 3), ("hidden", 1024), ("inner", 2816), ("jobs", 2), ("runs", 3)):
+    for name, default in (("layers", 3), ("hidden", 1024), ("inner", 2816), ("runs", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only", choices=("serial", "workers", "loading"))
+    parser.add_argument("--only", choices=("serial", "loading"))
     json_option(parser)
     args = parser.parse_args()
     work = work_in(args.directory)
-    source, output, cache = work / "model", work / "output", work / "cache"
+    source, output = work / "model", work / "output"
     run([sys.executable, "-c", MODEL, str(source), *map(str, (args.hidden, args.inner, args.layers))])
     weights = source / "model.safetensors"
-    whole(source, output, args.jobs, cache)  # its trace is kept
     with Report(args) as report:
         if args.only in (None, "serial"):
             add_serial(report, [serial(weights) for _ in range(args.runs)])
-        if args.only in (None, "workers"):
-            add_workers(report, args.runs, args.jobs, source, output, cache)
         if args.only in (None, "loading"):
             plain_s, loaded_s, ratio = medians(args.runs, lambda: load(source, output, work / "store"))
             size = sum(path.stat().st_size for path in output.glob("*.distcp"))

@@ -3,12 +3,11 @@
 # dependencies = ["shardkit[stores]"]
 #
 # [tool.uv.sources]
-# shardkit = { git = "https://github.com/shardkit/shardkit" }
+# shardkit = { path = ".." }
 # ///
 """Consolidate next to where the checkpoint is, with nothing installed but uv; torch is not needed.
 
     uv run consolidate_job.py CHECKPOINT [OUTPUT] [OPTION]...       as `shardkit consolidate`
-    hf jobs uv run --secrets HF_TOKEN --volume hf://buckets/you/runs:/runs:ro consolidate_job.py /runs/step-500 ...
 
 docs/install.md has whole lines.
 """

@@ -36,9 +36,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("training/fill",),
     ("training/ranks",),
     ("operations/commit",),
-    ("operations/manifest", "operations/preshard", "operations/consolidate", "operations/reshard"),
-    ("operations/verify", "operations/inspect", "operations/gc"),
-    ("operations/diff", "operations/keys"),
+    ("operations/preshard", "operations/consolidate", "operations/reshard"),
+    ("operations/verify", "operations/inspect"),
+    ("operations/diff",),
     ("operations",),
     ("operations/uploading",),
     ("operations/parts",),
@@ -80,27 +80,18 @@ KIND_QUESTIONS = {"is_remote", "SCHEMES", "WRITABLE"}
 """What says whether a path leads to a disk or into a store."""
 
 OSFT_SEAMS = {
-    # public names, and the options of verbs
+    # public names
     "__init__.py": {"plan", "training/projection"},
-    "cli/preshard.py": {"cost", "plan"},
-    "operations/preshard/__init__.py": {"compute", "cost", "job"},
-    "operations/preshard/job.py": {"job", "layout"},
-    "operations/preshard/options.py": {"plan"},
-    # the phase before a job
-    "operations/describe_dcp.py": {"job"},
-    "operations/parts/divided.py": {"phase"},
-    "operations/write.py": {"job", "phase"},
     # the codec that folds
     "operations/consolidate/__init__.py": {"fold"},
     "operations/consolidate/job.py": {"fold"},
     "operations/diff/sides.py": {"fold"},
-    "operations/keys/__init__.py": {"fold"},
     "operations/verify/orthonormality.py": {"fold"},
     # the phases of a training job
     "training/finalize.py": {"training/model"},
     "training/model/fit.py": {"training/model"},
     "training/prepare.py": {"plan", "training/model"},
-    "training/wrap.py": {"layout", "modules"},
+    "training/wrap.py": {"modules"},
 }
 """Modules outside `osft` that import from it, and what; nothing may be added. Names and shapes are in `core/factored`."""
 

@@ -49,7 +49,7 @@ CHARTS = (
         },
     ),
     Bars(
-        "16 ranks start a small dense model, each on its own node",
+        "16 ranks start a small dense model, each on its own node (simulated)",
         "coldload-many",
         "dense, fsdp, 16 ranks",
         (

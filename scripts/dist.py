@@ -1,21 +1,22 @@
 """`make dist`: a wheel and an sdist in dist/, of the files that git tracks.
 
-PyPI shows README without the files beside it, so there its links lead to the repository.
+An index shows README without the files beside it. There its links lead to the public source, `SOURCE` in
+shardkit/_version.py; while that is empty, they are plain text. With it, dist/ also has the extension of `hf`.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import tomllib
-
 ROOT = Path(__file__).parents[1]
+SOURCE: str = runpy.run_path(str(ROOT / "shardkit" / "_version.py"))["SOURCE"]
 _LINK = re.compile(r"(!?)(\[[^\]]*\])\((?!https?:|#)([^)\s]+)\)")
 
 
@@ -32,6 +33,8 @@ def main() -> int:
         subprocess.run(
             [sys.executable, "-m", "build", "--quiet", "--outdir", str(output), str(tree)], check=True
         )
+    if SOURCE:
+        extension(output / "hf-shardkit", SOURCE)
     return 0
 
 
@@ -47,16 +50,21 @@ def export(tree: Path) -> Path:
     return tree
 
 
-def with_whole_links(text: str) -> str:
-    """Return Markdown whose relative links are those of the repository, pictures as files."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    source = project["urls"]["Source"]
+def with_whole_links(text: str, source: str = SOURCE) -> str:
+    """Return Markdown whose relative links are those of a repository, pictures as files; plain text without one."""
 
     def whole(found: re.Match[str]) -> str:
         kind = "raw" if found[1] else "blob"
-        return f"{found[1]}{found[2]}({source}/{kind}/main/{found[3]})"
+        return f"{found[1]}{found[2]}({source}/{kind}/main/{found[3]})" if source else found[2][1:-1]
 
     return _LINK.sub(whole, text)
+
+
+def extension(place: Path, source: str) -> None:
+    """Write the repository that `hf extensions install` reads, for a public address of the source."""
+    shutil.copytree(ROOT / "packaging" / "hf-shardkit", place)
+    project = place / "pyproject.toml"
+    project.write_text(project.read_text().replace("https://SOURCE", source))
 
 
 if __name__ == "__main__":

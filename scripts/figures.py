@@ -217,10 +217,7 @@ TABLES = {
             "targets": number("targets", "d"),
             **SECONDS,
             **CPU,
-            "bare or read, s": lambda _, row: (
-                f"{row.get('bare_s', row.get('read_s', 0)):.2f}" if {"bare_s", "read_s"} & {*row} else ""
-            ),
-            **PEAK,
+            "read, s": number("read_s"),
         },
         {"ours, gram": "shardkit, by the Gram matrix, measured", "ours, float64": "shardkit, in float64"},
     ),

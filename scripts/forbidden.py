@@ -41,10 +41,7 @@ ALLOWED = {
     "cli/__init__.py": {"importlib": "commands load when they are run; the names are ours"},
     "formats/dcp/records.py": {"importlib": "one of two zstd modules, both named here"},
     "formats/registry.py": {"importlib": "formats load when their turn comes; the names are ours"},
-    "formats/trainers/verl_writer.py": {
-        "subprocess": "torch writes files of DTensors in a child process: a fake world cannot be made beside a real one",
-    },
-    "layout/trace_cache.py": {"importlib": "where torch and transformers would be imported from"},
+    "layout/trace_cache.py": {"importlib": "versions of torch and transformers"},
     "layout/traced.py": {
         "importlib": "whether transformers is installed",
         "subprocess": "models are built and traced in a child process",
@@ -52,7 +49,6 @@ ALLOWED = {
     "layout/units.py": {"importlib": "a wrap policy that the person who runs it names, `module:function`"},
     "operations/environment.py": {"importlib": "versions of packages"},
     "training/extras/lightning.py": {"importlib": "lightning, under either of its names"},
-    "osft/workers.py": {"subprocess": "factors are computed in child processes, one thread each"},
     "training/extras/safe_reader.py": {"zipfile": "writes one in memory"},
 }
 """File -> what of GUARDED it imports, and why that cannot be steered by a file."""

@@ -120,10 +120,11 @@ def install(row: str, environment: Path) -> str:
     free = {*wanted, *(name for package in wanted for name in FOLLOWERS.get(package, ()))}
     lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
     pins = [line for line in lines if line and line.partition("==")[0] not in free]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = pyproject["project"]
     pins += [
         line
-        for line in project["optional-dependencies"]["dev"]
+        for line in pyproject["dependency-groups"]["dev"]
         if line.partition("==")[0] not in free and "==" in line
     ]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
@@ -140,12 +141,15 @@ def install(row: str, environment: Path) -> str:
                     "--quiet",
                     "--disable-pip-version-check",
                 ),
-                *("--no-compile", "--no-cache-dir", "--constraint", constraints.name),
+                *("--no-compile", "--no-cache-dir"),
                 *(*project["dependencies"], *project["optional-dependencies"]["torch"], *TOOLS),
             ],
         )
+        # Instead of a constraint in the machine's pip configuration, which --constraint would be added to:
+        # the row says which torch it is.
+        variables = {**os.environ, "PIP_CONSTRAINT": constraints.name}
         for step in steps:
-            ended = subprocess.run(step, capture_output=True, text=True, check=False)
+            ended = subprocess.run(step, env=variables, capture_output=True, text=True, check=False)
             if ended.returncode:
                 return f"{' '.join(step[:4])}: {ended.stderr[-2000:]}"
     done.touch()

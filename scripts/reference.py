@@ -24,7 +24,6 @@ import click
 import shardkit as library
 from shardkit.cli import main as shardkit
 from shardkit.cli.options import sections
-from shardkit.cli.shell import STATUS, VARIABLES
 
 DOCS = Path(__file__).parents[1] / "docs"
 _SCHEMAS = runpy.run_path(str(Path(__file__).with_name("schemas.py")))
@@ -53,7 +52,7 @@ Arguments, results and errors of everything that `import shardkit` offers. [Pyth
 """
 _GROUPS = {
     "Move weights": ("preshard", "consolidate", "reshard", "resolve_checkpoint"),
-    "Look and check": ("inspect", "verify", "diff", "write_manifest", "show_keys", "check_keys"),
+    "Look and check": ("inspect", "verify", "diff"),
     "Start a training job": (
         "prepare",
         "wrap",
@@ -75,17 +74,17 @@ _GROUPS = {
         *("OsftPlan", "osft_optimizer", "osft_leak"),
         *("project_gradients_", "project_parameters_"),
     ),
-    "Many machines, and what they leave": ("commit", "status", "gc", "environment"),
+    "Many machines, and what they leave": ("commit", "status", "abort", "environment"),
     "Results": (
         *("PreshardResult", "ConsolidateResult", "ReshardResult", "ResolvedCheckpoint", "SaveResult"),
-        *("InspectResult", "VerifyResult", "VerifyProblem", "DiffResult", "ManifestResult", "KeysResult"),
+        *("InspectResult", "VerifyResult", "VerifyProblem", "DiffResult"),
         *(
             "PartResult",
             "CommitResult",
             "StatusResult",
             "PlanStatus",
             "PartStatus",
-            "GcResult",
+            "AbortResult",
             "Environment",
         ),
     ),
@@ -95,6 +94,24 @@ _GROUPS = {
     ),
 }
 """Heading -> names, in order of use."""
+_STATUS = (
+    ("0", "done; of verify: nothing is wrong; of diff: equal"),
+    ("1", "the answer of verify or diff is no"),
+    ("2", "usage: options that cannot be carried out, an existing destination"),
+    ("3", "an input that is damaged, refused or not understood"),
+    ("4", "incomplete: the same command goes on"),
+    ("5", "disk, permission, memory or network"),
+    ("70", "a bug of shardkit"),
+    ("130, 143", "interrupted by Ctrl-C or SIGTERM"),
+)
+_VARIABLES = (
+    ("SHARDKIT_JOBS", "threads, where --jobs is not given"),
+    ("SHARDKIT_MAX_MEMORY", "memory for all buffers, where --max-memory is not given"),
+    ("SHARDKIT_NO_PROGRESS", "1: no progress"),
+    ("SHARDKIT_CACHE", "directory for what is kept between runs, or off; shardkit env shows it"),
+    ("SHARDKIT_DEBUG", "1: tracebacks with errors"),
+    ("NO_COLOR", "no colours"),
+)
 _SECTIONS = ("Args", "Returns", "Raises", "Yields", "Source")
 
 
@@ -117,11 +134,11 @@ def _commands() -> str:
     ends = [
         "## Exit codes",
         "",
-        *_table(("code", "meaning"), STATUS),
+        *_table(("code", "meaning"), _STATUS),
         "",
         "## Environment variables",
         "",
-        *_table(("variable", "effect"), VARIABLES),
+        *_table(("variable", "effect"), _VARIABLES),
     ]
     parts = [_HEAD, "\n".join(lists) + "\n", *map(_command, contexts), "\n".join(ends) + "\n"]
     return "\n".join(parts)

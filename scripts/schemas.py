@@ -20,20 +20,15 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import shardkit
 from shardkit.operations.diff import SYMBOLS, DiffResult, TensorDiff
 from shardkit.operations.diff.values import TensorStats
-from shardkit.operations.gc import GcResult
-from shardkit.operations.gc.cache import CacheResult
 
 FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
 RESULTS: dict[str, type] = {
-    "cache": CacheResult,
+    "abort": shardkit.AbortResult,
     "commit": shardkit.CommitResult,
     "consolidate": shardkit.ConsolidateResult,
     "diff": DiffResult,
     "env": shardkit.Environment,
-    "gc": GcResult,
     "inspect": shardkit.InspectResult,
-    "keys": shardkit.KeysResult,
-    "manifest": shardkit.ManifestResult,
     "preshard": shardkit.PreshardResult,
     "reshard": shardkit.ReshardResult,
     "status": shardkit.StatusResult,
@@ -45,14 +40,11 @@ COMPUTED: dict[type, dict[str, tuple[Any, str]]] = {
         "ok": (bool, "No problem was found."),
         "bring_again": (tuple[str, ...], "Files that are missing or whose bytes are damaged."),
     },
-    shardkit.KeysResult: {"ok": (bool, "The rules fit.")},
     TensorDiff: {
         "symbol": (str, "One of = ~ - + *, as the text has them."),
         "share_changed": (float | None, "`num_changed` over all elements."),
     },
     DiffResult: {
-        "is_equal_after_rounding": (bool, "No tensor differs, though some may be equal only after rounding."),
-        "num_flushed": (int, "Values that rounding made 0."),
         "num_tensors": (int, "Tensors that were compared."),
         **{f"num_{status}": (int, f"Tensors of the status {status!r}.") for status in SYMBOLS},
     },

@@ -1,13 +1,15 @@
 """Hooks of mkdocs: pages of README.md and its neighbours, and links that lead out of docs/.
 
 The pages are plain Markdown with relative links, as GitHub shows them. On the site, a link to a page leads to the page,
-and a link to any other file of the repository leads to the repository.
+and a link to any other file leads to the public source, `SOURCE` in shardkit/_version.py; it is plain text while that is
+empty.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import runpy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
+SOURCE: str = runpy.run_path(str(ROOT / "shardkit" / "_version.py"))["SOURCE"]
 OUTSIDE = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -34,7 +37,7 @@ BOOSTS = {
     "start.md": 2,
 }
 """Beginning of a page's path -> how much search prefers it: pages that say what to type. "Hub" is in the title of six guides."""
-_LINK = re.compile(r"(\]\(<?)([^)#\s>]+)((?:#[^)\s>]*)?>?\))")
+_LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)(\]\(<?)([^)#\s>]+)((?:#[^)\s>]*)?>?\))")
 _FENCE = re.compile(r"^( *)(```+|~~~+)")
 
 
@@ -54,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if page.file.src_uri.startswith(beginning):
             page.meta.setdefault("search", {"boost": boost})
     here = outside.get(page.file.src_uri, f"docs/{page.file.src_uri}")
-    return site_links(markdown, here, config.extra["repository"])
+    return site_links(markdown, here, SOURCE)
 
 
 def site_links(markdown: str, path: str, repository: str) -> str:
@@ -63,20 +66,22 @@ def site_links(markdown: str, path: str, repository: str) -> str:
     Args:
         markdown: its text.
         path: where it lies, from the root of the repository, e.g. "docs/guides/index.md".
-        repository: URL of the repository.
+        repository: URL of the repository; "" if it has none.
     """
     page = OUTSIDE.get(path, path.removeprefix("docs/"))
 
     def lead(match: re.Match[str]) -> str:
-        before, target, after = match.groups()
+        label, before, target, after = match.groups()
         found = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
         if ":" in target or not (ROOT / found).exists():  # what is missing, mkdocs says
             return match[0]
         if found in OUTSIDE or (found.startswith("docs/") and (ROOT / found).is_file()):
             to = OUTSIDE.get(found, found.removeprefix("docs/"))
-            return before + posixpath.relpath(to, posixpath.dirname(page) or ".") + after
+            return f"[{label}{before}" + posixpath.relpath(to, posixpath.dirname(page) or ".") + after
+        if not repository:
+            return label
         kind = "tree" if (ROOT / found).is_dir() else "blob"
-        return f"{before}{repository}/{kind}/main/{found}{after}"
+        return f"[{label}{before}{repository}/{kind}/main/{found}{after}"
 
     lines, fence = markdown.split("\n"), ""
     for number, line in enumerate(lines):

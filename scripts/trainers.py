@@ -97,10 +97,7 @@ ROWS = {
     ),
     "verl": Row(
         ("verl",),
-        {
-            TO_HUB: (f"{_SCRIPTS}::test_verl_starts",),
-            STARTS: ("tests/distributed/test_profiles_verl.py", f"{_SCRIPTS}::test_verl_starts"),
-        },
+        {TO_HUB: (f"{_SCRIPTS}::test_what_verl_saves",)},
         ("verl_fsdp1_w3", "verl_fsdp2_w2", "verl_fsdp2_lora_w2"),
     ),
     "DeepSpeed": Row(
@@ -115,7 +112,6 @@ ROWS = {
         {TO_HUB: ("tests/integration/test_mini_trainer.py::test_its_checkpoint",)},
         ("minitrainer_w2",),
     ),
-    "ByteCheckpoint": Row(("bytecheckpoint",), {}, ("bytecheckpoint_fsdp2_w2",)),
     "torch_checkpointing": Row(("torch_checkpointing",), {}, ("torch_checkpointing_w2",)),
     "PEFT": Row(("peft",), {}, ("peft_lora_fsdp2_full_w2",)),
 }

@@ -29,10 +29,12 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.errors import ShardkitError as ShardkitError
     from shardkit.errors import SourceError as SourceError
     from shardkit.errors import UsageError as UsageError
+    from shardkit.operations.commit import AbortResult as AbortResult
     from shardkit.operations.commit import CommitResult as CommitResult
     from shardkit.operations.commit import PartStatus as PartStatus
     from shardkit.operations.commit import PlanStatus as PlanStatus
     from shardkit.operations.commit import StatusResult as StatusResult
+    from shardkit.operations.commit import abort as abort
     from shardkit.operations.commit import commit as commit
     from shardkit.operations.commit import status as status
     from shardkit.operations.consolidate import ConsolidateResult as ConsolidateResult
@@ -41,15 +43,8 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.operations.diff import diff as diff
     from shardkit.operations.environment import Environment as Environment
     from shardkit.operations.environment import environment as environment
-    from shardkit.operations.gc import GcResult as GcResult
-    from shardkit.operations.gc import gc as gc
     from shardkit.operations.inspect import InspectResult as InspectResult
     from shardkit.operations.inspect import inspect as inspect
-    from shardkit.operations.keys import KeysResult as KeysResult
-    from shardkit.operations.keys import check_keys as check_keys
-    from shardkit.operations.keys import show_keys as show_keys
-    from shardkit.operations.manifest import ManifestResult as ManifestResult
-    from shardkit.operations.manifest import write_manifest as write_manifest
     from shardkit.operations.parts.results import PartResult as PartResult
     from shardkit.operations.preshard import PreshardResult as PreshardResult
     from shardkit.operations.preshard import preshard as preshard
@@ -94,20 +89,19 @@ _HOMES = {
         " SourceError UsageError".split()
     ),
     "shardkit.operations.commit": (
+        "AbortResult",
         "CommitResult",
         "PartStatus",
         "PlanStatus",
         "StatusResult",
+        "abort",
         "commit",
         "status",
     ),
     "shardkit.operations.consolidate": ("ConsolidateResult", "consolidate"),
     "shardkit.operations.diff": ("DiffResult", "diff"),
     "shardkit.operations.environment": ("Environment", "environment"),
-    "shardkit.operations.gc": ("GcResult", "gc"),
     "shardkit.operations.inspect": ("InspectResult", "inspect"),
-    "shardkit.operations.keys": ("KeysResult", "check_keys", "show_keys"),
-    "shardkit.operations.manifest": ("ManifestResult", "write_manifest"),
     "shardkit.operations.parts.results": ("PartResult",),
     "shardkit.operations.preshard": ("PreshardResult", "preshard"),
     "shardkit.operations.reshard": ("ReshardResult", "reshard"),
@@ -154,7 +148,8 @@ if not TYPE_CHECKING:  # else every name would exist, and be Any
                 raise lacking from error
             raise
         # What shows something to people stands above what calls it.
-        import_module("shardkit.core.result").lines_of = _lines_of
+        results = import_module("shardkit.core.result")
+        results.lines_of, results.html_of, results.save_page = _lines_of, _html_of, _save_page
         import_module("shardkit.core.threads").bar = _bar
         return value
 
@@ -164,6 +159,23 @@ def _lines_of(result: object) -> list[str] | None:
     from shardkit.cli import lines_of  # here: few results are looked at
 
     return lines_of(result)
+
+
+def _html_of(result: object) -> str:
+    """Return a result as a page."""
+    from shardkit.cli import page_of
+    from shardkit.pictures.page import render
+
+    return render(page_of(result))
+
+
+def _save_page(result: object, path: str) -> None:
+    """Write a result as a page."""
+    from shardkit.cli import page_of
+    from shardkit.pictures.page import check_page, write_page
+
+    place = check_page(path)
+    write_page(place, page_of(result))
 
 
 def _bar() -> Any:

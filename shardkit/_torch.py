@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -493,34 +493,3 @@ class LocalRegions(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         assert index.offset is not None
         return self.as_subclass(torch.Tensor)[self._places[tuple(index.offset)][1]]
-
-
-def set_mesh_place(
-    mesh: DeviceMesh, rank: int, coordinate: Sequence[int], device: str, tensors: Iterable[torch.Tensor]
-) -> None:
-    """Make a mesh, and DTensors on it, ones of another rank and device before they are pickled.
-
-    Hashes that they remember are forgotten: those of texts differ from process to process.
-
-    Args:
-        mesh: of a fake world.
-        rank: the rank that is to load them.
-        coordinate: its position on each axis.
-        device: device type of that rank's mesh.
-        tensors: DTensors on the mesh, and others, which are left alone.
-    """
-    place = {
-        "_rank": rank,
-        "_device_type": device,
-        "device_type": device,  # in torch 2.6, where it is no property
-        "_hash": None,
-        "_coordinate_on_dim": tuple(coordinate),
-    }
-    for name, value in place.items():
-        if name in vars(mesh):
-            kind = type(vars(mesh)[name])
-            setattr(mesh, name, list(coordinate) if kind is list else value)
-    for tensor in tensors:
-        spec = getattr(tensor, "_spec", None)
-        if spec is not None and "_hash" in vars(spec):
-            object.__setattr__(spec, "_hash", None)

@@ -2,11 +2,16 @@
 
 __version__ = "0.1.0"
 
-DOCS = "https://github.com/shardkit/shardkit/blob/main/docs"
-"""Where pages are read: who installed shardkit has no docs/."""
+SOURCE = ""
+"""Where the source is, e.g. https://example.org/shardkit; empty while there is no public address: no page promises one."""
 
 TESTED_TORCH = ("2.6", "2.15")
 """The oldest and the newest torch that the tests ran with; docs/versions.md has all."""
+
+
+def page(name: str) -> str:
+    """Return where a page of docs/ is read, by its name: who installed shardkit has no docs/."""
+    return f"{SOURCE}/blob/main/docs/{name}" if SOURCE else f"docs/{name} in shardkit's source"
 
 
 def major(version: str) -> int:

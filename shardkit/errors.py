@@ -15,99 +15,20 @@ A message says what is wrong and where (file, tensor, offset); `problems` lists 
 and `hint` says what to do next. Names that came from a file must be escaped (`core.text.escape`) before
 they are put into a message.
 
-Messages and hints are written with options as the command line has them, `--overwrite`. Whoever reads an error in
-Python finds arguments in their place, `overwrite=True`, in its attributes as in a traceback; while a command runs,
-options stay (`speaking_options`). A command that can be run as it stands is put between backticks.
+Messages and hints name options as the command line has them, `--overwrite`; in Python it is the argument `overwrite`. A
+command that can be run as it stands is put between backticks.
 """
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
 
 from shardkit._folding import fold_lines
 from shardkit._version import has_torch
 
 _SHOWN_PROBLEMS = 20
 _TORCH = "`pip install 'shardkit[torch]'` in this Python"
-
-FLAGS = frozenset(
-    "--abort --allow-missing --allow-unexpected --dequantize --dry-run --follow-links --full --inside "
-    "--keep-factors --manifest --merge-lora --no-optimizer --no-resume --overwrite --private --rounded --sha256 --single-file "
-    "--stats --store --strict --tensors --trust-remote-code --uncommitted".split()
-)
-"""Options without a value that functions have as arguments."""
-VALUED = frozenset(
-    "--adapter-config --add-prefix --against --ask-class --atol --attribute --base --base-revision --branch "
-    "--check-source --device --digest --dtype --dtype-rule --exclude --executor --fill-from-base --hub --include --jobs --keys --layout "
-    "--manifest --manifest-file --max-memory --max-shard-size --mesh --names --num-parts --older-than --optimizer-dtype --osft --output "
-    "--parallel-rule --part --profile --push-to-hub --read --rename --revision --root --rtol --seed "
-    "--sort --source-manifest --stages --strip-prefix --tokenizer --variant --wait --weights --world-size --wrap".split()
-)
-"""Options with a value that functions have as arguments."""
-ARGUMENTS = {
-    "--dtype-rule": "dtype_rules",
-    "--parallel-rule": "parallel_rules",
-}
-"""Those whose argument has another name than the option."""
-_OF_A_PLAN = {"--osft-targets": "targets", "--osft-rank": "ranks"}
-"""Options that are fields of the OsftPlan that `osft=` takes."""
-_SWITCHES = {"on": "True", "off": "False"}
-# A value: quoted, or a word that cannot be one of the sentence's own.
-_OPTION = re.compile(
-    r"`[^`]*`|(--[a-z][a-z0-9-]*)(?:[ =]('[^']*'|(?=[^\s;)]*[A-Z0-9=:])[^\s;)]*[^\s;),:]|(?:none|auto|on|off|env|declared|hub)\b))?"
-)
-
-
-# Of the process, as threads of a command raise errors too.
-_readers = ["python"]
-
-
-@contextmanager
-def speaking_options() -> Iterator[None]:
-    """Let errors name options, not arguments: the command line runs, or a process that works for whoever reads errors."""
-    _readers.append("shell")
-    try:
-        yield
-    finally:
-        _readers.pop()
-
-
-def as_arguments(text: str) -> str:
-    """Return a message with the arguments of functions in place of options; commands in backticks stay."""
-
-    def spell(match: re.Match[str]) -> str:
-        option, value = match.groups()
-        if option in _OF_A_PLAN:
-            return _of_a_plan(option, value)
-        if option == "--no-resume":
-            return "resume=False"
-        if option in FLAGS and (value is None or option not in VALUED):
-            return match[0].replace(option, f"{option[2:].replace('-', '_')}=True", 1)
-        if option not in VALUED:
-            return match[0]
-        name = ARGUMENTS.get(option, option[2:].replace("-", "_"))
-        if value is None:
-            return match[0].replace(option, name, 1)
-        is_literal = value.startswith("'") or value.isupper() or value.replace(".", "").isdigit()
-        return f"{name}={_SWITCHES.get(value, value if is_literal else repr(value))}"
-
-    return _OPTION.sub(spell, text)
-
-
-def _of_a_plan(option: str, value: str | None) -> str:
-    """Return what stands for an option in an OsftPlan: `--osft-rank '*.q_proj=8'` is `ranks={'*.q_proj': 8}`."""
-    name = _OF_A_PLAN[option]
-    if value is None:
-        return f"OsftPlan.{name}"
-    glob, _, rank = value.strip("'").rpartition("=")
-    return f"{name}={{'{glob}': {rank}}}" if name == "ranks" else f"{name}='{rank}'"
-
-
-def _spoken(text: str) -> str:
-    return as_arguments(text) if _readers[-1] == "python" else text
 
 
 class ShardkitError(Exception):
@@ -120,25 +41,18 @@ class ShardkitError(Exception):
     """
 
     exit_code = 70
+    message: str
+    """One line, what is wrong."""
+    problems: tuple[str, ...]
+    """One line for each instance."""
+    hint: str | None
+    """What to do next."""
 
     def __init__(self, message: str, *, problems: Iterable[str] = (), hint: str | None = None) -> None:
         super().__init__(message)
-        self._written = (message, tuple(problems), hint)
-
-    @property
-    def message(self) -> str:
-        """One line, what is wrong."""
-        return _spoken(self._written[0])
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """One line for each instance."""
-        return tuple(map(_spoken, self._written[1]))
-
-    @property
-    def hint(self) -> str | None:
-        """What to do next; None if there is nothing to say."""
-        return None if self._written[2] is None else _spoken(self._written[2])
+        self.message, self.problems, self.hint = message, tuple(problems), hint
+        self.shown_by: int | None = None
+        """The rank whose error shows all of the text, if this is that of another rank: its text is one line."""
 
     @classmethod
     def raise_for(cls, problems: Collection[str], message: str, *, hint: str | None = None) -> None:
@@ -148,6 +62,8 @@ class ShardkitError(Exception):
 
     def __str__(self) -> str:
         """Return the error as a traceback shows it: layers and ranks are folded, as on the command line."""
+        if self.shown_by is not None:
+            return f"{self.message} (see rank {self.shown_by})"
         found = fold_lines(self.problems, spreads=True)
         lines = [self.message, *(f"  {each.pattern}" for each in found[:_SHOWN_PROBLEMS])]
         if hidden := sum(each.count for each in found[_SHOWN_PROBLEMS:]):
@@ -157,14 +73,13 @@ class ShardkitError(Exception):
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, object]:
-        """Return the error as plain data, with options: type, message, every problem, hint, exit code."""
-        message, problems, hint = self._written
+        """Return the error as plain data: type, message, every problem, hint, exit code."""
         public = (kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
         return {
             "error": next(public),
-            "message": message,
-            "problems": list(problems),
-            "hint": hint,
+            "message": self.message,
+            "problems": list(self.problems),
+            "hint": self.hint,
             "exit_code": self.exit_code,
         }
 
@@ -187,6 +102,20 @@ class SourceError(ShardkitError):
     """An input that is damaged, refused or not understood."""
 
     exit_code = 3
+
+
+def refuse_warnings(warnings: Iterable[str]) -> None:
+    """Raise for warnings where none may be.
+
+    Raises:
+        SourceError: there is one; lists all.
+    """
+    problems = list(warnings)
+    SourceError.raise_for(
+        problems,
+        f"{len(problems)} warning{'s' * (len(problems) != 1)}, and --strict makes each an error",
+        hint="mend what they name, or leave --strict out",
+    )
 
 
 class IntegrityError(SourceError):
@@ -239,17 +168,14 @@ def without_torch(error: ImportError) -> ResourceError | None:
     return ResourceError(f"this needs torch: {' '.join(str(error).split())}", hint=_TORCH)
 
 
-def check_torch(what: str = "this") -> None:
+def check_torch() -> None:
     """Refuse what torch does here, or in a child process.
-
-    Args:
-        what: needs torch; for the message.
 
     Raises:
         ResourceError: torch is not installed.
     """
     if not has_torch():
-        raise ResourceError(f"{what} needs torch, which is not installed", hint=_TORCH)
+        raise ResourceError("this needs torch, which is not installed", hint=_TORCH)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from shardkit.errors import ShardkitError
+from tests.cases import COLLECTED
 from tests.hub_client import HubClient
 from tests.worlds.hints import untypable
+from tests.worlds.ranks import Ranks
 
 # Tests never look anything up on the network, whatever the machine's settings are.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -34,8 +36,15 @@ gc.disable()
 gc.set_threshold(10_000, 10, 10)
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Note all tests, before any is left out."""
+    config.stash[COLLECTED] = {item.nodeid: item.get_closest_marker("prove") is not None for item in items}
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Collect from now on, but what is there by now."""
+    Ranks.select(session.items)
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -76,14 +85,6 @@ def fast_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.worlds.processes import fork_server
 
     monkeypatch.setattr(traced, "_spawn", fork_server().trace)
-
-
-@pytest.fixture
-def fast_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Factors are computed in this process, by the code of the child: starting one takes as long as importing torch."""
-    from tests.worlds.factors import WorkerHere
-
-    monkeypatch.setattr("shardkit.osft.compute.FactorWorker", WorkerHere)
 
 
 @pytest.fixture(scope="session", autouse=True)

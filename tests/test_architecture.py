@@ -127,13 +127,13 @@ WRITING = (
     "files/staging.py",
     "files/uploads.py",
 )
-"""All that writes, but for pools of workers."""
-MOST_LINES, MOST_CHANGING = 3949, 6
+"""All that writes, but for Ray."""
+MOST_LINES, MOST_CHANGING = 3536, 5
 
 
 def writing() -> list[Path]:
     found = [path for pattern in WRITING for path in architecture.PACKAGE.glob(pattern)]
-    return [path for path in found if not path.stem.endswith("pool")]
+    return [path for path in found if path.stem != "on_ray"]
 
 
 def num_code_lines(source: str) -> int:
@@ -165,7 +165,7 @@ def changing(node: ast.ClassDef) -> set[str]:
 
 def test_one_way_to_write_stays_small() -> None:
     """The limits only shrink."""
-    assert num_code_lines((architecture.PACKAGE / "operations/write.py").read_text()) <= 300
+    assert num_code_lines((architecture.PACKAGE / "operations/write.py").read_text()) <= 270
     assert sum(num_code_lines(path.read_text()) for path in writing()) <= MOST_LINES
 
 
@@ -195,6 +195,7 @@ TOPICS = {
     "operations/checked_sources": "every verb compares what it reads",
     "operations/consolidate/ask_class": "warnings against from_pretrained's own",
     "operations/consolidate/base_repo": "a base on the Hub",
+    "operations/consolidate/diffusers": "models of diffusers, and of no library, there and back",
     "operations/consolidate/factors_refused": "what fine-tuning leaves as factors is refused by every reader",
     "operations/consolidate/fold_or_keep": "dense weights of factors, or factors as they are",
     "operations/consolidate/gaps": "what from_pretrained would make up",
@@ -202,29 +203,29 @@ TOPICS = {
     "operations/consolidate/modules": "weights beside the model's own, through every verb",
     "operations/consolidate/part_of_base": "what was not trained, from the base",
     "operations/consolidate/trainers": "from each trainer's run directory",
-    "operations/manifest/written": "the manifests that other verbs write",
     "operations/opened_once": "every verb parses a source once",
     "operations/parts/third_place": "verbs that write into a kind of place of the tests",
-    "operations/preshard/decompose": "factors of weights, computed and described",
+    "operations/preshard/factors": "a source whose weights are factors",
     "operations/preshard/dequantize": "plain weights of quantised ones",
     "operations/preshard/names": "models with other names in memory than in files, there and back",
     "operations/preshard/scale": "a thousand ranks",
     "operations/reflink": "shared extents, with every verb that moves bytes",
     "operations/reshard/hub": "what it keeps for the way back to the Hub",
+    "operations/keys": "key rules, through every verb",
     "operations/moments": "moments of an optimizer that are one rank's part, through every verb",
     "operations/reshard/kept": "trainers' own forms, optimizer and all",
     "operations/reshard/optimizers_beside": "optimizers in a directory beside the checkpoint",
     "operations/tensor_classes": "tensors of trainers' own classes, through every verb",
     "operations/shards_in_folders": "files in folders below .metadata, through every verb",
+    "operations/written_manifests": "the manifests that verbs write",
     "operations/unsupported_files": "whole files of torch.save that no verb takes",
     "operations/verify/repo": "a repo on the Hub",
     "operations/uploading/in_store": "parts that write into a store",
-    "operations/uploading/local_records": "factors on their way into a store",
-    "operations/uploading/local_records_in_clouds": "the same, in other stores",
-    "operations/uploading/local_records_in_parts": "the same, by parts",
     "operations/uploading/run_versions": "versions of packages, with a store",
+    "osft/presharded": "factors that an earlier version pre-sharded, through every verb",
     "training/cuda": "all phases, on a GPU",
     "training/dequantize": "plain weights of quantised ones, on real ranks",
+    "training/generation_config": "how a job generates, from prepare through save to consolidate",
     "training/key_rules": "names of the Hub, from prepare through save to consolidate",
     "training/live": "models in use",
     "training/old_layouts": "old models of the Hub, from preshard through training to consolidate",

@@ -17,6 +17,7 @@ import click
 import pytest
 import yaml
 
+from shardkit._version import SOURCE
 from shardkit.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -117,6 +118,11 @@ def test_links_on_the_site(path: str, link: str, on_the_site: str) -> None:
     assert SITE["site_links"](link, path, "REPO") == on_the_site
 
 
+def test_a_link_out_of_the_site_is_text_without_an_address() -> None:
+    text = "See [`examples` [1]](../examples/guides), [help](help.md)."
+    assert SITE["site_links"](text, "docs/start.md", "") == "See `examples` [1], [help](help.md)."
+
+
 WIDTH = 120
 
 
@@ -203,9 +209,78 @@ def commands(script: str) -> Iterator[list[str]]:
             yield list(takewhile(lambda word: not set(word) <= set("|&;<>()"), typed))
 
 
+_ADDRESS = re.compile(r"(?:git\+|https?://)[^\s)\"'`>]*")
+_INSTALLER = re.compile(
+    r"\b(?:pip install|uv add|uv tool (?:install|run)|uvx|pipx (?:install|run)|git clone|hf extensions install|hf jobs)\b.*"
+)
+_FROM_AN_INDEX = re.compile(r"(?<![\w./-])['\"]?(?:[\w-]+/)?(?:hf-)?shardkit(?:\[[\w,]+\])?['\"]?(?= |$)")
+
+
+def unreachable(text: str, source: str) -> Iterator[str]:
+    """Yield addresses of shardkit that are not its public one, and lines that install it from an index.
+
+    Args:
+        text: of a page, a script or a package.
+        source: the public address, `SOURCE`; "" while there is none.
+    """
+    for address in _ADDRESS.findall(text):
+        rest = address.removeprefix("git+")
+        if ("shardkit" in address or address != rest) and not (source and rest.startswith(source)):
+            yield address
+    for line in _INSTALLER.findall(text):
+        typed = line.partition("`")[0].partition(" #")[0].replace("shardkit shardkit", "shardkit")
+        words = re.sub(r"(--from|--spec) (\S+) shardkit\b.*", r"\1 \2", typed)
+        if not source and _FROM_AN_INDEX.search(words):
+            yield line
+
+
+SOLD = [
+    *PAGES,
+    *(
+        path
+        for top in ("examples", "packaging")
+        for path in sorted(ROOT.glob(f"{top}/**/*"))
+        if path.is_file() and path.suffix != ".pyc"
+    ),
+]
+
+
+def test_nobody_is_sent_to_an_address_that_does_not_exist() -> None:
+    """Where shardkit is installed, its name is enough to add an extra: lines that say so are right."""
+    found = {}
+    for path in SOLD:
+        text = path.read_text().replace("git+https://SOURCE", "")
+        text = re.sub(r".*shardkit (?:is|was) installed.*", "", text)
+        if wrong := list(unreachable(text, SOURCE)):
+            found[str(path.relative_to(ROOT))] = wrong
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "is_wrong"),
+    [
+        ("pip install '.[trace]'    # in a clone of shardkit", False),
+        ("pip install './shardkit[trace]'", False),
+        ("uvx --from . shardkit inspect a", False),
+        ("pipx run --spec '.[stores]' shardkit inspect a", False),
+        ("pip install 'shardkit[trace]'", True),
+        ("uv tool install shardkit", True),
+        ("uvx shardkit inspect a", True),
+        ("pipx run shardkit inspect a", True),
+        ("hf extensions install somebody/hf-shardkit", True),
+        ("[it](https://example.com/shardkit/blob)", True),
+        ("pip install git+https://example.com/other", True),
+    ],
+)
+def test_an_address_that_does_not_exist_is_found(line: str, is_wrong: bool) -> None:
+    assert bool(list(unreachable(line, ""))) == is_wrong
+    assert list(unreachable("git+https://example.org/shardkit", "https://example.org/shardkit")) == []
+
+
 def parse(words: list[str]) -> None:
     """Parse a command; nothing is run."""
-    root = click.Context(main, info_name="shardkit")
+    # With the settings of main: click keeps a command's help option as its first context made it.
+    root = click.Context(main, info_name="shardkit", **main.context_settings)
     command = main.get_command(root, words[0])
     assert command is not None, words
     with contextlib.suppress(click.exceptions.Exit):  # --help

@@ -75,6 +75,7 @@ def launched(printed: Path, num_processes: int, script: str, *arguments: object)
     return printed.read_text()
 
 
+@pytest.mark.prove
 @pytest.mark.dist
 def test_fsdp2_example_starts_from_the_presharded_weights(tmp_path: Path, fast_trace: object) -> None:
     loss = make_model(tmp_path / "model")
@@ -85,6 +86,7 @@ def test_fsdp2_example_starts_from_the_presharded_weights(tmp_path: Path, fast_t
     assert float(printed) == pytest.approx(loss, abs=2e-6)
 
 
+@pytest.mark.prove
 @pytest.mark.dist
 def test_three_phases_start_from_the_hub_directory(tmp_path: Path) -> None:
     loss = make_model(tmp_path / "model")
@@ -94,6 +96,7 @@ def test_three_phases_start_from_the_hub_directory(tmp_path: Path) -> None:
     assert any("model.embed_tokens.weight = lm_head.weight" in line for line in report)
 
 
+@pytest.mark.prove
 @pytest.mark.dist
 def test_three_phases_start_from_the_presharded_directory_alone(tmp_path: Path, fast_trace: object) -> None:
     loss = make_model(tmp_path / "model")
@@ -110,6 +113,7 @@ def test_three_phases_ask_for_the_model_where_the_source_has_no_config(
         runpy.run_path(str(EXAMPLES / "three_phase.py"), run_name="__main__")
 
 
+@pytest.mark.prove
 @pytest.mark.dist
 def test_a_training_loop_goes_on_in_another_world_and_back_to_the_hub(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
@@ -132,6 +136,7 @@ def test_a_training_loop_goes_on_in_another_world_and_back_to_the_hub(tmp_path: 
     assert not result.warnings
 
 
+@pytest.mark.prove
 @pytest.mark.dist
 @pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
 def test_lightning_example(tmp_path: Path) -> None:
@@ -205,6 +210,7 @@ def make_articles(directory: Path) -> None:
             (directory / name / f"{number}.txt").write_text(" ".join(words))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("tasks", ["topics", "order"])
 def test_osft_example_trains_both_ways_and_checks_what_is_folded(
     tasks: str,
@@ -212,7 +218,6 @@ def test_osft_example_trains_both_ways_and_checks_what_is_folded(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     fast_trace: object,
-    fast_factors: object,
 ) -> None:
     make_encoder(tmp_path / "model")
     make_articles(tmp_path / "corpus")

@@ -315,30 +315,3 @@ def test_dcp_saves_and_loads_memory_of_several_regions(tmp_path) -> None:
     memory.zero_()
     dcp.load({"w": stored}, checkpoint_id=tmp_path)
     assert torch.equal(memory, whole[[0, 2, 3, 1]])
-
-
-MESH_PLACE = """
-import io, torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from shardkit._torch import init_fake_world, set_mesh_place
-
-init_fake_world(4)
-mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
-tensor = DTensor.from_local(torch.ones(3, 2), mesh, [Shard(0), Shard(1)], run_check=False)
-hash(tensor._spec), hash(mesh)
-set_mesh_place(mesh, 2, [1, 0], "cuda", [tensor, torch.ones(1)])
-file = io.BytesIO()
-torch.save({"a": tensor}, file)
-file.seek(0)
-found = torch.load(file, weights_only=False)["a"].device_mesh
-assert found.device_type == "cuda"
-assert list(found.get_coordinate()) == [1, 0]
-assert found.mesh.tolist() == [[0, 1], [2, 3]]
-set_mesh_place(mesh, 0, [0, 0], "cpu", [tensor])
-assert mesh.device_type == "cpu" and list(mesh.get_coordinate()) == [0, 0]
-"""
-
-
-def test_a_mesh_is_pickled_for_another_rank_and_device() -> None:
-    subprocess.run([sys.executable, "-c", MESH_PLACE], check=True, timeout=600)

@@ -36,7 +36,7 @@ def choose(source: str) -> None:
     consolidate(source, dtype="fp8")  # type: ignore[arg-type]
     shardkit.reshard(source, dtype="fp32", optimizer_dtype="keep")
     shardkit.reshard(source, dtype="base")  # type: ignore[arg-type]
-    shardkit.preshard(source, world_size=8, layout="declared", names="hub", profile="verl", device="cuda")
+    shardkit.preshard(source, world_size=8, layout="declared", names="hub", profile="transformers")
     shardkit.preshard(source, layout="guessed")  # type: ignore[arg-type]
     shardkit.preshard(source, names="own")  # type: ignore[arg-type]
     shardkit.preshard(source, profile="titan")  # type: ignore[arg-type]

@@ -1,8 +1,9 @@
 """Train with OSFT: what is frozen stays, the rest learns.
 
-    torchrun --nproc-per-node 8 osft_run.py Qwen/Qwen3-8B factors run
+    torchrun --nproc-per-node 8 osft_run.py Qwen/Qwen3-8B Qwen/Qwen3-8B run
 
-`factors` is what `shardkit preshard --osft` wrote. Runs on CUDA with nccl, and on CPU with gloo.
+The second is the source: the model's weights, or what an earlier run has saved. Runs on CUDA with nccl, and on CPU with
+gloo.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def main(model_name: str, source: str, run: str) -> None:
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
 
-    context = shardkit.prepare(model_name, source)  # the source says which weights are factors
+    context = shardkit.prepare(
+        model_name, source, osft=0.3
+    )  # dense weights become factors; stored factors are read
     model = shardkit.wrap(context.model, mesh)
     model = shardkit.finalize(model, context)
 

@@ -1,9 +1,8 @@
 """Train a Hub model as verl's FSDP2 actor, and save it with verl's own checkpoint manager.
 
     torchrun --nproc-per-node 8 verl_run.py my-model checkpoints
-    torchrun --nproc-per-node 8 verl_run.py my-model checkpoints verl-start   from what preshard wrote
 
-Runs on CUDA with nccl, and on CPU with gloo; there preshard has to be told `--device cpu`.
+Runs on CUDA with nccl, and on CPU with gloo.
 """
 
 from __future__ import annotations
@@ -16,36 +15,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from verl.trainer.config import CheckpointConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import apply_fsdp2, get_shard_placement_fn
 
 
-def build(model_directory: str, start: str | None, device: str) -> nn.Module:
-    """Shard the model over all ranks, as verl does; its weights are those of `start` if that is named."""
-    if start is None:
-        model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
-    else:
-        config = AutoConfig.from_pretrained(model_directory)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+def build(model_directory: str, device: str) -> nn.Module:
+    """Load the model and shard it over all ranks, as verl does."""
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     size = dist.get_world_size()
     mesh = init_device_mesh(device, (size,), mesh_dim_names=("fsdp",))
     apply_fsdp2(model, {"mesh": mesh, "shard_placement_fn": get_shard_placement_fn(size)}, {})
-    if start is not None:  # preshard writes no optimizer and no random states
-        only = CheckpointConfig(load_contents=["model"])
-        FSDPCheckpointManager(model, checkpoint_config=only).load_checkpoint(start)
     return model
 
 
-def main(model_directory: str, output: str, start: str | None = None) -> None:
+def main(model_directory: str, output: str) -> None:
     """Train two steps on made-up data, and save after the second."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
-    model = build(model_directory, start, device)
+    model = build(model_directory, device)
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -3,7 +3,7 @@
     make osft        (examples/osft/run.py --model DIRECTORY --corpus DIRECTORY --output DIRECTORY)
 
 For each learning rate, the model that has learned the first task learns the second, with its weights free and with
-their factors; then it is asked for the first again, by the head that it had. All it uses of shardkit is public: preshard,
+their factors; then it is asked for the first again, by the head that it had. All it uses of shardkit is public:
 prepare, finalize, osft_optimizer, save, consolidate. Writes results.json and forgetting.svg; minutes for a seed on a CPU.
 """
 
@@ -57,7 +57,7 @@ class Start:
     dense: str
     """Directory of the model, in the Hub's form."""
     factors: str
-    """Pre-sharded directory of the same, as factors."""
+    """Save of the same, as factors."""
     head: nn.Linear
     tasks: tuple[Task, Task]
     before: float
@@ -85,9 +85,9 @@ class Run:
     """Seconds of training."""
 
 
-def load(directory: str, source: str) -> nn.Module:
-    """Return the model of a directory with the weights, or the factors, of a source."""
-    context = shardkit.prepare(directory, source, dtype="fp32")
+def load(directory: str, source: str, plan: shardkit.OsftPlan | None = None) -> nn.Module:
+    """Return the model of a directory with the weights, or the factors, of a source; with a plan, as factors."""
+    context = shardkit.prepare(directory, source, dtype="fp32", osft=plan)
     # A job of several ranks wraps it here: model = shardkit.wrap(context.model, mesh)
     model = shardkit.finalize(context.model, context).eval()
     has_factors = any(".osft_params." in name for name, _ in model.named_parameters())
@@ -116,10 +116,9 @@ def learn_first(options: Options, seed: int) -> Start:
     learned = tasks[0]["train"]
     train(model, head, learned, rate=FIRST_RATE, num_steps=options.num_steps, seed=seed)
     dense = store(model, options.output / "first", options.model)
-    # On the command line: shardkit preshard first first-factors --world-size 1 --osft 0.3 --osft-targets ...
     plan = shardkit.OsftPlan(ratio=options.ratio, targets=TARGETS)
     factors = str(options.output / "first-factors")
-    shardkit.preshard(dense, factors, world_size=1, osft=plan, overwrite=True)
+    shardkit.save(load(dense, dense, plan), factors, overwrite=True)
     before, _ = judge(model, head, tasks[0]["test"])
     return Start(seed=seed, dense=dense, factors=factors, head=head, tasks=tasks, before=before)
 

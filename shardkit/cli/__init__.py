@@ -17,14 +17,17 @@ from contextlib import contextmanager
 from importlib import import_module
 from itertools import takewhile
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardkit._version import __version__
 from shardkit.cli.errors import report, report_usage
 from shardkit.cli.output import ANSWERED, REST, printing
-from shardkit.errors import ResourceError, Terminated, signal_of, speaking_options
+from shardkit.errors import ResourceError, Terminated, signal_of
+
+if TYPE_CHECKING:
+    from shardkit.pictures.page import Page
 
 _SECTIONS = {
     "Main": {
@@ -39,40 +42,31 @@ _SECTIONS = {
     },
     "Many machines": {
         "commit": "Make the output from what the parts of a job have written.",
-        "status": "Show how far the parts of a job are, or abort it.",
-        "gc": "Delete what is left of replaced saves and of runs that died.",
+        "status": "Show how far a job is that was not committed.",
+        "abort": "Remove what a job has written and not committed.",
     },
     "More": {
-        "manifest": "Record the checksum of every file, to verify it later.",
-        "keys": "Show what tensors become on the Hub or in a model; check rules.",
-        "cache": "Show what is cached of transformers' answers, or remove it.",
         "env": "Show versions and settings, to paste into a bug report.",
         "completion": "Print the script that completes commands in your shell.",
-        "help": "Show what a command does and its options.",
     },
 }
 """Heading of `shardkit --help` -> name -> its line; the module `shardkit.cli.<name>` has it as `command`."""
 _COMMANDS = {name: line for section in _SECTIONS.values() for name, line in section.items()}
 _SHARED = {
-    "cache": "removing",
-    "gc": "removing",
+    "abort": "parts",
     "commit": "parts",
     "completion": "shell",
     "env": "shell",
-    "help": "shell",
     "status": "parts",
 }
 """Name -> module, where one has several; it has them as `<name>_command`."""
 _LINES = {
-    "CacheResult": "removing.cache_lines",
+    "AbortResult": "parts.abort_lines",
     "CommitResult": "parts.commit_lines",
     "ConsolidateResult": "consolidate.render",
     "DiffResult": "diff.render",
     "Environment": "shell.env_lines",
-    "GcResult": "removing.gc_lines",
     "InspectResult": "inspect.render",
-    "KeysResult": "keys.render",
-    "ManifestResult": "manifest.render",
     "PreshardResult": "preshard.render",
     "ReshardResult": "reshard.render",
     "StatusResult": "parts.status_lines",
@@ -92,6 +86,17 @@ def lines_of(result: object) -> list[str] | None:
         return None
     lines: list[str] = getattr(import_module(f"shardkit.cli.{module}"), function)(result)
     return [line.replace(REST, "to_json()") for line in lines]
+
+
+def page_of(result: object) -> Page:
+    """Return the page of a result, as `--html` writes it.
+
+    Raises:
+        UsageError: nothing tells who holds what.
+    """
+    verb = type(result).__name__.removesuffix("Result").lower()
+    page: Page = import_module(f"shardkit.cli.{verb}").page_of(result)
+    return page
 
 
 class Commands(click.Group):
@@ -135,7 +140,6 @@ class Commands(click.Group):
             with formatter.section(heading):
                 formatter.write_dl([(name.ljust(width), line) for name, line in commands.items()])
 
-    @speaking_options()
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command, and turn every error but click's own into an exit code."""
         _give_streams()
@@ -161,8 +165,7 @@ def _behind_command(args: list[str]) -> list[str]:
     """Put flags of a command that stand before it behind it, as if typed there: `shardkit -q preshard MODEL`."""
     flags = list(takewhile(_FLAGS.__contains__, args))
     rest = args[len(flags) :]
-    num_names = 2 if rest[:1] == ["keys"] else 1
-    return [*rest[:num_names], *flags, *rest[num_names:]]
+    return [*rest[:1], *flags, *rest[1:]]
 
 
 def _give_streams() -> None:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, copied, ending, file_sizes, limited, written
+from shardkit.cli.output import Output, copied, ending, file_sizes, fused, limited, named, written
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import count, escape, format_name, format_size
 
 if TYPE_CHECKING:
-    from shardkit.operations.consolidate import ConsolidateResult, SkippedPart
+    from shardkit.operations.consolidate import ConsolidateResult, SkippedPart, Upload
 
 _ADAPTER_CONFIG = "adapter_config.json"
 
@@ -39,6 +39,13 @@ Examples:
     help="The model that the training started from, a Hub directory or repo id: for config, tokenizer, names, shapes.",
 )
 @opt.option("Input", "--base-revision", metavar="REV", help="Branch, tag or commit of a repo id.")
+@opt.option(
+    "Input",
+    "--config",
+    type=click.Choice(["checkpoint", "base"]),
+    default="checkpoint",
+    help="With --base: config, tokenizer and processor of the checkpoint, if it has them, or all of the base.",
+)
 @opt.option(
     "Input",
     "--tokenizer",
@@ -81,6 +88,7 @@ Examples:
 @opt.recording
 @opt.publishing
 @opt.overwrite("Hub model, whole and in one step")
+@opt.exist_ok
 @opt.strict
 @opt.writing
 @opt.parts
@@ -111,10 +119,12 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     would = "to " if result.dry_run else ""
     yield "found", format_name(result.writer)
     if result.resolved != result.checkpoint:
-        yield "took", f"{escape(result.resolved)}: {result.reason}"
+        yield "using", f"{escape(result.resolved)}: {result.reason}"
     yield from _names(result)
     if result.base is not None:
         yield "base", _base(result)
+    if result.from_checkpoint:
+        yield "beside", f"of the checkpoint, {copied(result.from_checkpoint)}"
     yield from limited("tied", [f"{escape(a)} = {escape(b)} (stored once)" for a, b in result.ties])
     yield from limited("untied", [f"{escape(a)} and {escape(b)} differ: both kept" for a, b in result.untied])
     yield from limited("skipped", [_skipped(part) for part in result.skipped])
@@ -130,6 +140,8 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
         yield from file_sizes(result, "per file", "file")
     elif result.held_against == "class" and not result.unloadable:
         yield "names", f"{result.model_class or 'the class'} finds all of its weights"
+    if result.upload is not None:
+        yield "to upload", _upload(result.upload)
     pushed = [] if result.pushed_to is None else [("pushed", escape(result.pushed_to))]
     yield from ending(result, *pushed)
 
@@ -146,12 +158,21 @@ def _names(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
         for old, new, number in result.renamed
     ]
     yield from limited("renamed", renamed)
+    yield from fused(result.split, "split")
+    yield from named(result.names)
 
 
 def _base(result: ConsolidateResult) -> str:
     # An adapter's config belongs to the adapter, wherever it came from.
-    names = [name for name in result.assets if result.kind != "adapter" or name != _ADAPTER_CONFIG]
+    others = {*result.from_checkpoint, *([_ADAPTER_CONFIG] if result.kind == "adapter" else [])}
+    names = [name for name in result.assets if name not in others]
     return escape(result.base or "") + (f", {copied(names)}" if names else "")
+
+
+def _upload(upload: Upload) -> str:
+    branch = "its default branch" if upload.branch is None else f"branch {escape(upload.branch)}"
+    new = "private" if upload.private else "public, unless your account makes new ones private"
+    return f"at most {format_size(upload.upload_bytes)} to {escape(upload.repo)}, {branch}; if the repo is new, it is {new}"
 
 
 def _skipped(part: SkippedPart) -> str:
@@ -165,8 +186,11 @@ def _how_to_load(result: ConsolidateResult) -> list[str]:
     path = result.output
     if result.kind == "adapter" and _ADAPTER_CONFIG in result.assets:
         return ["load it onto its model:", f"  peft.PeftModel.from_pretrained(model, {path!r})"]
-    if "config.json" in result.assets and not result.unloadable:
-        return ["load it:", f"  transformers.{result.model_class or 'AutoModel'}.from_pretrained({path!r})"]
+    if result.library is not None and "config.json" in result.assets and not result.unloadable:
+        variant = "" if result.variant is None else f", variant={result.variant!r}"
+        name = result.model_class or "AutoModel"
+        code = ", trust_remote_code=True" if (result.model_class or "").startswith("AutoModel") else ""
+        return ["load it:", f"  {result.library}.{name}.from_pretrained({path!r}{variant}{code})"]
     file = os.path.join(path, result.file_names[0])
     comment = "" if result.num_files == 1 else "  # and so on, as the index says"
     return ["load its tensors:", f"  safetensors.torch.load_file({file!r}){comment}"]

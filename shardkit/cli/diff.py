@@ -12,14 +12,16 @@ import click
 from shardkit._folding import fold, spread, template
 from shardkit.cli import options as opt
 from shardkit.cli.output import Output, PageFile, drawn, facts, first_rows
-from shardkit.core.dtypes import short_dtype
+from shardkit.core.dtypes import CASTS, short_dtype
 from shardkit.core.text import count, escape, format_name, format_size, without_numbers
 from shardkit.formats.hub.adapter import ADAPTER, is_adapter_file
 from shardkit.operations.diff import DiffResult, TensorDiff, diff
+from shardkit.operations.diff.amounts import experts_line, experts_of
 from shardkit.operations.diff.options import SORTS
 
 if TYPE_CHECKING:
     from shardkit.operations.diff.values import TensorStats
+    from shardkit.pictures.page import Page
 
 _DIFFERS = 1
 _ALONE = {"only_a": "only in A", "only_b": "only in B", "shape": "shapes differ"}
@@ -43,11 +45,19 @@ Examples:
     "Checks", "--atol", type=float, metavar="X", help="The same; each is 0 if only the other is given."
 )
 @opt.option(
+    "Checks",
+    "--as",
+    "as_dtype",
+    first=True,
+    type=click.Choice(list(CASTS)),
+    help="Round A to this dtype, where B has it, before comparing.",
+)
+@opt.option(
     "Output",
     "--stats",
     first=True,
     is_flag=True,
-    help="Show how much they differ: largest differences, ulps, cosine.",
+    help="Show how much they differ: largest differences, cosine.",
 )
 @opt.globs
 @opt.option(
@@ -68,7 +78,7 @@ Examples:
 )
 @opt.max_memory
 @opt.picture
-@opt.page
+@opt.html
 @opt.follow_links
 @opt.reporting
 def command(
@@ -78,16 +88,15 @@ def command(
     b: str,
     picture: bool,
     html_file: str | None,
-    overwrite: bool,
     **options: Any,
 ) -> None:
     """Compare the weights of A and B: Hub models or sharded checkpoints, in any two formats.
 
-    Tensors are paired by their names on the Hub: = equal, ~ equal after rounding, - only in A, + only in B,
-    * differs. Bits are compared, unless a tolerance is given. Exit code 0 means equal, perhaps after rounding to
-    bf16 or fp16; 1 means that something differs.
+    Tensors are paired by their names on the Hub: = equal, ~ equal after folding, - only in A, + only in B,
+    * differs. Bits are compared, unless a tolerance is given. Exit code 0 means equal; 1 means that something
+    differs.
     """
-    page = PageFile(html_file, (a, b), overwrite=overwrite)
+    page = PageFile(html_file, (a, b))
     result = diff(a, b, progress=out.progress(), **options)
     for warning in result.warnings:  # before the result
         out.warn(warning)
@@ -97,17 +106,22 @@ def command(
 
         out.lines(drawn(partial(changed_lines, result)))
     if html_file is not None:
-        from shardkit.pictures.changes import changes_page
-
-        page.write(out, changes_page(result, list(_facts(result))))
-    if not result.is_equal_after_rounding:
+        page.write(out, page_of(result))
+    if result.differences:
         sys.stdout.flush()  # the reader may be gone, and this error is reported like any other
         click.get_current_context().exit(_DIFFERS)
 
 
+def page_of(result: DiffResult) -> Page:
+    """Return the page of a result."""
+    from shardkit.pictures.changes import changes_page
+
+    return changes_page(result, list(_facts(result)))
+
+
 def render(result: DiffResult) -> list[str]:
     """Return a result as lines for people."""
-    # Figures are shown of all tensors that have some, such as those that are equal after rounding.
+    # Figures are shown of all tensors that have some, such as those that are equal after folding.
     rows = list(_rows([tensor for tensor in result.tensors if tensor.is_difference or tensor.stats]))
     lines = first_rows(rows, indent="")
     return [*facts(_facts(result)), "", *_alike(result), *lines, "", result.headline()]
@@ -122,22 +136,23 @@ def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
         name = ADAPTER if is_adapter_file(resolved) else format_name(format)
         yield label, f"{escape(given)} ({name})"
         if resolved != given:
-            yield label, f"took {escape(resolved)}"
+            yield label, f"using {escape(resolved)}"
     if result.rtol is not None:
         yield "within", f"rtol {result.rtol:g}, atol {result.atol:g}"
+    if result.as_dtype is not None:
+        yield "rounded", f"A to {result.as_dtype}, where B has it"
+    if result.differences and (experts := experts_of(result.tensors)):
+        yield "experts", experts_line(experts)
     yield "read", f"{format_size(result.read_bytes)} in {result.elapsed_s:.2f} s"
 
 
 def _alike(result: DiffResult) -> Iterator[str]:
-    """Yield one line for all tensors that are equal, and one for those that are equal after rounding."""
+    """Yield one line for all tensors that are equal, and one for those that are equal after folding."""
     if number := result.count("equal", "close", "tied"):
         close, tied = result.count("close"), result.count("tied")
         said = ((close, "within the tolerance"), (tied, "tied, on one side only"))
         parts = [f"{amount} {text}" for amount, text in said if amount]
         yield f"=  {count(number, 'tensor')}" + (f" ({', '.join(parts)})" if parts else "")
-    if number := result.count("rounded"):
-        zeros = f"; {count(result.num_flushed, 'value')} became 0" if result.num_flushed else ""
-        yield f"~  {count(number, 'tensor')} ({result.direction()}{zeros})"
     if number := result.count("folded"):
         yield f"~  {count(number, 'weight')} folded: equal but for what factors miss"
 
@@ -190,12 +205,7 @@ def _what(tensor: TensorDiff, *, is_one: bool = True) -> str:
 def _dtype(tensor: TensorDiff) -> Iterator[str]:
     if tensor.status != "dtype":
         return
-    if not tensor.num_changed:
-        yield "dtypes differ, equal after conversion"
-    elif tensor.num_off_rounding == 0:
-        yield "dtypes differ, equal when rounded to the shorter one"
-    else:
-        yield "dtypes differ"
+    yield "dtypes differ" if tensor.num_changed else "dtypes differ, equal after conversion"
 
 
 def _values(tensor: TensorDiff, *, is_one: bool) -> Iterator[str]:
@@ -203,7 +213,9 @@ def _values(tensor: TensorDiff, *, is_one: bool) -> Iterator[str]:
         return
     changed = tensor.share_changed or 0.0
     percent = f"{100 * changed:.3g}%" if changed >= 1e-5 else "below 0.001%"
-    if is_one:
+    if tensor.relative_error is not None and percent == "100%":
+        pass  # nearly every step of training changes all: how far they are apart is the news
+    elif is_one:
         share = f" ({percent})" if tensor.num_elements > 1 else ""
         # Where all differ, the first of them is no news.
         is_news = tensor.first_changed and tensor.num_changed < tensor.num_elements
@@ -213,13 +225,13 @@ def _values(tensor: TensorDiff, *, is_one: bool) -> Iterator[str]:
         yield f"{percent} of {tensor.num_elements:,} elements each"
     if tensor.num_outside is not None:
         yield f"{tensor.num_outside:,} beyond the tolerance"
+    if tensor.relative_error is not None:
+        yield f"relative norm {tensor.relative_error:.3g}"
 
 
 def _stats(stats: TensorStats) -> Iterator[str]:
     yield f"max abs {stats.max_abs:.3g}"
     yield f"max rel {stats.max_rel:.3g}"
-    if stats.max_ulp is not None:
-        yield f"max ulp {stats.max_ulp:,}"
     if stats.cosine is not None:
         yield f"cosine {stats.cosine:.6f}"
     if stats.num_nonfinite:

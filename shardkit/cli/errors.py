@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -56,20 +57,44 @@ def report(error: BaseException, args: Sequence[str]) -> int:
 
 
 _NOT_DIVIDED = (
-    "what only reads is not divided, verify, diff and manifest neither: run it once, in one process. The parts of preshard, "
+    "what only reads is not divided, verify and diff neither: run it once, in one process. The parts of preshard, "
     "consolidate and reshard compare what they move with the checksums in the source"
 )
-GONE = {
+_IN_A_JOB = (
+    "prepare(model, model, osft=0.3) and finalize compute the factors on all ranks of a job, save writes them, and further "
+    "runs start from there"
+)
+REMOVED = {
+    "cache": "`shardkit env` shows the directory of the cache: remove it with rm -r",
+    "gc": "shardkit abort OUTPUT removes what was not committed; the store's own tool removes replaced data, whose prefix "
+    "--overwrite and shardkit status print; a lifecycle rule of the bucket ends unfinished uploads",
+    "help": "shardkit COMMAND --help shows all options of a command, `shardkit --help` lists the commands",
+    "status --abort": "shardkit abort OUTPUT removes what was not committed",
+    "verify --against": "shardkit diff A B compares the weights of two checkpoints",
+    "verify --ask-class": "verify asks the class of a Hub model wherever transformers is installed",
+    "verify --read": "verify --full reads all bytes",
+    "verify --rounded": "shardkit diff A B --as bf16 compares B with A rounded",
+    "verify --seed": "verify --full reads all bytes",
+    "verify --store": "verify --full reads all bytes",
     "--allow-unsafe-store": "a store without conditional requests is refused: write into a local directory, and copy that "
     "with the store's own tool",
     "--answers": _NOT_DIVIDED,
     "--part": _NOT_DIVIDED,
     "--resume-from": "the same command goes on with what a run on this host left; begun with --part 1/1, on any host. "
-    "`shardkit status OUTPUT --abort` removes what cannot be taken over",
+    "`shardkit abort OUTPUT` removes what cannot be taken over",
+    "--osft": _IN_A_JOB,
+    "--osft-targets": _IN_A_JOB,
+    "--osft-rank": _IN_A_JOB,
+    "--osft-svd": _IN_A_JOB,
+    "keys": "preshard and consolidate with --keys RULES --dry-run show every name and who decided it, and rules that match "
+    "nothing",
+    "manifest": "preshard, reshard and `consolidate --manifest` write manifests with what they make; those that this "
+    "command wrote are still read",
     "--check": "what moves is compared on the way (--check-source); for an answer before a byte moves, run shardkit "
     "verify on the checkpoint first",
+    "preshard --device": "verl starts from the Hub's files",
 }
-"""Options that earlier versions had -> what to do instead."""
+"""What earlier versions had -> the way now. A key is a command, an option of one ("verify --x"), or an option of any."""
 
 
 def report_usage(error: click.ClickException, root: click.Context, args: Sequence[str]) -> int:
@@ -86,17 +111,27 @@ def report_usage(error: click.ClickException, root: click.Context, args: Sequenc
     # What click suggests by itself reads otherwise: `Did you mean`.
     plain = error.message if isinstance(error, click.NoSuchOption) or _UNKNOWN.match(error.message) else None
     text = " ".join((plain or error.format_message()).split()).rstrip(".")
-    instead = GONE.get(getattr(error, "option_name", ""))
+    text = f"{text[:1].lower()}{text[1:]}"
+    if way := _way_now(error, context):
+        return report(UsageError(text, hint=way), args)
     return report(
         UsageError(
-            f"{text[:1].lower()}{text[1:]}{'' if instead else _nearest(error, context)}",
+            f"{text}{_nearest(error, context)}",
             problems=[
                 f"usage: {context.command_path} {' '.join(context.command.collect_usage_pieces(context))}"
             ],
-            hint=instead or f"`{context.command_path} --help` shows its options",
+            hint=f"`{context.command_path} --help` shows its options",
         ),
         args,
     )
+
+
+def _way_now(error: click.ClickException, context: click.Context) -> str | None:
+    """Return what to type instead of a removed command or option; None for any other error."""
+    if match := _UNKNOWN.match(error.message):
+        return REMOVED.get(match[1])
+    option = getattr(error, "option_name", "")
+    return REMOVED.get(f"{context.info_name} {option}") or REMOVED.get(option)
 
 
 def typed_context(root: click.Context, args: Sequence[str]) -> click.Context:
@@ -220,5 +255,7 @@ def _program() -> list[str]:
         return sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
     name = os.path.basename(script)
     path = shutil.which(name)
-    is_on_path = path is not None and os.path.realpath(path) == os.path.realpath(script)
-    return [name if is_on_path else script]
+    with contextlib.suppress(FileNotFoundError):  # the directory that `script` starts from may be gone
+        if path is not None and os.path.realpath(path) == os.path.realpath(script):
+            return [name]
+    return [script]

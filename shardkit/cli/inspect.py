@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,12 @@ from shardkit.cli.output import (
 )
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import count, escape, format_size, in_shell
+from shardkit.errors import UsageError
 from shardkit.operations.inspect import InspectedFile, InspectedTargets, InspectResult, inspect
 
 if TYPE_CHECKING:
     from shardkit.operations.leftovers import Leftover
+    from shardkit.pictures.page import Page
 
 _MAX_FILES = 20
 
@@ -51,18 +54,16 @@ Examples:
     help="List every tensor; otherwise layers and experts are folded.",
 )
 @opt.picture
-@opt.page
+@opt.html
 @opt.follow_links
 @opt.reporting
-def command(
-    *, out: Output, path: str, picture: bool, html_file: str | None, overwrite: bool, **options: Any
-) -> None:
+def command(*, out: Output, path: str, picture: bool, html_file: str | None, **options: Any) -> None:
     """Show what PATH contains: a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint.
 
     In a run's directory, the newest complete checkpoint is taken. Headers and metadata are read, but no tensor data.
     Anything odd about the checkpoint is reported on stderr.
     """
-    page = PageFile(html_file, (path,), overwrite=overwrite)
+    page = PageFile(html_file, (path,))
     is_drawn = picture and not (out.is_quiet or out.as_json)
     result = inspect(path, holdings=is_drawn or html_file is not None, **options)
     out.result(result, render, max_warnings=max_lines())
@@ -74,10 +75,18 @@ def command(
         assert result.holdings is not None
         out.lines(drawn(partial(held_lines, result.holdings)))
     if html_file is not None:
-        from shardkit.pictures.held import held_page
+        page.write(out, page_of(result))
 
-        said = list(_facts(result))
-        page.write(out, held_page(result, kicker=result.title(), path=result.path, facts=said))
+
+def page_of(result: InspectResult) -> Page:
+    """Return the page of a result; who holds what is looked up where the result does not have it."""
+    from shardkit.pictures.held import held_page
+
+    if result.run is not None:
+        raise UsageError(f"there is nothing to draw: {result.headline()}")
+    if result.holdings is None:
+        result = replace(result, holdings=inspect(result.path, holdings=True).holdings)
+    return held_page(result, kicker=result.title(), path=result.path, facts=list(_facts(result)))
 
 
 def render(result: InspectResult) -> list[str]:
@@ -101,22 +110,25 @@ def _run_facts(run: Leftover) -> Iterator[tuple[str, str]]:
 
     yield from describe(run)
     output = in_shell(output_of(run.staging) or run.staging)
-    yield "see", f"shardkit status {output}, which removes it with --abort"
+    yield "see", f"shardkit status {output}; shardkit abort {output} removes it"
 
 
 def _facts(result: InspectResult) -> Iterator[tuple[str, str]]:
     if result.resolved != result.path:
-        yield "took", escape(result.resolved)
+        yield "using", escape(result.resolved)
     if result.source is not None:
         yield "source", escape(result.source)
-    if result.mesh is not None:
-        yield "mesh", f"{escape(result.mesh)}; world size {result.world_size}"
+    if result.mesh is not None or result.world_size is not None:
+        yield "mesh", f"{escape(result.mesh or 'none')}; world size {result.world_size}"
     elif result.kind == "dcp":
         yield "mesh", "not recorded"
     for kind, root in result.roots:
         yield "roots", f"{kind}: {escape(root) or '(all)'}"
     if result.layout is not None:
-        yield "layout", f"{escape(result.layout)}, wrap policy {escape(result.policy or '')}"
+        policy = (
+            "of the model that was saved" if result.policy is None else f"wrap policy {escape(result.policy)}"
+        )
+        yield "layout", f"{escape(result.layout)}, {policy}"
         yield from limited("units", [_unit(unit.path, unit.class_name, unit.count) for unit in result.units])
     yield "tensors", f"{count(result.num_tensors, 'tensor')}, {format_size(result.tensor_bytes)}"
     for dtype in result.dtypes:

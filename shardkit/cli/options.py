@@ -46,7 +46,7 @@ SECTIONS = (
     "OSFT",
     "General",
 )
-"""The headings of options, in the order of the help, of the manual page, of docs/commands.md and of what shells complete."""
+"""The headings of options, in the order of the help, of docs/commands.md and of what shells complete."""
 
 _MAX_NAME = 24
 """Most columns of an option's name; the text of a longer one begins on the next line."""
@@ -202,10 +202,10 @@ class _DTypeChoice(_Choice):
         return super().convert(short_dtype(value), param, ctx)
 
 
-def dtype(name: str, *choices: str, help: str, default: str | None = "keep") -> Decorator:
+def dtype(name: str, *choices: str, help: str) -> Decorator:
     """Return an option for the dtype that floating tensors are converted to; `choices` are allowed too."""
     values = _DTypeChoice(["keep", *choices, "bf16", "fp16", "fp32"])
-    return option("Dtypes", name, first=True, type=values, default=default, show_default=True, help=help)
+    return option("Dtypes", name, first=True, type=values, default="keep", show_default=True, help=help)
 
 
 dtype_rules = option(
@@ -229,6 +229,12 @@ def overwrite(what: str, *, first: bool = True) -> Decorator:
     return option("Output", "--overwrite", first=first, is_flag=True, help=f"Replace an existing {what}.")
 
 
+exist_ok = option(
+    "Output",
+    "--exist-ok",
+    is_flag=True,
+    help="If OUTPUT is there, leave it as it is and exit with 0. For commands that a launcher starts again.",
+)
 as_json = option(
     "General",
     "--json",
@@ -269,7 +275,9 @@ def answering(function: Function) -> Function:
         if verbose:
             show_details()
         shows_bars = not (as_json or no_progress or quiet)
-        function(out=Output(as_json=as_json, shows_bars=shows_bars, is_quiet=quiet), **options)
+        out = Output(as_json=as_json, shows_bars=shows_bars, is_quiet=quiet)
+        out.watch()
+        function(out=out, **options)
 
     return command
 
@@ -302,10 +310,6 @@ html = option(
     metavar="FILE",
     help="Write the result as a page too: one file, for any browser.",
 )
-page = group(
-    html,
-    overwrite("page at FILE of --html, as is done without this; nothing else is ever replaced", first=False),
-)
 picture = option("Output", "--picture", first=True, is_flag=True, help="Draw it in the terminal too.")
 follow_links = option(
     "Input",
@@ -314,7 +318,7 @@ follow_links = option(
     help="Read links that lead out of the checkpoint's directory as the files that they lead to.",
 )
 strict = option(
-    "Input", "--strict", is_flag=True, help="Refuse a run directory whose newest checkpoint cannot be taken."
+    "Input", "--strict", is_flag=True, help="Warnings are errors (exit code 3), before an output appears."
 )
 dry_run = option(
     "Output",
@@ -347,37 +351,6 @@ max_memory = option(
 revision = option("Input", "--revision", metavar="REV", help="Branch, tag or commit of the repo.")
 
 
-osft = group(
-    option(
-        "OSFT",
-        "--osft",
-        type=float,
-        metavar="RATIO",
-        help="Store weights as factors of which this share of directions is trained, e.g. 0.3.",
-    ),
-    option(
-        "OSFT",
-        "--osft-targets",
-        metavar="GLOB,...",
-        help="Which weights: auto (by the architecture), or globs; !GLOB leaves weights dense. Default auto.",
-    ),
-    option(
-        "OSFT",
-        "--osft-rank",
-        "osft_ranks",
-        multiple=True,
-        metavar="GLOB=K|RATIO",
-        help="Another number of frozen directions, or share that is trained, for some; repeatable.",
-    ),
-    option(
-        "OSFT",
-        "--osft-svd",
-        type=click.Choice(["exact", "fp32"]),
-        help="exact computes in float64 (default); fp32 is a hundredth as exact.",
-    ),
-)
-
-
 parts = group(
     option(
         "Many machines",
@@ -389,14 +362,14 @@ parts = group(
         "Many machines",
         "--executor",
         type=click.Choice(["ray"]),
-        help="Have all parts written by the workers of a Ray cluster, the one that runs or one on this machine.",
+        help="Write all parts on a Ray cluster: the running one, or a local one.",
     ),
     option(
         "Many machines",
         "--num-parts",
         type=int,
         metavar="N",
-        help="Of the executor; by default as many as run at the same time.",
+        help="Number of Ray's tasks; by default as many as run at the same time.",
     ),
 )
 
@@ -434,34 +407,23 @@ def carry_out(out: Output, verb: Callable[..., _R], *arguments: str | None, **op
         return verb(*arguments, part=part, progress=out.progress(), on_warning=out.warn, **options)
 
 
-def given(name: str) -> bool:
-    """True if a person gave a parameter of the command that runs."""
-    source = click.get_current_context().get_parameter_source(name)
-    return source is not click.core.ParameterSource.DEFAULT
-
-
-def rule_sets(*words: str) -> Complete:
-    """Return a completer of key rules: these words, the names of shipped sets and TOML files."""
-
-    def shipped() -> Iterable[str]:
-        from shardkit.keys.rule_sets import shipped
-
-        return [*words, *(rules.name for rules in shipped())]
-
-    return completing(shipped, and_files=".toml")
-
-
 def keys(default: str, meaning: str) -> Decorator:
     """Return `--keys`; `meaning` says what the default stands for."""
     none = "" if default == "none" else "none, "
     words = [default] if default == "none" else [default, "none"]
+
+    def completions() -> Iterable[str]:
+        from shardkit.keys.rule_sets import shipped
+
+        return [*words, *(rules.name for rules in shipped())]
+
     return option(
         "Names",
         "--keys",
         default=default,
         show_default=True,
         metavar="RULES",
-        shell_complete=rule_sets(*words),
+        shell_complete=completing(completions, and_files=".toml"),
         help=f"Key rules: a TOML file, the name of a shipped set, {none}or {default}: {meaning}.",
     )
 
@@ -493,7 +455,7 @@ naming = group(
         default="model",
         show_default=True,
         metavar="PART",
-        help="model, ema, or another part of the checkpoint by its name.",
+        help="model, ema, eval (of a schedule-free optimizer), or another part of the checkpoint by its name.",
     ),
     option("Names", "--root", metavar="PATH", help="Where the model begins, dotted; nothing is guessed."),
     option(

@@ -22,9 +22,10 @@ from shardkit.core.text import LISTS_WHOLE, MIB, count, escape, format_size, lis
 from shardkit.errors import ResourceError
 
 if TYPE_CHECKING:
-    from shardkit.cli.progress import ByteLines
+    from shardkit.cli.progress import ByteBar, ByteLines
     from shardkit.core.result import Result
     from shardkit.core.threads import Progress
+    from shardkit.keys.expressions import FusedTensors, NamedTensor
     from shardkit.operations.commit import CommitResult
     from shardkit.operations.parts.results import PartResult, WriteResult
     from shardkit.pictures.glyphs import Glyphs
@@ -82,14 +83,17 @@ def max_lines() -> int:
     return sys.maxsize if LISTS_WHOLE.get() else MAX_LINES
 
 
-def check_facts(result: WriteResult | CommitResult) -> Iterator[tuple[str, str]]:
-    """Yield what was compared, and what could not be compared and why; that safetensors cannot be is said with -v alone."""
+def source_facts(result: WriteResult | CommitResult) -> Iterator[tuple[str, str]]:
+    """Yield what was compared, what could not be compared and why, and which data of a replaced output stay.
+
+    That safetensors cannot be compared is said with -v alone.
+    """
     from shardkit.transfer.checks import NO_CHECKSUMS  # here: `--help` does not need it
 
     if result.checked_bytes:
         size = format_size(result.checked_bytes)
         yield "checked", f"{size} against the CRC-32s in the source"
-    yield from limited("held against", [escape(path) for path in result.source_manifests])
+    yield from limited("checked against", [escape(path) for path in result.source_manifests])
     for part in result.unchecked:
         if part.reason == NO_CHECKSUMS and not (result.checked_bytes or LISTS_WHOLE.get()):  # no news
             continue
@@ -97,6 +101,8 @@ def check_facts(result: WriteResult | CommitResult) -> Iterator[tuple[str, str]]
             "unchecked",
             f"{count(part.num_entries, 'tensor')}, {format_size(part.entry_bytes)}: {part.reason}",
         )
+    for prefix in result.replaced:
+        yield "replaced", f"{escape(prefix)}* stays for its readers; the store's own tool removes it"
 
 
 def copied(names: Sequence[str]) -> str:
@@ -105,6 +111,24 @@ def copied(names: Sequence[str]) -> str:
     if len(lines) > MAX_COPIED and not LISTS_WHOLE.get():
         lines[MAX_COPIED:] = ["..."]
     return f"{count(len(names), 'file')}: {', '.join(lines)}"
+
+
+def fused(tensors: Iterable[FusedTensors], label: str) -> Iterator[tuple[str, str]]:
+    """Yield the facts about tensors that become fewer or more: `fused`, `72 expert tensors into 6`."""
+    for kind in tensors:
+        what = "expert tensors" if kind.are_experts else "tensors"
+        yield label, f"{kind.num_stored:,} {what} into {kind.num_tensors:,}"
+
+
+def named(tensors: Sequence[NamedTensor]) -> Iterator[tuple[str, str]]:
+    """Yield the names of an output, if key rules gave some."""
+    if {"person", "shipped rules"}.isdisjoint(tensor.by for tensor in tensors):
+        return
+    lines = [
+        f"{escape(tensor.name)} = {', '.join(map(escape, tensor.sources))} ({tensor.by})"
+        for tensor in tensors
+    ]
+    yield from (("name", line) for line in shown(lines, 4 * max_lines(), spreads=True))
 
 
 def uneven(imbalance: float) -> str:
@@ -117,7 +141,6 @@ def written(
     pairs: Iterable[tuple[str, str]],
     way_on: Callable[[], Iterable[str]],
     *,
-    of_part: Iterable[tuple[str, str]] = (),
     shows_rate: bool = True,
 ) -> list[str]:
     """Return the result of a verb that writes as lines for people.
@@ -126,38 +149,24 @@ def written(
         result: the verb's.
         pairs: what it says of the output.
         way_on: returns the lines about what to do with the output.
-        of_part: what the dry run of a part says beside.
         shows_rate: as for `ending`.
     """
     if result.unfinished is not None:
-        return _part_lines(result, result.unfinished, of_part, shows_rate=shows_rate)
+        return _part_lines(result, result.unfinished, shows_rate=shows_rate)
     lines = [result.headline(), *facts(pairs)]
     return lines if result.dry_run else [*lines, "", *way_on()]
 
 
-def _part_lines(
-    result: WriteResult, part: PartResult, more: Iterable[tuple[str, str]], *, shows_rate: bool
-) -> list[str]:
+def _part_lines(result: WriteResult, part: PartResult, *, shows_rate: bool) -> list[str]:
     """Return the outcome of a part of an output that is not there yet, or of its dry run."""
     would = "to write" if result.dry_run else "wrote"
-    pairs: list[tuple[str, str]] = []
-    if part.all_weights:
-        did = "to compute" if result.dry_run else "computed"
-        pairs.append((did, f"factors of {count(part.num_weights, 'weight')}"))
-        if part.resumed_weights:
-            pairs.append(("resumed", f"{count(part.resumed_weights, 'weight')} had factors before"))
-        all_weights = count(part.all_weights, "weight")
-        pairs.append(
-            ("all parts", f"{part.finished_weights} of {all_weights} have factors; files come after all")
-        )
-    if result.dry_run or part.finished_weights == part.all_weights:
-        pairs.append((would, f"{count(part.num_files, 'file')}, {format_size(part.written_bytes)}"))
-        if part.resumed_files:
-            pairs.append(("resumed", f"{count(part.resumed_files, 'file')} had been finished before"))
-        all_files = count(result.num_files, "file")
-        pairs.append(("all parts", f"{part.finished_files} of {all_files} are finished"))
+    pairs = [(would, f"{count(part.num_files, 'file')}, {format_size(part.written_bytes)}")]
+    if part.resumed_files:
+        pairs.append(("resumed", f"{count(part.resumed_files, 'file')} had been finished before"))
+    all_files = count(result.num_files, "file")
+    pairs.append(("all parts", f"{part.finished_files} of {all_files} are finished"))
     if result.dry_run:
-        pairs += [*more, *ending(result)]
+        pairs += ending(result)
     elif part.missing:
         parts = "part" if len(part.missing) == 1 else "parts"
         pairs.append(("missing", f"{parts} {listed(part.missing)}; the last to finish makes the output"))
@@ -182,7 +191,7 @@ def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True)
         yield "part", f"{result.part.part}, {count(result.part.num_files, 'file')}; all parts are finished"
     if result.resumed_files:
         yield "resumed", f"{count(result.resumed_files, 'file')} had been finished before"
-    yield from check_facts(result)
+    yield from source_facts(result)
     yield from more
     yield "time", _time(result, shows_rate=shows_rate)
 
@@ -194,7 +203,7 @@ def _time(result: WriteResult, *, shows_rate: bool) -> str:
         moved_bytes, what, is_all = result.written_bytes, "bytes", not result.resumed_files
     else:
         moved_bytes, what = part.written_bytes, "bytes of the part"
-        is_all = not (part.resumed_files or part.by_another or part.all_weights)  # computing takes most of it
+        is_all = not (part.resumed_files or part.by_another)
     if not (shows_rate and is_all and moved_bytes > MIB and result.moving_s > 0):
         return took_s
     rate = format_size(round(moved_bytes / result.moving_s))
@@ -283,6 +292,8 @@ class Output:
 
     def lines(self, lines: Iterable[str]) -> None:
         """Print lines of a result for people; prose is broken between words, tables and code stay as they are."""
+        if "_bar" in vars(self):
+            self._bar.finish()  # the clock
         for line in lines:
             is_prose = not _IS_ALIGNED.search(line)
             for part in indented(line, sys.stdout) if is_prose else [line]:
@@ -298,21 +309,38 @@ class Output:
 
     def progress(self) -> Progress:
         """Return a bar on a terminal, lines elsewhere, or what shows nothing if nobody wants to see it."""
-        from shardkit.cli.progress import ByteBar  # here: `--help` needs neither this nor thread pools
         from shardkit.core.threads import NoProgress
 
         if not self.shows_bars:
             return NoProgress()
-        return ByteBar() if sys.stderr.isatty() else self._lines
+        return self._bar if sys.stderr.isatty() else self._lines
 
     def step(self, text: str) -> None:
-        """Say what takes a while and has no bar: at once where somebody watches, elsewhere if it does take long."""
+        """Say what takes a while and has no bar: at once, above a clock, on a terminal; elsewhere if it does take long."""
         if not self.shows_bars:
             return
         if sys.stderr.isatty():
+            if not self._bar.counts_bytes:
+                self._bar.finish()
             remark(printable(text, sys.stderr))
+            if not self._bar.counts_bytes:
+                self._bar.start(0, "")
         else:
             self._lines.start(0, text.removesuffix(" ..."))
+
+    def watch(self) -> None:
+        """Show a clock on a terminal while a command does what has no bar, once that takes long."""
+        if self.shows_bars and sys.stderr.isatty():
+            self._bar.start(0, "")
+
+    @cached_property
+    def _bar(self) -> ByteBar:
+        from shardkit.cli.progress import ByteBar  # here: `--help` needs neither this nor thread pools
+
+        bar = ByteBar()
+        if (context := click.get_current_context(silent=True)) is not None:
+            context.call_on_close(bar.finish)
+        return bar
 
     @cached_property
     def _lines(self) -> ByteLines:
@@ -525,17 +553,14 @@ class PageFile:
     Args:
         path: as it was typed; None if there is none.
         about: what the page is about; it must not lie in there.
-        overwrite: as it was typed, where it is about this file alone. An older page is replaced in any case.
 
     Raises:
         UsageError: something else than a page is there. This comes before anything is read.
         ResourceError: its directory is missing.
     """
 
-    def __init__(self, path: str | None, about: tuple[str, ...], *, overwrite: bool = False) -> None:
+    def __init__(self, path: str | None, about: tuple[str, ...]) -> None:
         self._path: str | None = None
-        if path is None and overwrite:
-            raise click.UsageError("--overwrite is about the file of --html, which is not given")
         if path is not None:
             from shardkit.pictures.page import check_page
 

@@ -1,4 +1,4 @@
-"""`shardkit commit` and `shardkit status`, of jobs that are divided into parts."""
+"""`shardkit commit`, `shardkit status` and `shardkit abort`, of jobs that have not ended."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, check_facts, facts, limited
+from shardkit.cli.output import Output, facts, limited, source_facts
 from shardkit.core.text import count, escape, format_size
 
 if TYPE_CHECKING:
-    from shardkit.operations.commit import CommitResult, PartStatus, PlanStatus, StatusResult
+    from shardkit.operations.commit import AbortResult, CommitResult, PartStatus, PlanStatus, StatusResult
     from shardkit.operations.leftovers import Leftover
     from shardkit.operations.uploading.status import StoredStatus
 
@@ -55,7 +55,7 @@ def commit_lines(result: CommitResult) -> list[str]:
 
 def _commit_facts(result: CommitResult) -> Iterator[tuple[str, str]]:
     yield "parts", f"{count(result.num_files, 'file')}, {format_size(result.written_bytes)}"
-    yield from check_facts(result)
+    yield from source_facts(result)
     yield from _pushed(result)
     yield "time", f"{result.elapsed_s:.2f} s"
 
@@ -70,39 +70,59 @@ def _pushed(result: CommitResult) -> Iterator[tuple[str, str]]:
     name="status",
     epilog="""\b
 Examples:
-  shardkit status Qwen3-8B-dp_shard1024
-  shardkit status Qwen3-8B-dp_shard1024 --abort""",
+  shardkit status
+  shardkit status Qwen3-8B-dp_shard1024""",
 )
-@click.argument("output", type=opt.PATH)
-@opt.option(
-    "Many machines",
-    "--abort",
-    first=True,
-    is_flag=True,
-    help="Remove what was written and not committed.",
-)
+@click.argument("output", type=opt.PATH, required=False)
 @opt.reporting
-def status_command(*, out: Output, output: str, abort: bool) -> None:
+def status_command(*, out: Output, output: str | None) -> None:
     """Show how far the runs and parts that write OUTPUT are, who is missing, and how to go on.
 
-    In s3://, it shows what is not committed. --abort leaves a run that is at work on this host, and names one of another
-    host before it removes it.
+    Without OUTPUT, it shows all that is not committed in this directory. In a bucket, it shows the data that are no part
+    of OUTPUT: of runs that have not ended, and of outputs that were replaced.
     """
     from shardkit.operations.commit import status
 
-    out.result(status(output, abort=abort, on_warning=out.warn), status_lines)
+    out.result(status(output), status_lines)
 
 
 def status_lines(result: StatusResult) -> list[str]:
     """Return a result as lines for people."""
-    is_there = result.headline()
-    plans = [] if result.aborted else [line for plan in result.plans for line in facts(_plan_facts(plan))]
+    is_named = result.outputs is None
+    plans = [line for plan in result.plans for line in facts(_plan_facts(plan, is_named))]
     runs = [line for run in result.runs for line in facts(_run_facts(run))]
+    stored = [] if result.stored is None else facts(_stored_facts(result.stored))
+    return [result.headline(), *stored, *plans, *runs]
+
+
+@click.command(
+    cls=opt.Verb,
+    name="abort",
+    epilog="""\b
+Examples:
+  shardkit abort Qwen3-8B-dp_shard1024
+  shardkit abort s3://bucket/run/last""",
+)
+@click.argument("output", type=opt.PATH)
+@opt.answering
+def abort_command(*, out: Output, output: str) -> None:
+    """Remove what was written for OUTPUT and not committed. An output that is there stays.
+
+    Parts that are still at work end with an error. A run that is at work on this host is left alone; one of another host
+    is named before it is removed. In a bucket, data of replaced outputs are removed too: wait until nobody reads them.
+    """
+    from shardkit.operations.commit import abort
+
+    out.result(abort(output, on_warning=out.warn), abort_lines)
+
+
+def abort_lines(result: AbortResult) -> list[str]:
+    """Return a result as lines for people."""
     if result.stored is not None:
-        return [is_there, *facts(_stored_facts(result.stored, aborted=result.aborted)), *plans]
-    if result.aborted and not runs:
-        return [f"{is_there}; what parts had written was removed"]
-    return [is_there, *plans, *runs]
+        return [result.headline(), *facts(_stored_facts(result.stored, end=" were removed"))]
+    if result.aborted and not result.runs:
+        return [f"{result.headline()}; what parts had written was removed"]
+    return [result.headline(), *(line for run in result.runs for line in facts(_run_facts(run)))]
 
 
 def _run_facts(run: Leftover) -> Iterator[tuple[str, str]]:
@@ -112,13 +132,16 @@ def _run_facts(run: Leftover) -> Iterator[tuple[str, str]]:
     yield from describe(run)
 
 
-def _stored_facts(stored: StoredStatus, *, aborted: bool) -> Iterator[tuple[str, str]]:
-    end = " were removed" if aborted else ""
+def _stored_facts(stored: StoredStatus, end: str = "") -> Iterator[tuple[str, str]]:
     yield "not committed", f"{count(stored.num_files, 'file')}, {format_size(stored.file_bytes)}{end}"
+    for prefix in stored.prefixes:
+        yield "prefix", escape(prefix)
     yield "on their way", f"{count(stored.num_uploads, 'file')}, {format_size(stored.sent_bytes)} sent"
 
 
-def _plan_facts(plan: PlanStatus) -> Iterator[tuple[str, str]]:
+def _plan_facts(plan: PlanStatus, is_named: bool) -> Iterator[tuple[str, str]]:
+    if not is_named:
+        yield "directory", escape(plan.staging)
     yield "plan", f"{escape(plan.verb)} {escape(plan.plan[:16])}, begun in {count(plan.num_parts, 'part')}"
     if plan.is_committed:
         yield "state", "committed; parts that come late will see it, and shardkit commit removes what is left"
@@ -128,17 +151,11 @@ def _plan_facts(plan: PlanStatus) -> Iterator[tuple[str, str]]:
         f"{plan.finished_files} of {count(plan.num_files, 'file')}, {format_size(plan.finished_bytes)} of "
         f"{format_size(plan.file_bytes)}",
     )
-    if plan.num_weights:
-        yield (
-            "factors",
-            f"of {plan.finished_weights} of {count(plan.num_weights, 'weight')}; files come after all",
-        )
     yield from limited("part", [_part(part) for part in plan.parts])
-    unit = "weight" if plan.finished_weights < plan.num_weights else "file"
-    missing = [f"part {part}: {count(number, unit)}; {typed}" for part, number, typed in plan.missing]
+    missing = [f"part {part}: {count(number, 'file')}; {typed}" for part, number, typed in plan.missing]
     yield from limited("missing", missing)
-    if not missing or (plan.num_weights and unit == "file"):
-        yield "next", "shardkit commit" + (", which writes what is missing" if missing else "")
+    if not missing:
+        yield "next", "shardkit commit"
 
 
 def _part(part: PartStatus) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +19,19 @@ from shardkit.cli.output import (
     copied,
     ending,
     file_sizes,
+    fused,
     limited,
+    named,
     uneven,
     written,
 )
-from shardkit.core.factored import FACTORS
-from shardkit.core.text import count, escape, format_duration, format_size
+from shardkit.core.text import count, escape, format_size
+from shardkit.errors import UsageError
 from shardkit.files import storage
-from shardkit.files.location import location_of
 
 if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult
-    from shardkit.osft.cost import OsftResult
+    from shardkit.pictures.page import Page
 
 
 def _profiles() -> Iterable[str]:
@@ -82,7 +84,7 @@ Examples:
     show_default=True,
     help="Traced from the model, or declared from the names in the files; auto: traced if a model can be built.",
 )
-@opt.keys("none", "the model's class tells")
+@opt.keys("none", "use the names of the model class")
 @opt.option(
     "Names",
     "--names",
@@ -99,7 +101,7 @@ Examples:
     show_default=True,
     metavar="TRAINER",
     shell_complete=opt.completing(_profiles),
-    help="The trainer that starts from it: plain, torchtitan, accelerate, lightning, lightning-mp, transformers, verl.",
+    help="The trainer that starts from it: plain, torchtitan, accelerate, lightning, lightning-mp, transformers.",
 )
 @opt.option(
     "Layout",
@@ -107,18 +109,13 @@ Examples:
     metavar="NAME",
     help="For Lightning: the attribute of the LightningModule that holds the model; default model.",
 )
-@opt.option("Layout", "--device", metavar="TYPE", help="For verl: the device type of its mesh; default cuda.")
-@opt.osft
-@opt.dtype(
-    "--dtype",
-    default=None,
-    help="Convert floating tensors. Default keep; with --osft fp32, as factors always are.",
-)
+@opt.dtype("--dtype", help="Convert floating tensors.")
 @opt.dtype_rules
 @opt.dequantize
 @opt.revision
 @opt.option("Input", "--variant", metavar="NAME", help="Use model.NAME.safetensors and the like.")
 @opt.overwrite("checkpoint, whole and in one step")
+@opt.exist_ok
 @opt.writing
 @opt.html
 @opt.parts
@@ -136,10 +133,6 @@ def command(
     out: Output,
     source: str,
     output: str | None,
-    osft: float | None,
-    osft_targets: str | None,
-    osft_ranks: tuple[str, ...],
-    osft_svd: str | None,
     html_file: str | None,
     **options: Any,
 ) -> None:
@@ -149,11 +142,11 @@ def command(
     directory to make; by default it is in the working directory, and its name gives model and mesh. To continue an
     interrupted run, run the same command again.
     """
-    if html_file is not None and not options["dry_run"]:
+    if html_file is not None and options["executor"]:
         raise click.UsageError(
-            "--html shows what would be written: add --dry-run, or use shardkit inspect --html on the output"
+            "--html: the workers draw nothing; use shardkit inspect OUTPUT --html afterwards"
         )
-    page = PageFile(html_file, (source,))
+    page = PageFile(html_file, (source,) if output is None else (source, output))
     from shardkit.operations.environment import package_version
 
     if (note := torch_note(package_version("torch"))) is not None:
@@ -161,27 +154,39 @@ def command(
     if not out.shows_bars and _is_on_the_hub(source):
         opt.silence_hub()
     from shardkit.operations.preshard import preshard
-    from shardkit.osft.plan import plan_of_options
 
-    plan = plan_of_options(osft, osft_targets, osft_ranks, osft_svd)
-    if not opt.given("max_memory"):
-        options["max_memory"] = None
     result = opt.carry_out(
         out,
         preshard,
         source,
         output,
-        osft=plan,
         on_step=out.step,
         holdings=html_file is not None,
         **options,
     )
     out.result(result, render)
     if html_file is not None:
-        from shardkit.pictures.held import held_page
+        page.write(out, page_of(result))
 
-        kicker = f"plan for a mesh of {result.mesh}; nothing is written yet"
-        page.write(out, held_page(result, kicker=kicker, path=result.output, facts=list(_facts(result))))
+
+def page_of(result: PreshardResult) -> Page:
+    """Return the page of a result; who holds what is looked up in the output where the result does not have it."""
+    from shardkit.operations.inspect import inspect
+    from shardkit.pictures.held import held_page
+
+    if result.holdings is None and (result.dry_run or result.unfinished):
+        raise UsageError(
+            "the page needs to know who holds what", hint="shardkit.preshard(..., holdings=True)"
+        )
+    if result.holdings is None:
+        result = replace(result, holdings=inspect(result.output, holdings=True).holdings)
+    return held_page(result, kicker=_kicker(result), path=result.output, facts=list(_facts(result)))
+
+
+def _kicker(result: PreshardResult) -> str:
+    if result.dry_run:
+        return f"plan for a mesh of {result.mesh}; nothing is written yet"
+    return f"{'plan' if result.unfinished else 'pre-sharded'} for a mesh of {result.mesh}"
 
 
 def _is_on_the_hub(source: str) -> bool:
@@ -192,8 +197,7 @@ def _is_on_the_hub(source: str) -> bool:
 
 def render(result: PreshardResult) -> list[str]:
     """Return a result as lines for people."""
-    of_part = _local_disk(result, is_part=True)
-    return written(result, _facts(result), partial(_how_to_load, result), of_part=of_part)
+    return written(result, _facts(result), partial(_how_to_load, result))
 
 
 def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
@@ -205,10 +209,9 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     yield "layout", _layout(result)
     if result.download_bytes:
         yield "to fetch", f"{format_size(result.download_bytes)} from the Hub; so far only headers were read"
-    num_read = result.num_tensors
-    if result.osft is not None:  # six factors are made of one weight
-        num_read -= (len(FACTORS) - 1) * sum(kind.num_targets for kind in result.osft.kinds)
-    yield f"{would}read", f"{count(num_read, 'tensor')}, {format_size(result.read_bytes)}"
+    yield f"{would}read", f"{count(result.num_tensors, 'tensor')}, {format_size(result.read_bytes)}"
+    yield from fused(result.fused, "fused")
+    yield from named(result.names)
     yield f"{would}write", f"{count(result.num_files, 'shard file')}, {format_size(result.written_bytes)}"
     yield from converted(result)
     if result.copied:
@@ -217,10 +220,6 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
         yield "balance", uneven(result.imbalance)
     if result.dry_run:
         yield from file_sizes(result, "per rank", "shard")
-    if result.osft is not None:
-        yield from _factors(result.osft, dry_run=result.dry_run)
-        if result.dry_run:
-            yield from _local_disk(result, is_part=False)
     if result.num_tensors_with_empty_shards:
         yield "empty", f"{count(result.num_tensors_with_empty_shards, 'tensor')} with no rows on some ranks"
     yield from limited("tied", [" = ".join(map(escape, group)) + " (stored once)" for group in result.ties])
@@ -229,45 +228,6 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     if result.shares_extents:
         yield "disk", "blocks are shared with the source, most bytes are not copied"
     yield from ending(result)
-
-
-def _factors(osft: OsftResult, *, dry_run: bool) -> Iterator[tuple[str, str]]:
-    """Yield what the factors take, or how good they are."""
-    number = sum(kind.num_targets for kind in osft.kinds)
-    size = format_size(sum(kind.factor_bytes for kind in osft.kinds))
-    if osft.max_error is not None:
-        yield (
-            "factors",
-            f"{count(number, 'weight')}, {size}; error at most {osft.max_error:.1e}, orthogonal to "
-            f"{osft.max_orthogonality:.1e}",
-        )
-        if osft.num_resumed:
-            yield "resumed", f"{count(osft.num_resumed, 'weight')} had been computed before"
-        return
-    yield "factors", f"{count(number, 'weight')}, {size}"
-    if not dry_run:  # other parts have made the output
-        return
-    lines = [
-        f"{kind.num_targets} x {escape(kind.name)} [{kind.rows}, {kind.columns}]: {kind.rank} of "
-        f"{min(kind.rows, kind.columns)} directions frozen; {format_size(kind.factor_bytes)}, "
-        f"{kind.num_operations:.2g} operations, {format_size(kind.memory_bytes)} of memory, {format_duration(kind.expected_s)}"
-        for kind in osft.kinds
-    ]
-    yield from limited("kind", lines)
-    yield (
-        "computing",
-        f"{count(osft.num_workers, 'process', 'processes')}, {format_size(osft.memory_bytes)} of memory, about "
-        f"{format_duration(osft.expected_s)} at {osft.operations_per_s / 1e9:.0f}e9 operations/s for each core",
-    )
-
-
-def _local_disk(result: PreshardResult, *, is_part: bool) -> Iterator[tuple[str, str]]:
-    if result.osft is None or not result.osft.record_bytes:
-        return
-    until = "the output is there, beside it"
-    if location_of(result.output).sends:
-        until = "this part ends" if is_part else "the output is in its store"
-    yield "local disk", f"{format_size(result.osft.record_bytes)} of factors, until {until}"
 
 
 def _layout(result: PreshardResult) -> str:
@@ -284,13 +244,6 @@ def _how_to_load(result: PreshardResult) -> list[str]:
             "start from it:",
             *(f"  {line.format(output=result.output, loader=result.loader)}" for line in usage),
         ]
-    if result.osft is not None:
-        return [
-            "start from it, on every rank:",
-            "  import shardkit",
-            f"  context = shardkit.prepare({result.source!r}, {result.output!r})",
-            "  model = shardkit.finalize(shardkit.wrap(context.model, mesh), context)",
-        ]
     if result.mesh.startswith("pp="):
         return [
             "load it on every rank, into the state dict of its stage, which is sharded for this mesh:",
@@ -298,7 +251,7 @@ def _how_to_load(result: PreshardResult) -> list[str]:
             f"  dcp.load(state, checkpoint_id={result.output!r})",
         ]
     return [
-        "load it on every rank, into a model on meta (without to_empty()) that is wrapped for this mesh:",
+        "load it on every rank, into a meta-device model already wrapped for this mesh (do not call to_empty()):",
         "  import shardkit",
         f"  shardkit.load_into(model, {result.output!r})  # parameters and buffers",
     ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from itertools import chain, repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardkit.core.text import format_duration, format_size
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 _REDRAW_S = 0.1
 _BEAT_S = 1.0
 """A bar on which nothing moves is drawn so often: its clock goes on."""
+_CLOCK_S = 2.0
+"""What takes longer than this shows a clock."""
 _FIRST_LINE_S, _NEXT_LINE_S = 10.0, 60.0
 
 
@@ -62,14 +65,21 @@ class ByteBar:
         self._bar: tqdm | None = None
         self._beat: Beat | None = None
         self._label, self._total_bytes = "", 0
-        self._pending_bytes, self._drawn_at = 0, 0.0
+        self._pending_bytes, self._drawn_at, self._begun = 0, 0.0, 0.0
 
     def start(self, total_bytes: int, label: str) -> None:
-        """Begin a bar of `total_bytes`, 0 for a phase without bytes."""
+        """Begin a bar of `total_bytes`, 0 for a phase without bytes; without a label that has only a clock."""
+        self.finish()
         self._label, self._total_bytes = label, total_bytes
         if total_bytes:
             self._bar = self._new()
-        self._beat = Beat(self._redraw, repeat(_BEAT_S))
+        self._begun = time.monotonic()
+        self._beat = Beat(self._redraw, chain([_BEAT_S if label else _CLOCK_S], repeat(_BEAT_S)))
+
+    @property
+    def counts_bytes(self) -> bool:
+        """True while a phase with bytes is under way."""
+        return self._beat is not None and self._total_bytes > 0
 
     def _new(self) -> tqdm:
         from tqdm import tqdm
@@ -82,11 +92,12 @@ class ByteBar:
             unit_scale=True,
             unit_divisor=1024,
             file=sys.stderr,
-            dynamic_ncols=True,
+            **_size(),
             miniters=1,
             mininterval=0,
             leave=bool(self._total_bytes),
-            bar_format=None if self._total_bytes else "{desc}... {elapsed}",
+            delay=0 if self._total_bytes else 1e-9,  # else it is drawn before its clock is right
+            bar_format=None if self._total_bytes else "{desc}... {elapsed}" if self._label else "  {elapsed}",
         )
 
     def advance(self, num_bytes: int) -> None:
@@ -112,15 +123,27 @@ class ByteBar:
     def _redraw(self) -> None:
         with self._lock:
             if self._bar is None:
-                self._bar = self._new()  # which draws it
-            else:
-                self._draw()
-                self._bar.refresh()
+                self._bar = self._new()
+                self._bar.start_t -= time.monotonic() - self._begun
+            self._draw()
+            self._bar.refresh()
 
     def _draw(self) -> None:
         if self._bar is not None:
             self._bar.update(self._pending_bytes)
             self._pending_bytes = 0
+
+
+def _size() -> dict[str, Any]:
+    """Return the size of the bar as tqdm takes it, which draws nothing on a terminal of 0 columns or lines.
+
+    Those of `script`, `kubectl exec` and `ssh -tt` are such terminals.
+    """
+    with contextlib.suppress(OSError, ValueError):  # no terminal
+        columns, lines = os.get_terminal_size(sys.stderr.fileno())
+        if not (columns and lines):
+            return {"ncols": (columns or 80) - 1, "nrows": 24}
+    return {"dynamic_ncols": True}
 
 
 class ByteLines:
@@ -178,7 +201,8 @@ class ByteLines:
         if not label:
             return ""
         if not total_bytes:
-            return f"{label} for {format_duration(round(now - self._begun))}"
+            elapsed = round(now - self._begun)
+            return f"{label} ({format_duration(elapsed)} elapsed)" if elapsed else label
         share = f"{format_size(done_bytes)} of {format_size(total_bytes)}, {done_bytes * 100 // total_bytes}%"
         rate = moved_bytes / elapsed_s if elapsed_s > 0 else 0.0
         if not rate:

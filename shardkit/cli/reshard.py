@@ -37,6 +37,7 @@ Examples:
     help="Leave the optimizer's state out.",
 )
 @opt.overwrite("checkpoint, whole and in one step")
+@opt.exist_ok
 @opt.strict
 @opt.writing
 @opt.parts
@@ -63,19 +64,22 @@ def render(result: ReshardResult) -> list[str]:
 
 def _how_to_go_on(result: ReshardResult) -> list[str]:
     ranks = count(result.world_size, "rank")
+    load = f"  shardkit.load_into(model, {result.output!r})"
+    if result.distributed_objects:
+        return [f"fill a model with its weights on {ranks}:", load]
     if result.folders != ("",):
-        return [f"go on from it on {ranks}, as the trainer resumes"]
+        return [f"resume on {ranks} with your trainer"]
     stock = f"  torch.distributed.checkpoint.load(state_dict, checkpoint_id={result.output!r})"
     if result.num_optimizer_tensors:
-        return [f"go on from it on {ranks}, as the trainer resumes, or with stock torch:", stock]
-    return [f"fill a model with it on {ranks}:", f"  shardkit.load_into(model, {result.output!r})", stock]
+        return [f"resume on {ranks} with your trainer, or with stock torch:", stock]
+    return [f"fill a model with it on {ranks}:", load, stock]
 
 
 def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:
     would = "to " if result.dry_run else ""
     yield "found", format_name(result.writer)
     if result.checkpoint.rstrip("/") != result.source.rstrip("/"):
-        yield "took", f"{escape(result.checkpoint)}: {result.reason}"
+        yield "using", f"{escape(result.checkpoint)}: {result.reason}"
     yield "mesh", f"{escape(result.mesh)}; world size {result.world_size}"
     parts = [
         count(result.num_tensors, "tensor"),

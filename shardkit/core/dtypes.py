@@ -103,15 +103,3 @@ def most_bytes(tensors: Iterable[tuple[DType, int]]) -> DType | None:
         if dtype.is_convertible:
             sizes[dtype] = sizes.get(dtype, 0) + nbytes
     return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
-
-
-def narrower(dtypes: Mapping[str, DType], others: Mapping[str, DType]) -> list[str]:
-    """Return the names of floating tensors that are narrower than the other tensor of the same name."""
-    return [
-        name
-        for name, dtype in dtypes.items()
-        if (other := others.get(name)) is not None
-        and dtype.is_convertible
-        and other.is_convertible
-        and dtype.itemsize < other.itemsize
-    ]

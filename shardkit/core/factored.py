@@ -68,11 +68,6 @@ class Target:
         ]
         return {f"{self.path}.{name}": shape for name, shape in zip(FACTORS, shapes, strict=True)}
 
-    @property
-    def factors_nbytes(self) -> int:
-        """Bytes of its factors, which are float32."""
-        return 4 * self.num_directions * (self.rows + self.columns + 1)
-
 
 def factored_names(names: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Return the six names of each module that is factored, by its path.

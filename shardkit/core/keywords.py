@@ -1,4 +1,4 @@
-"""Functions whose keywords are the fields of a class."""
+"""Functions whose keywords are the fields of a class, and what Python says of a wrong keyword."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from typing import ParamSpec, TypeVar, get_type_hints
+from typing import Any, ParamSpec, TypeVar, get_type_hints
+
+from shardkit.core.text import suggestion
 
 _P = ParamSpec("_P")
 _O = TypeVar("_O")
@@ -30,11 +32,36 @@ def keywords_of(options: Callable[_P, _O]) -> Callable[[Callable[[_O], _R]], Cal
     def decorate(function: Callable[[_O], _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            _refuse_unknown(function.__name__, signature, kwargs)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:  # that of the class would name the class
+                raise TypeError(f"{function.__name__}() {error}") from None
             return function(options(*args, **kwargs))
 
         returned = inspect.signature(function).return_annotation
-        call.__signature__ = inspect.Signature(shown, return_annotation=returned)  # type: ignore[attr-defined]
+        signature = inspect.Signature(shown, return_annotation=returned)
+        call.__signature__ = signature  # type: ignore[attr-defined]
         call.__annotations__ = {**{param.name: hints[param.name] for param in shown}, "return": returned}
         return call
 
     return decorate
+
+
+def suggests_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function whose TypeError for a wrong keyword names the closest one, as Python does from 3.13 on."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        _refuse_unknown(function.__name__, signature, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _refuse_unknown(name: str, signature: inspect.Signature, keywords: dict[str, Any]) -> None:
+    for keyword in keywords:
+        if keyword not in signature.parameters:
+            near = suggestion(keyword, signature.parameters)
+            raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{near}")

@@ -252,7 +252,7 @@ def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
                 f"--world-size must be at least 1, not {world_size}",
                 hint="give the number of ranks that will load it, such as --world-size 8",
             )
-        _check_size(world_size)
+        check_size(world_size)
         return Mesh((Axis("dp_shard", world_size, "shard"),))
     axes = [_parse_axis(part.strip()) for part in text.split(",")]
     names = [axis.name for axis in axes]
@@ -260,7 +260,7 @@ def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
     _check_axes(mesh, names)
     mesh = _with_experts(mesh, next((axis.size for axis in axes if axis.name == "ep"), 1))
     mesh = replace(mesh, pp=next((axis.size for axis in axes if axis.name == _STAGES), 1))
-    _check_size(mesh.size)
+    check_size(mesh.size)
     if world_size is not None and world_size != mesh.size:
         raise MeshError(
             f"--mesh {mesh} has {mesh.size} ranks, --world-size says {world_size}",
@@ -306,7 +306,12 @@ def _with_experts(mesh: Mesh, ep: int) -> Mesh:
     return replace(mesh, ep=ep)
 
 
-def _check_size(num_ranks: int) -> None:
+def check_size(num_ranks: int) -> None:
+    """Refuse a world of more ranks than anything is planned for.
+
+    Raises:
+        MeshError: it is.
+    """
     if num_ranks > _MAX_RANKS:
         raise MeshError(f"{num_ranks} ranks are more than shardkit plans for: the limit is {_MAX_RANKS}")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from html import escape as html_escape
 from typing import Any
 
 from shardkit.core.text import count, escape, format_size
-from shardkit.errors import as_arguments
+from shardkit.errors import ShardkitError, UsageError
 
 _MAX_SHOWN = 5
 _TOLD = ("notes", "warnings")
@@ -18,6 +20,11 @@ AsLines = Callable[[object], Sequence[str] | None]
 
 lines_of: AsLines | None = None
 """What the command line prints of a result. That stands above this module, so `shardkit` itself puts it here."""
+
+html_of: Callable[[object], str] | None = None
+"""The page of a result, as `--html` writes it; from there too."""
+save_page: Callable[[object, str], None] | None = None
+"""Writes that page to a path."""
 
 
 class Result:
@@ -56,9 +63,35 @@ class Result:
         """Return what the command prints, or else everything that is not empty; then notes and warnings."""
         lines = None if lines_of is None else lines_of(self)
         told = [f"{kind[:-1]}: {text}" for kind in _TOLD for text in getattr(self, kind, ())]
-        return [
-            _line(line) for line in (*(_listed(self) if lines is None else lines), *map(as_arguments, told))
-        ]
+        return [_line(line) for line in (*(_listed(self) if lines is None else lines), *told)]
+
+
+class DrawnResult(Result):
+    """A result of which there is a page with pictures."""
+
+    __slots__ = ()
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the result as a page, in one file for any browser, as `--html` does. An older page is replaced.
+
+        Raises:
+            UsageError: something else than a page is there; or nothing tells who holds what: call the verb with
+                `holdings=True`.
+            ResourceError: the system refuses.
+        """
+        if save_page is None:
+            raise UsageError("pages are made by `shardkit`: import it first")
+        save_page(self, os.fspath(path))
+
+    def _repr_html_(self) -> str:
+        """Return the text, and the page in a frame that can do nothing to the notebook; its script runs there alone."""
+        text = Result._repr_html_(self)
+        with suppress(ShardkitError, OSError):
+            if html_of is not None:
+                page = html_escape(html_of(self), quote=True)
+                frame = 'sandbox="allow-scripts" style="width: 100%; height: 640px; border: 0"'
+                return f'<div>{text}<iframe srcdoc="{page}" {frame}></iframe></div>'
+        return text
 
 
 def wrote(path: str, *, dry_run: bool = False) -> str:

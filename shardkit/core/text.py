@@ -149,22 +149,6 @@ def likeness(one: str, two: str) -> float:
     return difflib.SequenceMatcher(None, one, two).ratio()
 
 
-def nothing_left(include: Collection[str], names: Collection[str], number: int) -> UsageError:
-    """Return the error for `--include` and `--exclude` that leave none of some tensors.
-
-    Args:
-        include: globs.
-        names: all that the globs are compared with.
-        number: of tensors, each of which may have several names.
-    """
-    idle = [glob for glob in include if not any(fnmatchcase(name, glob) for name in names)]
-    return UsageError(
-        f"--include and --exclude leave none of {count(number, 'tensor')}",
-        problems=unmatched(idle, names),
-        hint=GLOBS_HINT,
-    )
-
-
 def suggestion(name: str, candidates: Iterable[str]) -> str:
     """Return `  (closest name: X)` for a problem line, or the empty string."""
     closest = nearest(name, candidates)

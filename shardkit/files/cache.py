@@ -45,13 +45,6 @@ def home() -> str | None:
     return os.path.join(base, "shardkit") if os.path.isabs(base) else None
 
 
-class Usage(NamedTuple):
-    """What a cache holds."""
-
-    num_entries: int
-    nbytes: int
-
-
 class _CachedFile(NamedTuple):
     path: str
     nbytes: int
@@ -89,15 +82,6 @@ class Cache:
                 self._write(self._path(key), data)
                 self._limit()
 
-    def usage(self) -> Usage:
-        """Return the number of kept files, and their size."""
-        entries = self._entries()
-        return Usage(len(entries), sum(entry.nbytes for entry in entries))
-
-    def clear(self) -> Usage:
-        """Remove all entries, and return what was removed. Other files are left alone."""
-        return self._remove(self._entries())
-
     def _path(self, key: str) -> str:
         assert _KEY.fullmatch(key)
         return os.path.join(self.directory, key)
@@ -130,7 +114,9 @@ class Cache:
         for index, entry in enumerate(newest):
             left_bytes -= entry.nbytes
             if index >= MAX_ENTRIES or left_bytes < 0:
-                self._remove(newest[index:])
+                for old in newest[index:]:
+                    with contextlib.suppress(OSError):  # another process may have been faster
+                        storage.unlink(old.path)
                 return
 
     def _entries(self) -> list[_CachedFile]:
@@ -142,14 +128,6 @@ class Cache:
                 if status is not None and stat.S_ISREG(status.st_mode):
                     entries.append(_CachedFile(path, status.st_size, status.st_mtime_ns))
         return entries
-
-    def _remove(self, entries: list[_CachedFile]) -> Usage:
-        removed = []
-        for entry in entries:
-            with contextlib.suppress(OSError):  # another process may have been faster
-                storage.unlink(entry.path)
-                removed.append(entry.nbytes)
-        return Usage(len(removed), sum(removed))
 
 
 def _head(key: str, content: bytes) -> bytes:

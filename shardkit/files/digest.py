@@ -99,17 +99,13 @@ class FileBytes:
         return self.crc32 is not None or self.sha256 is not None
 
     @property
-    def recorded_bytes(self) -> int:
-        """Bytes of the stretches that have a checksum."""
-        return sum(s.nbytes for s in self.stretches if s.crc32 is not None)
-
-    @property
     def read_bytes(self) -> int:
         """Bytes that a full check reads."""
         other = sum(s.nbytes for s, _ in self.packed)
         if self.has_digest:
             return self.size + other
-        return self.recorded_bytes + sum(a.nbytes for a in self.archives) + other
+        recorded = sum(s.nbytes for s in self.stretches if s.crc32 is not None)
+        return recorded + sum(a.nbytes for a in self.archives) + other
 
 
 def place_of(path: str) -> str:

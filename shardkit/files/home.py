@@ -26,6 +26,7 @@ MANIFEST = "shardkit.json"
 MAX_METADATA = 1 << 30
 _FOLDER = re.compile(r"data-[0-9a-f]{16}", re.ASCII)
 _SHARD = b".distcp"
+_DATA = re.compile(rb"data-[0-9a-f]{16}/|model-[0-9a-f]{8}-(?=\d{5}-of-)")
 # A string of a pickle: one of two opcodes, its length, its bytes. Source: pickletools, SHORT_BINUNICODE and BINUNICODE.
 _PLACED = re.compile(rb"(?s:\x8c(.)|X(.{4}))((data-[0-9a-f]{16})/[\w.-]{1,255}?\.distcp)")
 _MAX_KNOWN = 256
@@ -36,6 +37,11 @@ _known: dict[tuple[str | int, ...], str | None] = {}
 def is_data_folder(name: str) -> bool:
     """True for the name of a folder that may be a home: `data-` and 16 hex digits."""
     return _FOLDER.fullmatch(name) is not None
+
+
+def data_prefixes(text: bytes) -> list[str]:
+    """Return how the names of data in a store begin that a text has: of a folder, or of the weights of one Hub model."""
+    return sorted({match[0].decode() for match in _DATA.finditer(text)})
 
 
 def home_of(directory: str) -> str:

@@ -25,7 +25,7 @@ from types import NoneType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 from weakref import WeakValueDictionary
 
-from shardkit._version import DOCS, __version__
+from shardkit._version import __version__, page
 from shardkit.core.catalog import FileStamp
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, escape
@@ -33,7 +33,7 @@ from shardkit.errors import IntegrityError, ShardkitError, SourceError
 from shardkit.files import storage, stores
 from shardkit.files.digest import crc32
 from shardkit.files.home import MANIFEST, root_of
-from shardkit.files.links import is_snapshot, locate
+from shardkit.files.links import locate
 from shardkit.files.strict_json import open_regular, parse_integer, read_exactly, read_small, uncollected
 
 NAME = MANIFEST
@@ -359,6 +359,32 @@ class Presharded(_Referable):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedTensors:
+    """Tensors that are cut alike over the same mesh."""
+
+    placements: tuple[PlacementText, ...]
+    """One for each axis of the mesh."""
+    mesh: int | None = None
+    """Index into `meshes`; None if it is the mesh of `axes`."""
+    names: tuple[str, ...]
+    """As they are stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedLayout:
+    """How a training state lay on the ranks that saved it."""
+
+    axes: tuple[RecordedAxis, ...]
+    """Of the device mesh, outermost first."""
+    ep: int | None = None
+    """Number of ranks that hold distinct experts; None without expert parallelism."""
+    meshes: tuple[MeshView, ...] | None = None
+    """Further meshes over the same ranks; None if there are none."""
+    placed: tuple[PlacedTensors, ...]
+    """Every tensor that lay on a mesh. All ranks had copies of the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState(_Referable):
     """A training state that `shardkit.save` wrote."""
 
@@ -369,7 +395,9 @@ class SavedState(_Referable):
     meshes: tuple[str, ...]
     """Every mesh that parameters lie on: axis names and sizes."""
     units: tuple[Unit, ...]
-    """Modules that `fully_shard` was called on."""
+    """The root, and modules that `fully_shard` was called on."""
+    layout: SavedLayout | None = None
+    """None if no mesh had all ranks in their order, as of stages; early versions did not record it."""
     ties: tuple[tuple[str, ...], ...]
     """Groups of names that share records; first the name in the Hub's files, where that is known."""
     key_rules: tuple[tuple[str, str], ...] | None = None
@@ -454,11 +482,6 @@ def sidecar_of(path: str) -> str:
     """
     place = storage.absolute(root_of(path))
     return f"{place}/{_SIDECAR_ENDING}" if stores.is_whole(place) else place + _SIDECAR_ENDING
-
-
-def may_lie_beside(path: str) -> bool:
-    """True if a manifest can be written beside a checkpoint: not in a store, nor in the Hub's cache."""
-    return not stores.is_remote(path) and not is_snapshot(path)
 
 
 def all_files(manifest: Manifest) -> tuple[SavedFile, ...]:
@@ -731,7 +754,7 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
         raise SourceError(
             f"{shown} lacks what its format has: {what}",
             problems=problems,
-            hint=f"the file was written by something else; {DOCS}/format.md describes it",
+            hint=f"the file was written by something else; {page('format.md')} describes it",
         ) from None
     return manifest
 

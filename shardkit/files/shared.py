@@ -4,7 +4,6 @@
         plan.json                     what they agree on
         data/                         becomes the destination
         done/                         a note for each finished file, by its number in the plan
-        factors/                      a record and a note for each weight whose factors are computed, for preshard --osft
         parts/                        who began and who ended, for people
         work/<owner>/                 what one process is writing
         new-<owner>/                  of one commit, which has taken
@@ -37,7 +36,6 @@ import re
 import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, ShardkitError, UsageError
@@ -71,7 +69,7 @@ _MAX_BYTES, _MAX_TOLD_BYTES, _MAX_NOTE_BYTES = 1 << 28, 1 << 16, 1 << 30
 
 
 def note_name(number: int) -> str:
-    """Return the name of the note of a file, or of a weight."""
+    """Return the name of the note of a file."""
     return f"{number}.json"
 
 
@@ -89,7 +87,6 @@ class SharedStaging:
         self.record = os.path.join(path, "plan.json")
         self.data = os.path.join(path, "data")
         self.done = SharedNotes(os.path.join(path, "done"))
-        self.factors = SharedRecords(os.path.join(path, "factors"))
         self.parts = os.path.join(path, "parts")
         self._work = os.path.join(path, "work")
         self._committed = os.path.join(path, "committed.json")
@@ -178,7 +175,7 @@ class SharedStaging:
         fresh = Staging.create(self.destination)
         here = SharedStaging(self.destination, fresh.path, self.kept)
         try:
-            for directory in (here.done.path, here.factors.path, here.parts, here._work):
+            for directory in (here.done.path, here.parts, here._work):
                 storage.mkdir(directory)
             if owner is not None:
                 here.enter(owner)
@@ -458,17 +455,6 @@ class SharedStaging:
             return []
         return [owner for owner in map(Owner.parse, names) if owner is not None]
 
-    @contextlib.contextmanager
-    def attended(self) -> Iterator[None]:
-        """After the commit, let others see that this process is at work."""
-        owner = Owner.new_run()
-        try:
-            with contextlib.suppress(OSError):
-                self.enter(owner)
-            yield
-        finally:
-            self.leave(owner)
-
     def keep_mark(self) -> None:
         """After the commit, leave only what says that there was one.
 
@@ -710,16 +696,8 @@ class SharedStaging:
             owner.end()
 
 
-class RecordStat(NamedTuple):
-    """What the place of a record says of it."""
-
-    size: int
-    crc32: int | None
-    """Of all its bytes; None if the place does not know."""
-
-
 class SharedNotes:
-    """Notes of files, or of weights, by their numbers in the plan, in a directory that all parts see.
+    """Notes of files, by their numbers in the plan, in a directory that all parts see.
 
     Args:
         path: of the directory.
@@ -754,72 +732,6 @@ class SharedNotes:
 
     def _note(self, number: int) -> str:
         return os.path.join(self.path, note_name(number))
-
-
-class SharedRecords(SharedNotes):
-    """Records of factors, and the notes of their weights, in a directory that all parts see."""
-
-    def found(self, names: Sequence[str]) -> list[RecordStat | None]:
-        """Return what is known of records; None of one that is not there."""
-        return [self._found(name) for name in names]
-
-    def _found(self, name: str) -> RecordStat | None:
-        try:
-            return RecordStat(storage.lstat(os.path.join(self.path, name)).st_size, None)
-        except OSError:
-            return None
-
-    def paths(self, names: Sequence[str]) -> list[str]:
-        """Return where records are read."""
-        return [os.path.join(self.path, name) for name in names]
-
-    def publish(self, path: str, name: str, crc: int) -> None:
-        """Give a record, which is on the disk, its name; one that has the name and this size stays, as others may read it.
-
-        Args:
-            path: in a `workplace`.
-            name: it tells the bytes.
-            crc: CRC-32 of the bytes. They do not move, so nobody compares it here.
-
-        Raises:
-            OSError: the system refuses, or the directory is gone.
-        """
-        target = os.path.join(self.path, name)
-        try:
-            rename_noreplace(path, target)
-        except FileExistsError:
-            if storage.lstat(target).st_size == storage.lstat(path).st_size:
-                storage.unlink(path)
-            else:  # it counts for nobody
-                storage.rename(path, target)
-        storage.sync_directory(self.path)
-
-    def write_note(self, work: str, number: int, content: bytes) -> bool:
-        """Write the note of a weight, whole, unless there is one; return whether it was written.
-
-        Args:
-            work: a directory of this process in a `workplace`.
-            number: of the weight.
-            content: of the note.
-
-        Raises:
-            OSError: the system refuses, or the directory is gone.
-        """
-        fresh = os.path.join(work, note_name(number))
-        storage.write_file(fresh, content)
-        try:
-            rename_noreplace(fresh, self._note(number))
-        except FileExistsError:
-            storage.unlink(fresh)
-            return False
-        storage.sync_directory(self.path)
-        return True
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove records."""
-        for name in names:
-            with contextlib.suppress(OSError):
-                storage.unlink(os.path.join(self.path, name))
 
 
 def _names(directory: str) -> list[str]:

@@ -97,13 +97,12 @@ def note(what: str, path: str, data: bytes, stamp: FileStamp) -> None:
             notes.add(_state(what, path, stamp), data)
 
 
-def take(what: str, path: str, *, is_last: bool = True) -> tuple[bytes, FileStamp] | None:
+def take(what: str, path: str) -> tuple[bytes, FileStamp] | None:
     """Return the bytes of a file that another process has read, and the file's stamp; None if no process has.
 
     Args:
         what: CONTENT, HEADER or SIZES.
         path: of the file.
-        is_last: nobody takes it again.
     """
     if not _known:
         return None
@@ -112,7 +111,7 @@ def take(what: str, path: str, *, is_last: bool = True) -> tuple[bytes, FileStam
     except OSError:
         return None
     state = _state(what, path, stamp)
-    data = _known.pop(state, None) if is_last else _known.get(state)
+    data = _known.pop(state, None)
     return None if data is None else (data, stamp)
 
 

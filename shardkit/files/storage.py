@@ -67,6 +67,7 @@ _FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range
 _NO_SUCH_CALL = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 _NO_LINKS = (*_NO_SUCH_CALL, errno.EPERM, errno.EXDEV, errno.EMLINK)
 _BUFFER_BYTES = _ASKED_BYTES = 1 << 20
+_SCRATCH = "scratch-"
 _CONFIGS, _MAX_CONFIG = (".json", ".py"), 16 << 20
 _copies: dict[tuple[str, frozenset[tuple[str, int]]], str] = {}
 
@@ -206,11 +207,15 @@ def unlink(path: _Path, *, dir_fd: int | None = None) -> None:
     stores.delete([str(path)]) if is_remote(path) else os.unlink(path, dir_fd=dir_fd)
 
 
-def lock(fd: int) -> bool:
-    """Take a file for this process as long as it is open; False if another has it, or nobody can."""
+def flock(fd: int, *, exclusive: bool, wait: bool) -> bool:
+    """Lock an open file until it is closed, in this process or by its end; False if another process has it.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
         return False
     return True
 
@@ -428,16 +433,20 @@ def send(file: str, path: str) -> None:
         close_fd(source)
 
 
-def append(fd: int, data: bytes) -> None:
-    """Write all of `data` where the file's end is (the descriptor has O_APPEND), and bring it to the disk.
+def read_file(path: str) -> bytes:
+    """Return the content of a small file of shardkit's own; a link is not followed.
 
     Raises:
         OSError: the system refuses.
     """
-    view = memoryview(data)
-    while view:
-        view = view[write(fd, view) :]
-    fsync(fd)
+    fd = open_fd(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        pieces = list[bytes]()
+        while piece := pread(fd, _BUFFER_BYTES, sum(map(len, pieces))):
+            pieces.append(piece)
+        return b"".join(pieces)
+    finally:
+        close_fd(fd)
 
 
 def local_config(directory: str) -> str:
@@ -465,6 +474,44 @@ def local_config(directory: str) -> str:
                 close_fd(fd)
         _copies[state] = copy
     return _copies[state]
+
+
+@contextlib.contextmanager
+def scratch_directory(above: str) -> Iterator[str]:
+    """Give a new directory below another one, which is made if it is missing. It is removed at the end.
+
+    Those of killed processes are removed first. Where the file system has no locks they stay.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    make_directories(above)
+    for name in listdir(above):
+        if name.startswith(_SCRATCH):
+            with contextlib.suppress(OSError), _locked(os.path.join(above, name)) as is_dead:
+                if is_dead:
+                    remove_tree(os.path.join(above, name))
+    new = tempfile.mkdtemp(dir=above)
+    path = os.path.join(above, _SCRATCH + os.path.basename(new))
+    with _locked(new):  # only then has it a name that others look for
+        rename(new, path)
+        try:
+            yield path
+        finally:
+            remove_tree(path)
+
+
+@contextlib.contextmanager
+def _locked(directory: str) -> Iterator[bool]:
+    """Lock a directory; give False if another process has it, or the file system has no locks."""
+    fd = open_fd(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    is_locked = False
+    try:
+        with contextlib.suppress(OSError):
+            is_locked = flock(fd, exclusive=True, wait=False)
+        yield is_locked
+    finally:
+        close_fd(fd)
 
 
 def make_directories(path: str) -> None:

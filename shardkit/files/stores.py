@@ -153,14 +153,6 @@ def learn_object(path: str, size: int, etag: str) -> None:
             _listings[above].objects[name] = ObjectStat(size, etag, 0)
 
 
-def list_anew(path: str) -> None:
-    """List a directory in which others have written meanwhile; what lies there is then known without a request for each."""
-    path = plain(path)
-    with _lock:
-        _listings.pop(path, None)
-    _listing(path)
-
-
 def plain(path: str) -> str:
     """Return a path in the form that is looked up: no "/" at its end, none twice, and of one commit.
 

@@ -20,6 +20,8 @@ from shardkit.files import storage
 FOLLOW = "pass --follow-links if you trust whoever made the links"
 FOLLOW_OR_COPY = f"{FOLLOW}, or copy the directory with its links resolved (cp -rL)"
 DOWNLOAD_AGAIN = "the file is damaged or incomplete: download it again"
+ZIP = b"PK\x03\x04"
+"""With which a zip begins that has entries, such as a record of `torch.save`."""
 _LFS_PULL = "run `git lfs pull` in the clone, or download the file"
 POINTER_BYTES = 8
 """Bytes of a file's start that show whether it is a pointer of Git LFS."""

@@ -1,8 +1,9 @@
 """Whose a file is that lies where an output goes: shardkit's own is replaced, a person's never is.
 
-What the manifest of an output lists is ours, edited or not. Without a manifest ours is what the format has: the files of
-a DCP directory, or the weights, config, tokenizer and processor files of a Hub model. People write text: it is ours only
-if it is still what we wrote. Everything else is somebody's, except for what systems leave behind.
+Names decide. What the manifest of an output lists is ours, edited or not. Without a manifest ours is what the format has:
+the files of a DCP directory, or the weights, config, tokenizer and processor files of a Hub model. People edit cards,
+licences and code: these are ours only if they are what the run writes. Everything else is somebody's, except for what
+systems leave behind.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import NamedTuple
 
 from shardkit.core.catalog import FileStamp
-from shardkit.core.text import escape
+from shardkit.core.text import escape, in_shell
 from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
-from shardkit.files.digest import crc32
 from shardkit.files.home import folders_above, is_data_folder
 from shardkit.files.location import location_of
 from shardkit.files.place.store import PROBE
@@ -29,12 +30,9 @@ from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG
 from shardkit.formats.hub.assets import (
-    CARD,
     is_asset,
     is_asset_folder,
-    is_own_card,
     is_tokenizer_folder,
-    is_tools_asset,
     module_folders,
 )
 
@@ -42,7 +40,9 @@ HUB_INDEX = "model.safetensors.index.json"
 MARKED_WEIGHTS = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
 """Names of weight files in a store: those of two outputs differ."""
 _WEIGHTS = re.compile(
-    r"(adapter_)?model(-\d{5,6}-of-\d{5,6})?\.safetensors(\.index\.json)?|" + MARKED_WEIGHTS.pattern
+    r"pytorch_lora_weights\.safetensors|(adapter_|diffusion_pytorch_)?model(\.[\w-]+?)?(-\d{5,6}-of-\d{5,6})?(\.\w+)?\.safetensors"
+    r"(\.index(\.[\w-]+)?\.json)?|" + MARKED_WEIGHTS.pattern,
+    re.ASCII,
 )
 # What desktops, network file systems, notebooks, Python, git and `hf download` leave in a directory.
 _NOBODYS = (
@@ -50,15 +50,11 @@ _NOBODYS = (
     *(".ipynb_checkpoints", "__pycache__"),
 )
 _CACHE, _OF_HUGGING_FACE = ".cache", ".cache/huggingface"
-_TEXTS = (
-    *("*.md", "*.rst", "*.txt", "*.yaml", "*.yml", "*.toml", "*.ini", "*.cfg", "*.conf", "*.py", "*.sh"),
-    *("readme*", "license*", "licence*", "notice*", "use_policy*"),
-)
+_TEXTS = ("*.md", "*.py", "readme*", "license*", "licence*", "notice*", "use_policy*")
 _MAX_TEXT, _MAX_KNOWN = 64 << 20, 16
 
-Made = Mapping[str, Sequence[Callable[[], bytes]]]
-"""By name, what returns the content that a run puts there, or that an earlier version would have put there. A name that
-ends with "/" is a folder with nothing in it."""
+Made = Mapping[str, Callable[[], bytes]]
+"""By name, what returns the content that a run puts there. A name that ends with "/" is a folder with nothing in it."""
 
 
 class OutputKind(Enum):
@@ -72,7 +68,7 @@ class Whose(Enum):
     """To whom a file belongs."""
 
     OURS = "ours"
-    OURS_UNCHANGED = "ours if it is still what we wrote"
+    OURS_UNCHANGED = "ours if it is what the run writes"
     NOBODYS = "nobody's"
     PERSONS = "a person's"
 
@@ -82,14 +78,14 @@ class Claim:
     """What is shardkit's in a directory, as far as something there says so."""
 
     kind: OutputKind
-    listed: Mapping[str, manifest.SavedFile | None]
-    """What manifests list, by the name below the directory; None where they say no more than the name."""
+    listed: Collection[str]
+    """Names below the directory that manifests list."""
     by_format: bool
     """What the format has is ours too: there is an output, and no manifest lists all of its files."""
     folders: Collection[str]
     """Where our files may lie, below the directory."""
     made: Collection[str] = ()
-    """Names of what the run puts there too, or what an earlier version would have put there."""
+    """Names of what the run puts there too."""
     is_stored: bool
     """It lies in a store, where nothing is replaced but what has the same name."""
 
@@ -131,9 +127,9 @@ def is_models_own(name: str, folders: Collection[str] = ()) -> bool:
 
 
 def is_text(name: str) -> bool:
-    """True for a file that people write by hand: a card, a licence, code, notes; a tokenizer's `merges.txt` is none."""
+    """True for a file that people edit: a card, a licence, code."""
     base = name.rpartition("/")[2]
-    return not is_tools_asset(base) and any(fnmatchcase(base.lower(), pattern) for pattern in _TEXTS)
+    return any(fnmatchcase(base.lower(), pattern) for pattern in _TEXTS)
 
 
 def _has_format(name: str, claim: Claim) -> bool:
@@ -170,11 +166,21 @@ def refusal(
         what = "holds a Hub model"
     elif kind is OutputKind.SHARDED and not is_output(path, kind):
         what = "is not a sharded checkpoint"
+    move = "move that somewhere else"
+    if location_of(path).renames and storage.lexists(os.path.join(path, names[0])):
+        name = names[0].rstrip("/")
+        words = (f"{shown}/{name}", f"{shown}-{os.path.basename(name)}")
+        move += f", as in `mv {' '.join(map(in_shell, words))}`"
     return UsageError(
         f"{shown} exists and {what}: it is not replaced",
         problems=foreign,
-        hint="move that somewhere else, or choose another name; no option removes it",
+        hint=f"{move}, or choose another name; no option removes it",
     )
+
+
+def content_of(path: str) -> Callable[[], bytes]:
+    """Return what reads a file that a run copies, if it is a small one."""
+    return partial(read_small, path, os.path.basename(path), _MAX_TEXT)
 
 
 def _listdir(path: str) -> list[str]:
@@ -234,7 +240,7 @@ def _unless_gone(error: OSError) -> None:
 
 
 def _may_lie_in_store(folder: str, claim: Claim) -> bool:
-    """True for a folder that stays where it is when an output is replaced, and that `shardkit gc` removes."""
+    """True for a folder that stays where it is when an output is replaced, and that nobody names any more."""
     return is_shared_folder(folder) or (claim.kind is OutputKind.SHARDED and is_data_folder(folder))
 
 
@@ -248,29 +254,15 @@ def _foreign_files(path: str, names: Sequence[str], claim: Claim, made: Made | N
         elif (
             to is Whose.OURS_UNCHANGED
             and made is not None
-            and not _is_unchanged(path, name, claim.listed.get(name), made.get(name, ()))
+            and not _is_made(os.path.join(path, name), made.get(name))
         ):
-            yield f"{escape(name)}: it is not what shardkit wrote there"
+            yield f"{escape(name)}: it is not what this run writes there"
 
 
-def _is_unchanged(
-    path: str, name: str, listed: manifest.SavedFile | None, made: Sequence[Callable[[], bytes]]
-) -> bool:
-    """True if a text is what a manifest lists, what is put there or was by an earlier version, or a card of ours."""
-    place = os.path.join(path, name)
+def _is_made(place: str, make: Callable[[], bytes] | None) -> bool:
+    """True if a text is what a run puts there."""
     try:
-        status = storage.stat(place)
-        data = read_small(place, name, _MAX_TEXT) if status.st_size <= _MAX_TEXT else b""
-        if listed is not None and listed.size == status.st_size:
-            crc = manifest.crc_of(listed)
-            if crc is not None and int(crc32(data)) == crc:
-                return True
-            # Without digests: nothing wrote to it since the manifest, which is written after it.
-            written_ns = storage.stat(os.path.join(path, manifest.NAME)).st_mtime_ns
-            if crc is None and status.st_mtime_ns <= written_ns:
-                return True
-        # A card that names another base, of an earlier run: nobody has put anything into it.
-        return (name == CARD and is_own_card(data)) or any(make() == data for make in made)
+        return make is not None and content_of(place)() == make()
     except (ShardkitError, OSError) as error:  # a link that leads nowhere, a pipe: nothing of ours
         _raise_failed(error, place)
         return False
@@ -303,10 +295,7 @@ def _claim(path: str, kind: OutputKind, made: Made, *, may_be_begun: bool) -> Cl
         is_output = METADATA in names
         folders = set() if is_stored else {name for name in names if is_data_folder(name)}
         for folder in sorted(folders):
-            listed |= {
-                f"{folder}/{name}": file
-                for name, file in _listed(os.path.join(path, folder), kind)[0].items()
-            }
+            listed |= {f"{folder}/{name}" for name in _listed(os.path.join(path, folder), kind)[0]}
     folders |= {name.rstrip("/") for name in made if name.endswith("/")}
     parents = {parent for name in (*listed, *folders) for parent in folders_above(name)}
     return Claim(
@@ -320,20 +309,19 @@ def _claim(path: str, kind: OutputKind, made: Made, *, may_be_begun: bool) -> Cl
     )
 
 
-def _listed(path: str, kind: OutputKind) -> tuple[dict[str, manifest.SavedFile | None], bool]:
+def _listed(path: str, kind: OutputKind) -> tuple[set[str], bool]:
     """Return the files that the manifests of a directory and its folders list; and whether they are a whole output."""
     try:
         said = _said(os.path.join(path, manifest.NAME))
     except (ShardkitError, OSError) as error:
         _raise_failed(error, os.path.join(path, manifest.NAME))
-        return {}, False
+        return set(), False
     if said.kind is not kind:
-        return {}, False
-    files = dict(said.files)
+        return set(), False
+    files = {*said.files}
     for folder in said.folders:
         inside = _listed(os.path.join(path, folder), kind)[0]
-        files |= {f"{folder}/{name}": file for name, file in inside.items()}
-        files[f"{folder}/{manifest.NAME}"] = None
+        files |= {f"{folder}/{name}" for name in (*inside, manifest.NAME)}
     return files, said.lists_all
 
 
@@ -342,7 +330,7 @@ class _Said(NamedTuple):
 
     kind: OutputKind | None
     """Of the output that it was written with; None for a list of somebody's files, which claims nothing."""
-    files: Mapping[str, manifest.SavedFile | None]
+    files: Collection[str]
     folders: Sequence[str]
     """Those with manifests of their own."""
     lists_all: bool
@@ -364,15 +352,15 @@ def _said(path: str) -> _Said:
         content = manifest.read(os.path.dirname(path))
         if len(_known) >= _MAX_KNOWN:
             _known.clear()
-        _known[stamp] = _Said(None, {}, (), False) if content is None else _summed_up(content)
+        _known[stamp] = _Said(None, (), (), False) if content is None else _summed_up(content)
     return _known[stamp]
 
 
 def _summed_up(content: manifest.Manifest) -> _Said:
-    files: dict[str, manifest.SavedFile | None] = {file.name: file for file in manifest.every_file(content)}
+    files = {file.name for file in manifest.every_file(content)}
     if isinstance(content, manifest.HubModel):
         return _Said(OutputKind.HUB, files, (), content.others is not None)
     if isinstance(content, manifest.FileList):
         is_ours = content.folders is not None or content.writer == "shardkit"
         return _Said(OutputKind.SHARDED if is_ours else None, files, content.folders or (), True)
-    return _Said(OutputKind.SHARDED, {**files, METADATA: None}, (), True)
+    return _Said(OutputKind.SHARDED, {*files, METADATA}, (), True)

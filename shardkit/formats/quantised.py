@@ -30,8 +30,11 @@ _SCALES = (*_PACKED, ".weight_scale_inv", ".weight_scale", "_proj_blocks", "_pro
 # Packed or small numbers of other methods: a tensor, and where the scales lie beside it. A mask is uint8 too.
 _NARROW = frozenset("int8 uint8 uint16 uint32 float4_e2m1fn_x2".split())
 _ADDED_ELSEWHERE = (*ADDED, "_scales", "_scale_2", "_weight_scale")
+_OF_QDATA = ("_scale", "_scale_and_zero", "_per_tensor_scale", "_zero_point")
 _LAST_ELSEWHERE = ("scale", "scales", "weight_scale", "weight_scales", "_scale", "_weight_scale")
 _OF_NUMBERS = ("weight", "codes", "_data", "qdata", "W_q")
+# Of torchao and quanto, in any dtype: no plain tensor has such a name.
+_QDATA, _DATA = "_qdata", "._data"
 # At the attention (compressed-tensors, AutoFP8) or at k_proj and v_proj (ModelOpt), whose weights may be plain.
 _OF_CACHE = ("q_scale", "k_scale", "v_scale", "kv_scale", "output_scale")
 
@@ -162,7 +165,12 @@ def holds_narrow(tensors: Mapping[str, Held]) -> bool:
 
 
 def _narrow(tensors: Mapping[str, Held]) -> Iterator[str]:
-    return (name for name, held in tensors.items() if held.dtype.name in _NARROW and len(held.shape) > 1)
+    return (
+        name
+        for name, held in tensors.items()
+        if len(held.shape) > 1
+        and (held.dtype.name in _NARROW or (name.endswith((_QDATA, _DATA)) and _scale_beside(name, tensors)))
+    )
 
 
 def why_narrow(tensors: Mapping[str, Held], exported: Mapping[str, Any] | None = None) -> str | None:
@@ -196,7 +204,10 @@ def _exported_method(exported: Mapping[str, Any] | None) -> str | None:
 def _scale_beside(name: str, tensors: Mapping[str, Held]) -> bool:
     if any(name + end in tensors for end in _ADDED_ELSEWHERE):
         return True
-    stem = name.rpartition(".")[0]
+    stem, _, last = name.rpartition(".")
+    if last.startswith("_") and last.endswith(_QDATA):
+        return any(other in tensors for other in (f"{name.removesuffix(_QDATA)}{end}" for end in _OF_QDATA))
+    stem = stem.removesuffix(_DATA)  # quanto packs numbers of 4 bits once more
     return name.endswith(_OF_NUMBERS) and any(f"{stem}.{last}" in tensors for last in _LAST_ELSEWHERE)
 
 

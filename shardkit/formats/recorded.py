@@ -9,19 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardkit.core.catalog import Catalog, Checksums, SourceFile, TensorEntry
-from shardkit.core.text import escape, in_shell
+from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.home import home_of
 from shardkit.formats.registry import directory_of
-from shardkit.transfer.chains import Entry
+from shardkit.transfer.checks import Entry
 
 _SAFETENSORS = ".safetensors"
-_NEW_ONE = "shardkit manifest writes a new one"
-_WAYS_OUT = (
-    "use another copy of it; if you changed it on purpose, give a new manifest (shardkit manifest, "
-    "--source-manifest), or --check-source off"
-)
+_ANOTHER = "name the manifest of this source, or leave --source-manifest out"
+_WAYS_OUT = "use another copy of it; if you changed it on purpose, add --check-source off"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,9 +120,7 @@ def find_manifests(
         try:
             beside = _read_beside(home)
         except SourceError as error:
-            manifests.warnings.append(
-                f"the source is not compared with its manifest: {error.message}; {_NEW_ONE}"
-            )
+            manifests.warnings.append(f"the source is not compared with its manifest: {error.message}")
             continue
         if beside is not None:
             _take(beside, catalogs, manifests)
@@ -134,8 +129,7 @@ def find_manifests(
 
 def _read_given(path: str, source: str) -> _ReadManifest:
     if not storage.lexists(path):
-        hint = f"`shardkit manifest {in_shell(source)} --output {in_shell(path)}` writes one"
-        raise SourceError(f"{escape(path)}: no such file", hint=hint)
+        raise SourceError(f"{escape(path)}: no such file", hint=_ANOTHER)
     content = manifest.read_file(path, path)
     return _ReadManifest(
         content, source if storage.isdir(source) else os.path.dirname(source) or os.curdir, path
@@ -175,7 +169,7 @@ def _check_fits(read: _ReadManifest, catalogs: Iterable[Catalog]) -> None:
             elif file.is_raw and sizes[path] != file.size:
                 problems[f"{escape(file.name)}: {file.size} bytes, the manifest lists {sizes[path]}"] = None
     message = f"{escape(read.path)} is not a manifest of this source"
-    SourceError.raise_for(list(problems), message, hint=_NEW_ONE)
+    SourceError.raise_for(list(problems), message, hint=_ANOTHER)
 
 
 def _take(read: _ReadManifest, catalogs: Iterable[Catalog], manifests: SourceManifests) -> None:

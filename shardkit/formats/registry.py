@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 
-from shardkit.core.text import count, escape, listed, suggestion
+from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
-from shardkit.files.home import folders_above, home_of
+from shardkit.files.home import folders_above, home_of, is_data_folder
 from shardkit.files.strict_json import refuse_pointers
 from shardkit.formats.contract import (
     NAME_A_REPO,
@@ -25,15 +25,13 @@ from shardkit.formats.contract import (
     Opener,
     absent,
     has_any,
-    inner,
     listing,
-    matching,
     meant_path,
     own_name,
 )
-from shardkit.formats.hub.assets import list_assets, list_weights, may_be_model, weights_beside
+from shardkit.formats.hub.assets import list_assets, list_weights, weights_beside
 from shardkit.formats.hub.directory import choose_weights
-from shardkit.formats.hub.files import OTHER_NAMES, PIPELINE, TORCH_FILES, empty_directory, other_form
+from shardkit.formats.hub.files import empty_directory, other_form
 from shardkit.formats.trainers import plain_dcp
 
 _log = logging.getLogger("shardkit")
@@ -62,8 +60,6 @@ class Format:
     """Its markers belong to one trainer. False if more than one writer uses their names."""
     is_dcp_alone: bool = False
     """Nothing but its DCP directories is opened: it is complete if they are."""
-    is_torch_metadata: bool = True
-    """A `.metadata` in it is the one that torch's DCP writes."""
     keeps_folders: bool = True
     """Resharded, it keeps its DCP directories and the files beside them; otherwise all tensors go into one."""
     follows_tracker: bool = False
@@ -113,14 +109,6 @@ _EXACT = (
         gate=("metadata.pkl",),
         what="metadata.pkl (torch_checkpointing)",
     ),
-    Format(
-        name="bytecheckpoint",
-        module="trainers.bytecheckpoint",
-        gate=(".metadata", "model"),
-        what=".metadata of ByteCheckpoint",
-        is_torch_metadata=False,
-        keeps_folders=False,
-    ),
 )
 _HUB = Format(
     name="hub",
@@ -168,32 +156,7 @@ _FULL_FILE = Format(
 _FORMATS = {row.name: row for row in (*_EXACT, *_BY_NAMES, _FULL_FILE)}
 _PARTS = (manifest.NAME, *(pattern for row in _FORMATS.values() for pattern in row.parts))
 
-_HUB_FILES = (
-    PIPELINE,
-    "*.safetensors",
-    "*.safetensors.index.json",
-    *OTHER_NAMES,
-    "adapter_model.*",
-    "pytorch_model*",
-)
-_OTHERS = (
-    (".metadata.tmp", "the save did not finish: .metadata.tmp was never renamed"),
-    ("data-" + "[0-9a-f]" * 16, "the save did not finish: .metadata is missing, which is written last"),
-    (
-        "*.distcp",
-        "the save did not finish, or .metadata was not copied: there are {count} .distcp files without it",
-    ),
-    ("mp_rank_*", "a legacy Megatron checkpoint (mp_rank_*), which is not supported"),
-    (".snapshot_metadata", "a TorchSnapshot, which is not supported"),
-    ("_CHECKPOINT_METADATA", "an Orbax checkpoint (JAX), which is not supported"),
-    ("*.tensors", "a tensorizer file, which is not supported"),
-    ("optim_world_size_*", "an optimizer's state without the model"),
-    (
-        "*rank*[0-9].pt*",
-        "{count} files of ranks, whose names do not say of how many; if DTensors are in them, each is read under the name "
-        "model_world_size_{count}_rank_R.pt",
-    ),
-)
+_HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "adapter_model.*", "pytorch_model*")
 
 
 def recognise(path: str) -> Format | None:
@@ -287,7 +250,7 @@ def _open_hub(source: str, *, revision: str | None, variant: str | None, headers
         try:
             model = fetch_model(repo.id, revision=repo.revision, variant=variant, headers_only=headers_only)
         except ShardkitError as error:
-            raise meant_path(source, error) from error
+            raise meant_path(source, error) from None
         return as_checkpoint(model.directory, model)
     raise absent(source, hint=f"check the path, or {NAME_A_REPO}")
 
@@ -351,38 +314,36 @@ def _open(row: Format, path: str) -> Checkpoint:
 
 
 def _nothing(path: str) -> SourceError:
-    """Return an error that says what was looked for, what is there, and what it may be."""
+    """Return an error that says what was looked for, and what is there."""
     if not storage.isdir(path):
         refuse_pointers({path: path})
-        return other_form(path) or SourceError(f"{escape(path)}: {_NO_CHECKPOINT}", hint=_GIVE)
+        form = other_form([os.path.basename(path)])
+        return SourceError(f"{escape(path)}: {form or _NO_CHECKPOINT}", hint=_GIVE)
     names = listing(path)
     if not names:
         return empty_directory(path)
     if has_any(names, *_HUB_FILES) and not has_any(names, "*.distcp"):
         return _no_hub_model(names, path)
     shown = ", ".join(map(escape, sorted(names)[:_MAX_SHOWN])) + (", ..." if len(names) > _MAX_SHOWN else "")
-    guess = next(
-        (text.format(count=len(seen)) for pattern, text in _OTHERS if (seen := matching(names, pattern))),
-        None,
-    )
-    below = list(_checkpoints_below(path, names)) if guess is None else []
-    if len(below) == 1:
-        return SourceError(
-            f"{escape(path)} is not a checkpoint but holds one: {escape(below[0])}",
-            hint=f"give it by its own path: {escape(os.path.join(path, below[0]))}",
-        )
-    if below:
-        return SourceError(
-            f"{escape(path)} is not a checkpoint but a run's directory, with {listed(below)}",
-            hint=f'give one of them; shardkit.resolve_checkpoint("{escape(path)}").path is the newest complete one, '
-            "if steps or dates in their names tell",
-        )
-    looked_for = [] if guess else [f"looked for: {row.what}" for row in _FORMATS.values()]
+    why = unfinished(path) or other_form(names)
+    looked_for = [] if why else [f"looked for: {row.what}" for row in _FORMATS.values()]
     return SourceError(
-        f"{escape(path)} is not a checkpoint{f': {guess}' if guess else ''}",
+        f"{escape(path)} is not a checkpoint{f': {why}' if why else ''}",
         problems=[f"it holds: {shown}", *looked_for],
         hint="give the directory that the trainer's save made",
     )
+
+
+def unfinished(path: str) -> str | None:
+    """Return the evidence that a directory is a save that did not finish; None if there is none."""
+    names = listing(path)
+    if ".metadata.tmp" in names:
+        return "the save did not finish: .metadata.tmp was never renamed"
+    if has_any(names, "*.distcp"):
+        return "the save did not finish, or .metadata was not copied: there are .distcp files without it"
+    if any(map(is_data_folder, names)):
+        return "the save did not finish: .metadata is missing, which is written last"
+    return None
 
 
 def _no_hub_model(names: frozenset[str], path: str) -> SourceError:
@@ -392,13 +353,3 @@ def _no_hub_model(names: frozenset[str], path: str) -> SourceError:
     except SourceError as error:
         return error
     return SourceError(f"{escape(path)} is not a checkpoint: its files cannot be opened")
-
-
-def _checkpoints_below(path: str, names: frozenset[str]) -> Iterator[str]:
-    """Yield the first few directories and files below that are checkpoints."""
-    for name in sorted(names)[: _MAX_SHOWN**2]:
-        file = os.path.join(path, name)
-        is_file = name.endswith(TORCH_FILES) and may_be_model(name) and storage.isfile(file)
-        place = file if is_file else inner(path, name)
-        if place is not None and format_of(place) is not None:
-            yield name

@@ -26,6 +26,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
+from shardkit._folding import fold
 from shardkit.core.regions import Region, Shape, flat_offset, full_region, intersect, relative_to
 
 
@@ -654,3 +655,36 @@ def _numbers(values: Any) -> Shape:
     ):
         raise ValueError("not a list of whole numbers")
     return tuple(values)
+
+
+EXPERTS = ".experts."
+"""What the names of experts have in them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedTensors:
+    """Tensors that become another number of tensors, as they are in memory or on the Hub."""
+
+    are_experts: bool
+    """Their names say that they are of experts."""
+    num_stored: int
+    """In the source."""
+    num_tensors: int
+    """In the output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTensor:
+    """A tensor of an output, and who decided its name."""
+
+    name: str
+    by: str
+    """"person" (an option such as `--keys`), "manifest", "shipped rules", "class" or "equal names"."""
+    sources: tuple[str, ...]
+    """The tensors that it is made of. Names that differ only in numbers are one: `experts.{0..7}.up_proj.weight`."""
+
+    @classmethod
+    def made_of(cls, name: str, by: str, stored: Iterable[str]) -> NamedTensor:
+        """Return a tensor that is made of stored ones."""
+        sources = tuple(line.pattern for line in fold((source, None) for source in stored))
+        return cls(name=name, by=by, sources=sources)

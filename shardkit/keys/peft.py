@@ -23,25 +23,28 @@ from shardkit.keys.names import PEFT, Segments, join, split
 from shardkit.keys.ties import is_embedding, is_output
 
 _SAVED, _ORIGINAL, _BASE, _TOKENS = "modules_to_save", "original_module", "base_layer", "token_adapter"
-_MAGNITUDE = "lora_magnitude_vector"
+_MAGNITUDE, _ROWS = "lora_magnitude_vector", "trainable_tokens_delta"
 _A, _B, _EMBEDDING_A, _EMBEDDING_B = "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"
 _LORA = {_A: "a", _B: "b", _EMBEDDING_A: "a", _EMBEDDING_B: "b", _MAGNITUDE: "magnitude"}
 # Parameters of other methods, which can be exported but not merged. Prompts are left out: their names are
 # too common.
 _OTHER = re.compile(
-    r"(ia3)_l|(hada)_[wt][12]\w*|(lokr)_[wt][12]\w*|(oft)_[rRs]|(boft)_[Rs]|(vera)_(?:lambda_[bd]|[AB])|(randlora)_\w+"
+    r"(ia3)_l|(hada)_[wt][12]\w*|(lokr)_[wt][12]\w*|(oft)_(?:[rRs]|embedding_R)|(boft)_[Rs]|(vera)_(?:lambda_[bd]|[AB])|(randlora)_\w+"
     r"|(vblora)_\w+|(lora)_\w+|(trainable_tokens)_(?:delta|original)|(adaption)_(?:prompt|gate)"
     r"|(fourierft)_spectrum|(shira)_weight|(c3a)_kernel|(road)_(?:theta|alpha)|(bone)_block|(miss)_block"
-    r"|(beft)_bias|(deft)_[PR]|(delora)_(?:[AB]|lambda|w_norm)|(glora)_[A-E]|(gralora)_[AB]\w*|(hira)_[AB]|(hra)_u"
-    r"|(lily)_(?:[AB]|router)|(poly)_(?:lora_[AB]|router)|(supertuning)_(?:indices|values)|(waveft)_spectrum"
-    r"|(ln_tuning)_layers|(pvera)_(?:lambda_[bd]|[AB])|(tinylora)_[ABPv]|(unilora)_theta_d|(peanut)_[AB]|(psoft)_R"
+    r"|(beft)_bias|(deft)_[PR]|(delora)_(?:[AB]|lambda|w_norm)|(glora)_[A-E]|(gralora)_[AB]\w*|(hira)_(?:embedding_)?[AB]"
+    r"|(lily)_(?:[AB]|router)|(poly)_(?:lora_[AB]|router)|(supertuning)_(?:indices|values|lora_[AB])|(waveft)_spectrum"
+    r"|(ln_tuning)_layers|(pvera)_(?:lambda_[bd]|[AB])|(tinylora)_[ABPv]|(unilora)_(?:theta_d|(?:indices|scales)_[AB])"
+    r"|(peanut)_(?:[AB]|encoders|decoders)|(psoft)_R|(adamss)_(?:A|B|newB)|(hra)_u"
     r"|(frod)_(?:V|s_indices|s_size|lambda_l|lambda_s_values)"
     r"|(shadow)_(?:backbone|down|up|update_gate|update_transform)"
 )
 # What all modules share stands at PEFT's own root. Each module has it in memory too; PEFT saves it once.
 _SHARED = re.compile(r"p?vera_[AB]|vblora_vector_bank|tinylora_v|unilora_theta_d")
 # Two parts follow: the adapter and a number or a kind of modules. PEFT's file has the second alone.
-_TWO_PARTS = re.compile(r"tinylora_v|frod_(?:V|s_indices|s_size)")
+_TWO_PARTS = re.compile(r"tinylora_v|frod_(?:V|s_indices|s_size)|adamss_[AB]")
+# Three parts follow: the adapter, the number of a module, and its parameter.
+_NUMBERED = re.compile(r"peanut_(?:encoders|decoders)")
 # What prompt methods train. Models have a `prompt_encoder` too (SAM), with other names below it.
 _PROMPT = re.compile(r"(?:^|\.)prompt_encoder\.[^.]+\.(?:embedding\.weight|trainable_embedding)$")
 _PARAMETERS = ("weight", "bias")
@@ -73,6 +76,19 @@ class LoraModule(NamedTuple):
     """DoRA's."""
     b_bias: str | None
     is_embedding: bool
+    parameters: tuple[str, ...] = ()
+    """The tensors of the base that it may add to if it wraps a parameter, such as fused experts; `base` is None then."""
+
+
+class TrainedTokens(NamedTuple):
+    """A module of which some rows were trained. The fields are names as given, None if there is no such tensor."""
+
+    path: str
+    """Its place in the base model."""
+    base: str | None
+    """The base's weight."""
+    rows: str
+    """What replaces its rows, in the order of the settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +109,8 @@ class PeftNames:
     """Name given -> the base model's own name. Modules that were trained in full replace the originals."""
     modules: tuple[LoraModule, ...]
     """Modules to merge, so that `base_names` are those of the trained model."""
+    tokens: tuple[TrainedTokens, ...]
+    """More of them, by LoRA's `trainable_token_indices`."""
     unmergeable: tuple[str, ...]
     """Names of the adapter that no merge here can use."""
 
@@ -126,9 +144,12 @@ def classify_peft(names: Iterable[str], own: Container[str] = ()) -> PeftNames:
             parts.append(part)
     chosen, others = _choose(parts)
     parts = [part for part in parts if part.adapter in (chosen, None) or part.marker == _ORIGINAL]
-    modules = _modules(parts, plain)
+    modules, tokens = _modules(parts, plain), tuple(_tokens(parts, plain))
     is_whole = any(_BASE in split(name) or _ORIGINAL in split(name) for name in plain)
     is_whole = is_whole or any(part.marker == _ORIGINAL for part in parts) or any(m.base for m in modules)
+    # An adaption prompt wraps attention, which is its `model` then.
+    prompted = {(*part.module, "model") for part in parts if part.marker.startswith("adaption_")}
+    is_whole = is_whole or any(_without_prefix(split(name))[:-2] in prompted for name in plain)
     return PeftNames(
         kind="none" if not parts else "base+adapter" if is_whole else "adapter",
         adapter=chosen,
@@ -137,7 +158,12 @@ def classify_peft(names: Iterable[str], own: Container[str] = ()) -> PeftNames:
         adapter_names=_adapter_names(parts, [] if is_whole else plain) if parts else {},
         base_names=_base_names(parts, plain) if is_whole or not parts else {},
         modules=modules,
-        unmergeable=tuple(part.name for part in parts if part.marker not in (*_LORA, _SAVED, _ORIGINAL)),
+        tokens=tokens,
+        unmergeable=tuple(
+            part.name
+            for part in parts
+            if part.marker not in (*_LORA, _SAVED, _ORIGINAL) and part.name not in {of.rows for of in tokens}
+        ),
     )
 
 
@@ -204,7 +230,8 @@ def _take_apart(name: str) -> _AdapterName | None:
             if segment.startswith("frod_"):  # the kind of modules comes first
                 rest = rest[::-1]
             has_adapter = bool(rest) and rest[0] not in _PARAMETERS and segment != _ORIGINAL
-            has_adapter = has_adapter and (len(rest) > 1 or not _TWO_PARTS.fullmatch(segment))
+            num_further = 2 if _NUMBERED.fullmatch(segment) else 1 if _TWO_PARTS.fullmatch(segment) else 0
+            has_adapter = has_adapter and len(rest) > num_further
             return _AdapterName(
                 name=name,
                 module=segments[:place],
@@ -301,6 +328,10 @@ def _base_names(parts: list[_AdapterName], plain: list[str]) -> dict[str, str]:
 
 def _modules(parts: list[_AdapterName], plain: list[str]) -> tuple[LoraModule, ...]:
     by_path = {_without_prefix(split(name)): name for name in plain}
+    wrapped = dict[Segments, list[str]]()
+    for path, name in by_path.items():
+        if path[-2:-1] == (_BASE,):
+            wrapped.setdefault(_unwrapped(path[:-1]), []).append(name)
     tensors_of: dict[Segments, dict[str, str]] = {}
     embeddings = set[Segments]()
     for part in parts:
@@ -315,8 +346,28 @@ def _modules(parts: list[_AdapterName], plain: list[str]) -> tuple[LoraModule, .
             by_path.get((*path, _BASE, leaf)) or by_path.get((*path, leaf)) for leaf in ("weight", "bias")
         )
         fields = {field: tensors.get(field) for field in ("a", "b", "magnitude", "b_bias")}
-        modules.append(LoraModule(join(path), base, base_bias, is_embedding=path in embeddings, **fields))
+        parameters = () if base else tuple(wrapped.get(_unwrapped(path), ()))
+        modules.append(
+            LoraModule(
+                join(path), base, base_bias, is_embedding=path in embeddings, parameters=parameters, **fields
+            )
+        )
     return tuple(modules)
+
+
+def _unwrapped(path: Segments) -> Segments:
+    """Return the path of what wrappers of parameters wrap, one around the other."""
+    while path[-1:] == (_BASE,):
+        path = path[:-1]
+    return path
+
+
+def _tokens(parts: list[_AdapterName], plain: list[str]) -> Iterator[TrainedTokens]:
+    by_path = {_without_prefix(split(name)): name for name in plain}
+    for part in parts:
+        if part.marker == _ROWS and part.module[-1:] == (_TOKENS,):
+            base = by_path.get((*part.module, _BASE, "weight"))
+            yield TrainedTokens(join(part.module[:-1]), base, part.name)
 
 
 def pattern_problems(patterns: object) -> Iterator[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.text import count, escape, few, in_shell, suggestion
@@ -58,6 +59,11 @@ _HEADS = frozenset(
 # They stand beside `model` if that is the language model alone (Qwen2-VL on the Hub), else inside it.
 _TOWERS = frozenset({"visual", "vision_tower", "audio_tower", "multi_modal_projector"})
 _TWINS = frozenset({"text_model", "vision_model"})  # CLIP and similar models
+# Leaves of an optimizer's state that are averages of weights. Others with such words may be moments: grad_ema.
+_AVERAGED_STATE = re.compile(
+    r"(?:ema|swa|avg|averaged?|shadow)_(?:params?|parameters?|weights?|model)"
+    r"|(?:params?|parameters?|weights?|model)_(?:ema|swa|avg|averaged)|ax"
+)
 # What a LightningModule keeps beside the model.
 _AIDS = re.compile(
     r"(?:\w+_)?(?:loss|losses|loss_fn|loss_func|criterion|criteria|metrics?|acc|accuracy|auroc|f1|meter)(?:_\w+)?"
@@ -212,7 +218,9 @@ def locate_averaged(source: SortedNames, base: Collection[str] | None) -> Locate
         parts = _parts(source)
         averages = [node.path for name in parts if is_averaged(name) for node in parts[name]]
         model = Located(root=(), aside=dict.fromkeys(averages, "averaged weights"))
-    node = _averaged_node(source, model)
+    node = _averaged(source, model)
+    if isinstance(node, _AveragedStates):
+        return _take_states(node, model)
     # What ema-pytorch and torch's AveragedModel keep: the averaged copy, counters, the online model.
     while inner := [
         child for child in node.children.values() if child.is_module and is_averaged(child.path[-1])
@@ -370,7 +378,81 @@ def _on_the_way(source: SortedNames, root: Segments) -> list[Node]:
     return [child for level in levels if level is not None for child in level.children.values()]
 
 
-def _averaged_node(source: SortedNames, model: Located) -> Node:
+class _AveragedStates(NamedTuple):
+    """What an optimizer keeps for its parameters under one of the names of averages, in their shapes."""
+
+    above: Segments
+    """What the names begin with, `state` included."""
+    leaf: str
+    names: dict[str, Segments]
+    """Stored name -> name of the parameter in the model; empty if that is unknown."""
+    num_tensors: int
+    is_numbered: bool
+    """Its parameters have numbers instead of names."""
+    others: tuple[str, ...]
+    """The last parts of all other names there."""
+
+    @property
+    def is_sure(self) -> bool:
+        """True if the names tell that these are averages of weights, and of which."""
+        return bool(self.names) and _AVERAGED_STATE.fullmatch(self.leaf) is not None
+
+    @property
+    def line(self) -> str:
+        """A line for people."""
+        unknown = ", whose parameters are only numbered" if self.is_numbered else ""
+        where = f"{join(self.above)}.*.{self.leaf}"
+        return f"{escape(where)}: {count(self.num_tensors, 'tensor')}{unknown}"
+
+    @property
+    def option(self) -> str:
+        """The options that take them."""
+        names = in_shell(rf"\.{re.escape(self.leaf)}$=")
+        others = "".join(f" --exclude {in_shell(f'*.{leaf}')}" for leaf in self.others)
+        return f"--root {in_shell(join(self.above))} --rename {names}{others}"
+
+
+def _averaged_states(source: SortedNames, model: Located) -> Iterator[_AveragedStates]:
+    """Yield the states of optimizers that may be averages of weights: torchtitan's `ema_params`, `ax` of torch's ASGD."""
+    shapes = {path: source.tensors[stored].shape for stored, path in model.names.items()}
+    known, kinds = {join(path) for path in shapes}, dict[tuple[Segments, str], dict[str, Segments]]()
+    for name in source.tensors:
+        path = clean(name) if name in source.optimizer else ()
+        if "state" in path and (is_averaged(path[-1]) or _AVERAGED_STATE.fullmatch(path[-1])):
+            place = path.index("state") + 1
+            kinds.setdefault((path[:place], path[-1]), {})[name] = path[place:-1]
+    for (above, leaf), paths in kinds.items():
+        prefix = match_prefix(list(paths.values()), known) or ()
+        names = {stored: path[len(prefix) :] for stored, path in paths.items()}
+        fits = all(source.tensors[stored].shape == shapes.get(path) for stored, path in names.items())
+        if fits or not any(path in shapes for path in names.values()):  # else a factored moment, or a count
+            is_numbered = all(map(is_number, (path[-1] for path in paths.values() if path)))
+            below = (path for path in map(clean, source.tensors) if path[: len(above)] == above)
+            others = tuple(sorted({path[-1] for path in below} - {leaf}))
+            yield _AveragedStates(above, leaf, names if fits else {}, len(names), is_numbered, others)
+
+
+def _take_states(states: _AveragedStates, model: Located) -> Located:
+    """Take averages from an optimizer's state, in the order of the model's tensors."""
+    order = {path: place for place, path in enumerate(model.names.values())}
+    names = dict(sorted(states.names.items(), key=lambda item: order[item[1]]))
+    located = Located(root=states.above, names=names, aside={model.root: "model"} if model.root else {})
+    located.notes.append(f"averaged weights taken from the optimizer's state, {states.line}")
+    lacking = [escape(join(path)) for path in order.keys() - set(names.values())]
+    if lacking:
+        located.warnings.append(
+            f"the optimizer has no average of {count(len(lacking), 'tensor')} of the model (tied, frozen or buffers): "
+            f"{few(sorted(lacking), 5)}"
+        )
+    return located
+
+
+def _averaged(source: SortedNames, model: Located) -> Node | _AveragedStates:
+    """Return where averaged weights begin, or the states of an optimizer that they are.
+
+    Raises:
+        UsageError: there are none, several, or only some whose names do not tell.
+    """
     if source.roots.get("ema"):
         paths = [clean(join(map(str, source.roots["ema"])))]
     else:
@@ -379,16 +461,31 @@ def _averaged_node(source: SortedNames, model: Located) -> Node:
         paths = [path for path, kind in model.aside.items() if kind == "averaged weights"]
         paths += [path for path in beside if path not in paths and path != model.root[: len(path)]]
     nodes = [node for path in paths if (node := source.tree.find(path)) is not None and node.num_tensors]
-    if not nodes:
+    states = list(_averaged_states(source, model))
+    averages: list[Node | _AveragedStates] = [*nodes, *(part for part in states if part.is_sure)]
+    if len(averages) == 1:
+        return averages[0]
+    if averages:
+        raise UsageError(
+            f"--weights ema: the checkpoint holds {len(averages)} sets of averaged weights",
+            problems=[
+                f"{escape(join(part.path))}: {part.num_tensors} tensors"
+                if isinstance(part, Node)
+                else part.line
+                for part in averages
+            ],
+            hint=f"choose one, as in {_option(averages[0]) if isinstance(averages[0], Node) else averages[0].option}",
+        )
+    if not states:
         said = "--weights ema: the checkpoint holds no averaged weights"
         raise UsageError(said, problems=list_roots(source))
-    if len(nodes) > 1:
-        raise UsageError(
-            f"--weights ema: the checkpoint holds {len(nodes)} sets of averaged weights",
-            problems=[f"{escape(join(node.path))}: {node.num_tensors} tensors" for node in nodes],
-            hint=f"choose one, as in {_option(nodes[0])}",
-        )
-    return nodes[0]
+    raise UsageError(
+        "--weights ema: the checkpoint holds no averaged weights that names tell",
+        problems=[part.line for part in states],
+        hint="load them with the training code and save the averaged model's state dict"
+        if states[0].is_numbered
+        else f"if these are averages of weights: {states[0].option}",
+    )
 
 
 def _take_dotless(located: Located, node: Node, model: Located) -> bool:

@@ -1,4 +1,4 @@
-"""The rule sets that shardkit brings along: which one knows a checkpoint's names, and in which form. Pure, but for the sets.
+"""The rule sets of people and of shardkit: which one knows a checkpoint's names, and in which form. Pure, but for files.
 
 A set is written for one form of a trainer's names. A checkpoint may have another: layers one by one in place of stacks,
 or a vocabulary that is padded to other rows. `in_form` rewrites a set accordingly.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
+from shardkit._version import page
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape, listed
-from shardkit.errors import LayoutError, SourceError
+from shardkit.core.text import count, escape, listed, suggestion
+from shardkit.errors import LayoutError, SourceError, UsageError
+from shardkit.files import storage
+from shardkit.files.strict_json import read_small
 from shardkit.keys.rules import (
     NUMBER,
     Binding,
@@ -31,6 +34,9 @@ from shardkit.keys.rules import (
 from shardkit.keys.ties import text_part
 from shardkit.keys.tokens import paddings
 
+AUTO, NONE = "auto", "none"
+"""What `--keys` may be besides a set's name or a file: the shipped set that knows all names, or no set."""
+_MAX_BYTES = 4 << 20
 _NEAR = 2  # a set is near if it knows more than one name of so many
 
 
@@ -65,7 +71,7 @@ def bind_in_form(
         wanted: names of the model that is to be filled, where they are known.
 
     Raises:
-        LayoutError: as for `bind_names`.
+        UsageError, LayoutError: as for `bind_names`.
     """
     if side == "hub":
         return bind_names(_one_by_one(rules, wanted), shapes, config, side=side)
@@ -178,6 +184,30 @@ def find_shipped(name: str) -> RuleSet | None:
     return next((rules for rules in shipped() if rules.name == name), None)
 
 
+def load_rules(given: str | os.PathLike[str]) -> RuleSet:
+    """Return a rule set: a file's, or one that shardkit brings along.
+
+    Args:
+        given: path of a TOML file, or the name of a shipped set.
+
+    Raises:
+        UsageError: there is neither, or the file has mistakes; lists all.
+        SourceError, ResourceError: the file cannot be read.
+    """
+    name = os.fspath(given)
+    if not storage.lexists(name):
+        rule_set = find_shipped(name)
+        if rule_set is not None:
+            return rule_set
+        known = [rules.name for rules in shipped()]
+        raise UsageError(
+            f"{escape(name)}: no such file, and no rule set of that name{suggestion(name, known)}",
+            problems=[f"{rules.name}: {rules.title}" for rules in shipped()],
+            hint=f"give the path of a TOML file ({page('keys.md')}), or one of these names",
+        )
+    return parse_rules(read_small(name, os.path.basename(name), _MAX_BYTES), os.path.basename(name))
+
+
 class Choice(NamedTuple):
     """The shipped rule sets that fit some names."""
 
@@ -219,7 +249,7 @@ def choose_shipped(
             continue
         try:
             fitting.append((rules, bind_in_form(rules, shapes, config, side=side, padding=padding)))
-        except (LayoutError, SourceError) as error:
+        except (LayoutError, SourceError, UsageError) as error:
             reasons.append(f"{rules.title}: {error.problems[0]}")
     return Choice(tuple(fitting), tuple(reasons))
 
@@ -259,6 +289,12 @@ def _knows_all(rules: RuleSet, names: Iterable[str], side: RuleSide) -> bool:
     known, patterns = list(names), _patterns_of(rules, side)
     has_required = side == "hub" or _has_required(rules, known)
     return has_required and bool(known) and all(any(p.fullmatch(name) for p in patterns) for name in known)
+
+
+def known_names(rules: RuleSet, names: Collection[str]) -> frozenset[str]:
+    """Return those of a model's names that some rule of a set is about."""
+    patterns = _patterns_of(_one_by_one(rules, names), "model")
+    return frozenset(name for name in names if any(p.fullmatch(name) for p in patterns))
 
 
 def _patterns_of(rules: RuleSet, side: RuleSide) -> list[re.Pattern[str]]:

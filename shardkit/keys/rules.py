@@ -31,7 +31,7 @@ from itertools import chain
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-from shardkit._version import DOCS
+from shardkit._version import page
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import count, escape, listed, suggestion
 from shardkit.errors import LayoutError, UsageError
@@ -194,7 +194,7 @@ def parse_rules(data: bytes, name: str) -> RuleSet:
     UsageError.raise_for(
         problems,
         f"{escape(name)} is not a file of key rules: {count(len(problems), 'problem')}",
-        hint=f"{DOCS}/keys.md describes it, {DOCS}/keys.schema.json for editors",
+        hint=f"{page('keys.md')} describes it, {page('keys.schema.json')} for editors",
     )
     return RuleSet(
         name=str(content.get("name", name)),
@@ -666,8 +666,9 @@ def bind_names(
         made_by: which rule made a name, on the way back of a proof.
 
     Raises:
-        LayoutError: tensors that no rule is about, rules that match nothing, two tensors that would be one, numbers
-            that are not known, shapes that do not fit, tensors that do not come back; all of them.
+        UsageError: rules match nothing; lists everything else too.
+        LayoutError: tensors that no rule is about, two tensors that would be one, numbers that are not known, shapes
+            that do not fit, tensors that do not come back; all of them.
     """
     made, dropped, problems, sources = dict[str, Expression](), list[str](), list[str](), dict[str, Rule]()
     owners: dict[str, Rule] = {}
@@ -691,9 +692,8 @@ def bind_names(
                 problems.append(f"{escape(name)}: made twice, by {sources[name]} and by {rule}")
             made[name], sources[name] = expression, rule
     used.update(rule.number for rule in owners.values())
-    problems += [
-        f"{rule}: matches nothing" for rule in rules.rules if rule.number not in used and not rule.is_optional
-    ]
+    idle = [rule for rule in rules.rules if rule.number not in used and not rule.is_optional]
+    problems += [f"{rule}: matches nothing" for rule in idle]
     left = [name for name in shapes if name not in owners]
     if rules.keeps_others:
         twice = [name for name in left if name in made]
@@ -708,10 +708,10 @@ def bind_names(
     ]
     if made_by is None and not problems:
         problems += _lost(rules, made, sources, shapes, dropped, config, side)
-    LayoutError.raise_for(
+    (UsageError if idle else LayoutError).raise_for(
         problems,
         f"the key rules of {escape(rules.title)} do not fit: {count(len(problems), 'problem')}",
-        hint="shardkit keys show lists the names and shapes; optional = true lets a rule match nothing, drop = true "
+        hint="inspect with --tensors lists names and shapes; optional = true lets a rule match nothing, drop = true "
         "leaves tensors out",
     )
     return Binding(made=made, dropped=tuple(dropped))
@@ -797,7 +797,7 @@ def _lost(
     made_shapes = {name: expression.shape for name, expression in made.items()}
     try:
         back = bind_names(rules, made_shapes, config, side=other, made_by=made_by)
-    except LayoutError as error:
+    except (LayoutError, UsageError) as error:
         yield from (f"on the way back: {problem}" for problem in error.problems)
         return
     again = {name: substitute(expression, made) for name, expression in back.made.items()}

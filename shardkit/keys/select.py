@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape, few, nothing_left, suggestion
+from shardkit.core.text import GLOBS_HINT, count, escape, few, match_nothing, suggestion, unmatched
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.keys.check import in_memory_warnings, own_names_warnings
 from shardkit.keys.names import (
@@ -61,7 +61,7 @@ class Naming:
     rename: tuple[str, ...] = ()
     """REGEX=REPL in Python's syntax, applied in order. The last `=` divides: look-aheads need no escape."""
     include: tuple[str, ...] = ()
-    """Globs over output or stored names, where `*` matches dots too. Only these are taken; empty for all."""
+    """Globs over names of the output, where `*` matches dots too. Only these are taken; empty for all."""
     exclude: tuple[str, ...] = ()
     """Globs of the same kind. These are left out, even if `include` matches them."""
 
@@ -135,16 +135,11 @@ class Selection:
     unloadable: tuple[str, ...] = ()
     """Why `from_pretrained` would not find weights under these names."""
 
-    def names_of(self, stored: str) -> tuple[str, ...]:
-        """Return the names that a person may know a stored tensor by."""
-        return stored, self.names.get(stored, stored), self.live.get(stored, stored)
-
-    def only(self, stored: Container[str], notes: Iterable[str]) -> Selection:
-        """Return the same selection without what is not written in the end, because of `include` and `exclude`.
+    def only(self, stored: Container[str]) -> Selection:
+        """Return the same selection without what is not written because of `include` and `exclude`.
 
         Args:
             stored: names of what is written, or of which something is made.
-            notes: instead of those about globs that match nothing.
         """
         names = {stored_name: name for stored_name, name in self.names.items() if stored_name in stored}
         parts = [part for part in self.skipped if part.kind != "excluded"]
@@ -156,7 +151,6 @@ class Selection:
             self,
             names=names,
             skipped=tuple(sorted(parts, key=lambda part: (natural(part.path), part.kind))),
-            notes=tuple(notes),
         )
 
     def written_as(
@@ -186,7 +180,6 @@ def select_model(
     base_names: Collection[str] | None = None,
     base_shapes: Mapping[str, Shape] | None = None,
     key_rules: Sequence[KeyRule] | None = None,
-    undecided: Container[str] = (),
 ) -> Selection:
     """Choose the tensors of a checkpoint that are the model's, and name them as the Hub does.
 
@@ -195,13 +188,11 @@ def select_model(
         objects: names of entries that are not tensors.
         paths: path of each name in the state dict that was saved (DCP's planner_data), where known.
         roots: paths that the format itself gives a meaning ("model", "optimizer", "ema").
-        naming: what a person asks for.
+        naming: what a person asks for; `include` and `exclude` are not applied.
         base_names: names of the base model. The output follows their order, unless they are a set.
         base_shapes: shape by name in the base, instead of `base_names`. Then names that differ from the
             base's by prefixes alone become the base's, unless `naming` changes names.
         key_rules: rules that give the Hub's names, as training recorded them; None if they are not known.
-        undecided: names in memory that `include` and `exclude` say nothing of yet, because the output has other
-            tensors in their place (see `Globs`).
 
     Raises:
         UsageError: an option cannot be read or does not fit the names, or makes one name of two.
@@ -224,11 +215,10 @@ def select_model(
 
     located, modules, hub = _name(source, located, base, base_shapes, name, naming)
     _refuse_flat_parameters(located)
-    waiting = {stored for stored, path in located.names.items() if join(path) in undecided}
-    names, notes = apply_rules(rules, hub.names, waiting)
-    _refuse_bad_names(names, located, naming)
+    names, notes = apply_rules(rules, hub.names)
+    _refuse_bad_names(names, naming)
     by_output = {name: stored for stored, name in names.items()}
-    skipped = _skipped(source, objects, located, excluded=len(located.names) - len(names))
+    skipped = _skipped(source, objects, located)
     right = by_output if base is None and key_rules is not None else base
     return Selection(
         names={by_output[name]: name for name in in_order(by_output, base)},
@@ -237,7 +227,7 @@ def select_model(
         skipped=skipped,
         candidates=tuple(part.path for part in skipped if part.kind in _WEIGHTS and part.num_tensors > 1),
         renamed=hub.rules,
-        live={stored: join(path) for stored, path in located.names.items() if stored in names},
+        live={stored: join(path) for stored, path in located.names.items()},
         notes=(*located.notes, *notes),
         warnings=tuple(located.warnings),
         renaming=hub.warnings,
@@ -392,10 +382,7 @@ def _kind_of(path: Segments) -> Segments:
     return tuple("*" if is_number(segment) else segment for segment in path)
 
 
-def _refuse_bad_names(names: Mapping[str, str], located: Located, naming: Naming) -> None:
-    if not names:
-        known = [name for stored, path in located.names.items() for name in (join(path), stored)]
-        raise nothing_left(naming.include, known, len(located.names))
+def _refuse_bad_names(names: Mapping[str, str], naming: Naming) -> None:
     stored_by_name: dict[str, list[str]] = {}
     for stored, name in names.items():
         stored_by_name.setdefault(name, []).append(stored)
@@ -409,7 +396,7 @@ def _refuse_bad_names(names: Mapping[str, str], located: Located, naming: Naming
         raise kind(
             f"{count(len(problems), 'name')} would be given to several tensors each",
             problems=problems,
-            hint="choose with --root, or leave one out with --exclude 'STORED NAME'",
+            hint="choose with --root",
         )
 
 
@@ -427,9 +414,7 @@ def _stripped(located: Located, names: Mapping[str, str], modules: int, rules: R
     return tuple(stripped)
 
 
-def _skipped(
-    source: SortedNames, objects: Sequence[str], located: Located, *, excluded: int
-) -> tuple[Skipped, ...]:
+def _skipped(source: SortedNames, objects: Sequence[str], located: Located) -> tuple[Skipped, ...]:
     """Sort everything that was left out into groups, by kind and by where the names begin."""
     counts: dict[tuple[str, Segments], list[int]] = {}
     for name in source.tensors:
@@ -441,8 +426,6 @@ def _skipped(
         Skipped(kind=kind, path=join(path), num_tensors=tensors, num_objects=others)
         for (kind, path), (tensors, others) in counts.items()
     ]
-    if excluded:
-        groups.append(Skipped(kind="excluded", path="", num_tensors=excluded, num_objects=0))
     return tuple(sorted(groups, key=lambda part: (natural(part.path), part.kind)))
 
 
@@ -481,31 +464,37 @@ _MANY_TIMES = re.compile(r"\{(?:\d*,)?\d{4,}")
 
 
 class Globs(NamedTuple):
-    """Which tensors are written. A tensor has several names: in the output, where it is stored, in memory."""
+    """`--include` and `--exclude`: globs over the names of the output."""
 
     include: tuple[str, ...]
     exclude: tuple[str, ...]
 
-    def take(self, *names: str) -> bool:
-        """True if a tensor of these names is written."""
-        return (not self.include or _matches(self.include, names)) and not _matches(self.exclude, names)
+    def take(self, name: str) -> bool:
+        """True if a tensor is written."""
+        return (not self.include or _matches(self.include, name)) and not self.leave_out(name)
 
-    def idle(self, tensors: Iterable[Iterable[str]]) -> list[str]:
-        """Return a note for each glob that matches none of some tensors, each given by its names."""
-        known = {name for names in tensors for name in names}
-        options = [
-            *(("--exclude", glob) for glob in self.exclude),
-            *(("--include", glob) for glob in self.include),
-        ]
-        return [
-            f"{option} {escape(glob)!r} matches no name"
-            for option, glob in options
-            if not _matches((glob,), known)
-        ]
+    def leave_out(self, name: str) -> bool:
+        """True if `exclude` matches a tensor."""
+        return _matches(self.exclude, name)
+
+    def check(self, names: Collection[str]) -> None:
+        """Refuse globs that match none of the names, or leave none of them.
+
+        Raises:
+            UsageError: lists the globs, and names that are like them.
+        """
+        globs = (*self.include, *self.exclude)
+        idle = [glob for glob in globs if not any(_matches((glob,), name) for name in names)]
+        if idle:
+            what = match_nothing("--include and --exclude", len(idle), "no name")
+            raise UsageError(what, problems=unmatched(idle, names), hint=GLOBS_HINT)
+        if globs and not any(map(self.take, names)):
+            left = f"--include and --exclude leave none of {count(len(names), 'tensor')}"
+            raise UsageError(left, hint=GLOBS_HINT)
 
 
-def _matches(globs: Iterable[str], names: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, glob) for glob in globs for name in names)
+def _matches(globs: Iterable[str], name: str) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -518,7 +507,6 @@ class Rules:
     """With its dot, or empty."""
     rename: tuple[tuple[str, re.Pattern[str], str], ...]
     """(as it was given, pattern, replacement). Each is applied to the result of the one before it."""
-    globs: Globs
 
 
 def parse_rules(naming: Naming) -> Rules:
@@ -539,7 +527,6 @@ def parse_rules(naming: Naming) -> Rules:
         strip_prefix=tuple(join(clean(text.rstrip("."))) for text in naming.strip_prefix),
         add_prefix=naming.add_prefix.rstrip(".") + "." if naming.add_prefix.strip(".") else "",
         rename=tuple(renames),
-        globs=Globs(naming.include, naming.exclude),
     )
 
 
@@ -560,15 +547,12 @@ def _rename(text: str, problems: list[str]) -> tuple[str, re.Pattern[str], str] 
     return text, pattern, replacement
 
 
-def apply_rules(
-    rules: Rules, names: Mapping[str, str], undecided: Container[str] = ()
-) -> tuple[dict[str, str], list[str]]:
-    """Return output names by stored name, and a note for each option that changed nothing.
+def apply_rules(rules: Rules, names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return output names by stored name, and a note for each rename that changed nothing.
 
     Args:
         rules: the overrides.
         names: stored name -> output name so far.
-        undecided: stored names that globs say nothing of yet.
 
     Raises:
         UsageError: no name has a prefix to strip, or a rename leaves a name empty.
@@ -583,12 +567,7 @@ def apply_rules(
         names = renamed
     empty = [escape(stored) for stored, name in names.items() if not name and stored not in unnamed]
     UsageError.raise_for(empty, f"--rename leaves {count(len(empty), 'name')} empty")
-    notes += rules.globs.idle(names.items())
-    return {
-        stored: name
-        for stored, name in names.items()
-        if stored in undecided or rules.globs.take(stored, name)
-    }, notes
+    return names, notes
 
 
 def _strip(prefixes: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:

@@ -18,6 +18,8 @@ _COUNTS = ("vocab_size", "decoder_vocab_size", "src_vocab_size", "tgt_vocab_size
 _OF_DECODER = frozenset({"decoder_vocab_size", "tgt_vocab_size"})
 # Embeddings with a count of their own, beside the vocabulary (Gemma 3n and 4).
 _OWN_COUNTS = {"embed_tokens_per_layer": "vocab_size_per_layer_input"}
+COUNTS = (*_COUNTS, *_OWN_COUNTS.values())
+"""What counts the rows of a vocabulary in a config."""
 _TEXT_PARTS = frozenset({"text", "llm", "language", "language_model"})
 _MAX_DEPTH = 4
 _SHARES = (2, 3, 4)
@@ -112,11 +114,7 @@ def _counts(config: Mapping[str, Any], above: ConfigPath) -> Iterator[tuple[Conf
     for key, value in config.items():
         if isinstance(value, Mapping) and len(above) < _MAX_DEPTH:
             yield from _counts(value, (*above, key))
-        elif (
-            key in (*_COUNTS, *_OWN_COUNTS.values())
-            and isinstance(value, int)
-            and not isinstance(value, bool)
-        ):
+        elif key in COUNTS and isinstance(value, int) and not isinstance(value, bool):
             yield (*above, key), value
 
 

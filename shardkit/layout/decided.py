@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape
-from shardkit.errors import LayoutError, SourceError
+from shardkit.errors import LayoutError, SourceError, UsageError
 from shardkit.keys.expressions import (
     Cut,
     Expression,
@@ -156,6 +156,7 @@ def decide_names(
         wholes: larger models, each as shape by name on the other side: the first that has all tensors in one place counts.
 
     Raises:
+        UsageError: some of a person's rules match nothing; lists every problem.
         LayoutError: a person's rules do not fit; lists every problem.
         SourceError: a tensor would be there under its own name, and as a part of another.
     """
@@ -203,11 +204,11 @@ def _by_person(
 ) -> DecidedNames:
     config = config_for([rules], config)
     sides: tuple[RuleSide, ...] = ("hub", "model") if side is None else (side,)
-    errors = list[LayoutError]()
+    errors = list[LayoutError | UsageError]()
     for at_hand in sides:
         try:
             binding = bind_in_form(rules, shapes, config, side=at_hand, padding=padding, wanted=wanted)
-        except LayoutError as error:
+        except (LayoutError, UsageError) as error:
             errors.append(error)
             continue
         if at_hand == sides[-1] or any(name in wanted for name in binding.made):
@@ -261,7 +262,7 @@ def _taken_apart(decided: DecidedNames, derived: Mapping[str, Expression], by: D
         [escape(name) for name in twice],
         f"{count(len(twice), 'tensor')} would be there twice: under {'its' if len(twice) == 1 else 'their'} own "
         "name, and as a part of another",
-        hint="leave one of the two out with --exclude",
+        hint="--exclude leaves out both",
     )
     return replace(
         decided,

@@ -13,7 +13,6 @@ from itertools import chain
 from typing import Any, Literal
 
 from shardkit.core.catalog import TensorEntry
-from shardkit.core.factored import Target
 from shardkit.core.mesh import Mesh
 from shardkit.core.placements import REPLICATE, HeldRegion, Placement, Placements
 from shardkit.core.regions import Region, Shape
@@ -80,8 +79,6 @@ class Layout:
     """The source's name of every tensor, and of each alias that it has. The model's own may differ."""
     made: Mapping[str, Expression] = field(default_factory=dict)
     """What a name of `sources` is made of that the source does not have itself, such as fused experts."""
-    factored: Mapping[str, Target] = field(default_factory=dict)
-    """By module path, the weights that are OSFT factors here: `tensors` has these, `sources` has the dense weight too."""
     omitted: tuple[tuple[str, str], ...] = ()
     """(name, reason) of source tensors that the live model does not load."""
     keep_fp32: frozenset[str] | None = None

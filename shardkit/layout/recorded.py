@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
-from shardkit.core.mesh import Axis, Mesh, parse_mesh
+from shardkit.core.catalog import TensorEntry
+from shardkit.core.mesh import Axis, Mesh, Role, check_size, parse_mesh
 from shardkit.core.placements import Placement, Placements
+from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.files import manifest
-from shardkit.layout.layout import Layout, TensorLayout
+from shardkit.layout.layout import Layout, TensorLayout, innermost_unit
 
 _MAX_DIMS = 64  # torch's own limit
 
@@ -66,7 +69,7 @@ def _placed(fqn: str, tensor: manifest.ShardedTensor, mesh: Mesh, views: list[Me
     return TensorLayout(
         fqn=fqn,
         shape=tensor.shape,
-        placements=_placements(tensor, view or mesh, fqn),
+        placements=_placements(tensor.placements, tensor.shape, view or mesh, fqn),
         unit=tensor.unit,
         is_buffer=tensor.buffer,
         mesh=view,
@@ -74,12 +77,79 @@ def _placed(fqn: str, tensor: manifest.ShardedTensor, mesh: Mesh, views: list[Me
     )
 
 
-def _placements(tensor: manifest.ShardedTensor, mesh: Mesh, fqn: str) -> Placements:
-    if len(tensor.placements) != len(mesh.axes):
+def _placements(texts: tuple[str, ...], shape: Shape, mesh: Mesh, fqn: str) -> Placements:
+    if len(texts) != len(mesh.axes):
         raise LayoutError(
             f"{escape(fqn)}: not one placement for each of {count(len(mesh.axes), 'mesh axis', 'mesh axes')}"
         )
-    placements = tuple(map(Placement.parse, tensor.placements))
-    if any(p.shard_dim is not None and p.shard_dim >= len(tensor.shape) for p in placements):
+    placements = tuple(map(Placement.parse, texts))
+    if any(p.shard_dim is not None and p.shard_dim >= len(shape) for p in placements):
         raise LayoutError(f"{escape(fqn)}: a placement cuts a dim that the tensor lacks")
     return placements
+
+
+def saved_layout(said: manifest.SavedState, tensors: Mapping[str, TensorEntry]) -> Layout | None:
+    """Return the layout of what `shardkit.save` wrote, by stored names, without its ties; None if it is not recorded.
+
+    Args:
+        said: its manifest.
+        tensors: of its catalog. States of the optimizer belong to the unit of their parameter.
+
+    Raises:
+        LayoutError: the manifest makes no sense, naming the tensor or the axis.
+    """
+    if said.layout is None:
+        return None
+    mesh = saved_mesh(said.layout)
+    if mesh.size != said.world_size:
+        raise LayoutError(f"the mesh {mesh} is not of {count(said.world_size, 'rank')}")
+    views = [_view(view, mesh) for view in said.layout.meshes or ()]
+    index = {unit.path: number for number, unit in enumerate(said.units)}
+    placed = {name: group for group in said.layout.placed for name in group.names}
+    layouts = dict[str, TensorLayout]()
+    for fqn, entry in tensors.items():
+        texts, view, group = tuple("R" for _ in mesh.axes), None, placed.get(fqn)
+        if group is not None:
+            if group.mesh is not None and group.mesh >= len(views):
+                raise LayoutError(f"{escape(fqn)}: it lies on mesh {group.mesh} of {len(views)}")
+            texts, view = group.placements, None if group.mesh is None else views[group.mesh]
+        layouts[fqn] = TensorLayout(
+            fqn=fqn,
+            shape=entry.shape,
+            placements=_placements(texts, entry.shape, view or mesh, fqn),
+            unit=innermost_unit(fqn.removeprefix("optimizer.state.").removeprefix("model."), index),
+            is_buffer=group is None or not fqn.startswith("model."),  # never gathered
+            mesh=view,
+        )
+    return Layout(origin="traced", mesh=mesh, units=said.units, tensors=layouts, policy="")
+
+
+def saved_mesh(said: manifest.SavedLayout) -> Mesh:
+    """Return the mesh of the ranks that saved a training state.
+
+    Raises:
+        LayoutError: it has no ranks, or too many.
+    """
+    roles: dict[str, Role] = {"replicate": "replicate", "tensor": "tensor"}
+    mesh = Mesh(
+        tuple(Axis(axis.name, axis.size, roles.get(axis.role, "shard")) for axis in said.axes),
+        ep=said.ep or 1,
+    )
+    if mesh.size < 1:
+        raise LayoutError(f"the mesh {mesh} has no ranks")
+    try:
+        check_size(mesh.size)
+    except UsageError as error:
+        raise LayoutError(error.message) from error
+    return mesh
+
+
+def record_view(mesh: Mesh) -> manifest.MeshView:
+    """Return a further mesh as manifests have it."""
+    axes = zip(mesh.axes, mesh.digits, strict=True)
+    return manifest.MeshView(
+        axes=tuple(
+            manifest.ViewAxis(name=axis.name, size=axis.size, role=axis.role, steps=steps)
+            for axis, steps in axes
+        )
+    )

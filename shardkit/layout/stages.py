@@ -1,7 +1,8 @@
 """Pipeline parallelism: which stage holds which parts of a model.
 
-    auto            blocks are split evenly, the last stage takes the rest; what stands before them in the model goes to
-                    the first stage, what comes after to the last: transformers' own rule, and the usual one
+    auto            blocks are split evenly, each of the first stages takes one of those that are left over; what stands
+                    before them in the model goes to the first stage, what comes after to the last: the rule of
+                    transformers since 5.24 (until 5.23 the last stage took all that were left over)
     pkg.mod:fn      fn(model, num_stages) returns the module paths of each stage, as torchtitan's helper does
 
 Only code that has a model imports this module.
@@ -10,6 +11,7 @@ Only code that has a model imports this module.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import nn
 
@@ -77,12 +79,9 @@ def _even(model: nn.Module, names: Sequence[str], num_stages: int) -> list[list[
             f"{type(model).__name__} has {count(num_blocks, 'block')} in {escape(blocks)}, fewer than the "
             f"{num_stages} stages"
         )
-    per_stage = num_blocks // num_stages
-    parts = [
-        [f"{blocks}.{block}" for block in range(stage * per_stage, (stage + 1) * per_stage)]
-        for stage in range(num_stages)
-    ]
-    parts[-1] += [f"{blocks}.{block}" for block in range(num_stages * per_stage, num_blocks)]
+    per_stage, left_over = divmod(num_blocks, num_stages)
+    starts = [stage * per_stage + min(stage, left_over) for stage in range(num_stages + 1)]
+    parts = [[f"{blocks}.{block}" for block in range(*ends)] for ends in pairwise(starts)]
     inside = [position for position, name in enumerate(names) if _lies_in(name, blocks)]
     parts[0] += names[: inside[0]]
     parts[-1] += [name for name in names[inside[0] :] if not _lies_in(name, blocks)]

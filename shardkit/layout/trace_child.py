@@ -1,12 +1,10 @@
 """The child process of a trace: build the model, wrap it, read the placements, answer with JSON.
 
     request (stdin)    {"directory", "axes": [[name, size, role]], "ep", "pp", "stages", "wrap", "dtype",
-                       "plan", "trust_remote_code", "names", "answer"}
-                       The axes are those of one pipeline stage. With "plan", weights are divided before the
-                       model is wrapped (`Divide`); names are matched before.
+                       "trust_remote_code", "names", "answer"}
+                       The axes are those of one pipeline stage.
                        With "asks": "names" nothing is wrapped, and the answer is about these names in files;
-                       with "hub form", about what `save_pretrained` would make of them. With "asked_ns", the
-                       time, the answer has "evidence" for the cache of traces.
+                       with "hub form", about what `save_pretrained` would make of them.
     answer (a file)    {"status": "ok", ...} as `_read_model` lists it, or an error: {"status":
                        one of `STATUSES`, "message", "problems", "hint", "show_output"}
 
@@ -21,8 +19,7 @@ import resource
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,10 +28,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import class_before_sharding, init_fake_world
-from shardkit.core.factored import Target
 from shardkit.core.mesh import Axis, Mesh
 from shardkit.core.text import escape
-from shardkit.errors import LayoutError, PolicyError, SourceError, UsageError, speaking_options
+from shardkit.errors import LayoutError, PolicyError, SourceError, UsageError
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import ClassDtypes, build_model, built_dtypes, class_dtypes
 from shardkit.layout.layout import innermost_unit
@@ -42,7 +38,6 @@ from shardkit.layout.naming import answer_hub_form, answer_names, ask_model, ten
 from shardkit.layout.parallel import Meshes, apply_plans, is_parallel, with_units
 from shardkit.layout.placed import Placed, placed_on
 from shardkit.layout.stages import find_stages
-from shardkit.layout.trace_cache import evidence, note_reads
 from shardkit.layout.traced import STATUSES
 from shardkit.layout.units import (
     PlannedUnit,
@@ -60,23 +55,10 @@ from shardkit.layout.wrap_policy import OPTION, WrapPolicy, list_candidates, par
 _MAX_CPU_S, _MAX_DATA_BYTES = 300, 16 << 30
 
 
-class DividedModel(NamedTuple):
-    """What was divided in a model."""
-
-    targets: tuple[Target, ...] = ()
-    notes: tuple[str, ...] = ()
-    place: Callable[[int], Any] = lambda num_shards: None
-    """Return `shard_placement_fn` of `fully_shard`, given the size of the shard axis."""
-
-
-Divide = Callable[[nn.Module, Mapping[str, Any]], DividedModel]
-"""Divides weights of a model as a plan says."""
-
-
-def main(divide: Divide | None = None) -> None:
+def main() -> None:
     """Serve the one request on stdin and end the process."""
     request = json.loads(sys.stdin.buffer.read())
-    answer = answer_request(request, divide)
+    answer = answer_request(request)
     sys.stdout.flush()
     sys.stderr.flush()
     with open(request["answer"], "w", encoding="utf-8") as file:
@@ -84,21 +66,10 @@ def main(divide: Divide | None = None) -> None:
     os._exit(0)  # an orderly end of a fake process group takes time and serves nothing
 
 
-@speaking_options()  # the parent's errors are made of these
-def answer_request(request: dict[str, Any], divide: Divide | None = None) -> dict[str, Any]:
+def answer_request(request: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to a request, errors included. This makes a world, so it works once in a process."""
-    if "asked_ns" not in request:
-        return _answer(request, divide)
-    read = note_reads()
-    answer = _answer(request, divide)
-    if answer["status"] == "ok":
-        answer["evidence"] = evidence(request["directory"], list(read), request["asked_ns"])
-    return answer
-
-
-def _answer(request: dict[str, Any], divide: Divide | None) -> dict[str, Any]:
     try:
-        return {"status": "ok", **_trace(request, divide)}
+        return {"status": "ok", **_trace(request)}
     except PolicyError as error:
         if not isinstance(error.__cause__, ModuleNotFoundError | None):
             traceback.print_exception(error.__cause__)
@@ -126,7 +97,7 @@ def _limit() -> None:
         resource.setrlimit(what, (least, allowed))
 
 
-def _trace(request: dict[str, Any], divide: Divide | None) -> dict[str, Any]:
+def _trace(request: dict[str, Any]) -> dict[str, Any]:
     if (asks := request.get("asks")) is not None:
         _limit()
         ask = answer_hub_form if asks == "hub form" else answer_names
@@ -144,7 +115,6 @@ def _trace(request: dict[str, Any], divide: Divide | None) -> dict[str, Any]:
     matched = (
         None if request["names"] is None else ask_model(model, request["names"], as_loaded=False).to_json()
     )
-    divided = DividedModel() if divide is None or "plan" not in request else divide(model, request["plan"])
     classes = {id(module): type(module).__name__ for module in model.modules()}
     num_stages, stages = request.get("pp", 1), dict[str, list[int]]()
     if num_stages > 1:
@@ -159,12 +129,10 @@ def _trace(request: dict[str, Any], divide: Divide | None) -> dict[str, Any]:
         experts = init_device_mesh("cpu", view.shape, mesh_dim_names=view.names)
     data = [axis.name for axis in mesh.axes if axis.role != "tensor"]
     tensor = next((axis.name for axis in mesh.axes if axis.role == "tensor"), None)
-    wrap_model(model, device_mesh, policy, Meshes.of(device_mesh, data, tensor, experts), wide, divided.place)
+    wrap_model(model, device_mesh, policy, Meshes.of(device_mesh, data, tensor, experts), wide)
     answer = _read_model(model, mesh, before, classes)
-    answer["notes"] += divided.notes
     about = {"model_class": classes[id(model)], "keep_fp32": keep_fp32, "stages": stages}
-    targets = [asdict(target) for target in divided.targets]
-    return {**about, "targets": targets, **answer, "match": matched}
+    return {**about, **answer, "match": matched}
 
 
 def _in_fp32(model: nn.Module, wide: ClassDtypes) -> list[str]:
@@ -179,7 +147,6 @@ def wrap_model(
     policy: WrapPolicy,
     meshes: Meshes,
     wide: ClassDtypes | None,
-    place: Callable[[int], Any],
 ) -> None:
     """Apply a policy as `training.wrap` does: the model's plans, then `fully_shard` on units, and on the root.
 
@@ -189,7 +156,6 @@ def wrap_model(
         policy: the parsed `--wrap`.
         meshes: the parts of `mesh`, and those of experts.
         wide: tells what the model's class keeps in fp32, in units of its own.
-        place: as in `DividedModel`.
 
     Raises:
         PolicyError: the policy matches nothing, its function cannot be imported or fails, or the model has no plan
@@ -205,10 +171,9 @@ def wrap_model(
     if meshes.data is None:
         return
     plan = plan_units(model, with_units(model, matched, dispatched), wide)
-    placement = place(meshes.data.size(-1))
 
     def shard(unit: PlannedUnit, module: nn.Module) -> None:
-        fully_shard(module, mesh=meshes.of_unit(unit.around in dispatched), shard_placement_fn=placement)
+        fully_shard(module, mesh=meshes.of_unit(unit.around in dispatched))
 
     shard_units(plan, dict(model.named_modules()), shard)
 

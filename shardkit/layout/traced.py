@@ -31,7 +31,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from shardkit._folding import fold
 from shardkit.core.dtypes import DType
-from shardkit.core.factored import Target
 from shardkit.core.mesh import Axis, Mesh
 from shardkit.core.placements import Placement
 from shardkit.core.regions import Shape
@@ -71,8 +70,7 @@ STATUSES: dict[str, type[ShardkitError]] = {
 # The child gets this process's import path and nothing more. `python -m` would put the current directory
 # first, and that may be a downloaded model with a json.py in it.
 # The child ends soon and holds little: looking for what nobody needs takes a sixth of its time.
-_BOOT = "import gc, sys; gc.disable(); sys.path[:] = sys.argv[1:]; from {} import main; main()"
-_CHILD = "shardkit.layout.trace_child"
+_BOOT = "import gc, sys; gc.disable(); sys.path[:] = sys.argv[1:]; from shardkit.layout.trace_child import main; main()"
 
 # A launcher's settings for real process groups would leak into the fake one. A library's warning is no reason
 # to fail.
@@ -101,15 +99,6 @@ class Trace:
     """What the model says of the source's names; None if no names were given: they are equal."""
 
 
-class Division(NamedTuple):
-    """What divides weights of a model into several tensors each, such as factors, before it is wrapped."""
-
-    child: str
-    """Name of the module whose `main` serves a request: it calls that of `trace_child` with a `Divide`."""
-    plan: Mapping[str, Any]
-    """What to divide, as JSON."""
-
-
 def trace_model(
     directory: str,
     mesh: Mesh,
@@ -117,7 +106,6 @@ def trace_model(
     *,
     stages: str = "auto",
     dtype: DType | None = None,
-    division: Division | None = None,
     names: Mapping[str, Shape] | None = None,
     trust_remote_code: bool = False,
     on_start: Callable[[], None] = lambda: None,
@@ -130,7 +118,6 @@ def trace_model(
         wrap: see `wrap_policy`.
         stages: which pipeline stage holds what: "auto", or "module:function".
         dtype: dtype that floating tensors will have; None keeps the stored ones.
-        division: what divides weights before the model is wrapped; None if nothing does.
         names: shapes of the source's tensors by name, to look up in the model as `from_pretrained` does;
             None asks nothing.
         trust_remote_code: whether the model's own code may run.
@@ -142,10 +129,8 @@ def trace_model(
     Raises:
         CannotBuildError: neither transformers nor code that may run can build the model of the config.
         PolicyError: the policy matches nothing, or its function cannot be imported or fails.
-        LayoutError: placements are not supported, ties cross units, weights cannot be divided into factors, or the
-            model fails to build.
+        LayoutError: placements are not supported, ties cross units, or the model fails to build.
         SourceError: several of the source's tensors would be one of the model's.
-        UsageError: globs of the division match nothing.
         ResourceError: the child was killed or took too long.
     """
     parse_policy(wrap)  # a mistake in the text shows before seconds of importing
@@ -158,7 +143,6 @@ def trace_model(
         "stages": stages,
         "wrap": wrap,
         "dtype": None if dtype is None else dtype.name,
-        **({} if division is None else division._asdict()),
     }
     request = _request(directory, names, trust_remote_code) | about
     return _ask(request, lambda answer: read_answer(answer, mesh, wrap), on_start)
@@ -247,23 +231,19 @@ def _ask(
     on_start: Callable[[], None] = lambda: None,
 ) -> T:
     """Apply `read` to the answer to a request, a kept one or else a child's, and return the result."""
-    slot = slot_for(request, _environment())
+    slot = slot_for(request)
     kept = slot.find(read) if slot is not None else None
     asked = _ASKED[request.get("asks", "")]
     if kept is not None:
-        _log.debug("transformers was asked before %s; its answer was kept", asked)
+        _log.debug("layout: %s, from the cache", asked)
         return kept
     on_start()
     _log.debug("transformers is asked %s, in a process of its own", asked)
-    answer = _run_child(request | _time(slot))
+    answer = _run_child(request)
     result = read(answer)
     if slot is not None:
         slot.keep(answer)
     return result
-
-
-def _time(slot: Slot | None) -> dict[str, int]:
-    return {} if slot is None else {"asked_ns": slot.asked_ns}
 
 
 def _run_child(request: dict[str, Any]) -> Mapping[str, Any]:
@@ -272,7 +252,7 @@ def _run_child(request: dict[str, Any]) -> Mapping[str, Any]:
         answer_path = os.path.join(scratch, "answer.json")
         payload = json.dumps(request | {"answer": answer_path}).encode()
         try:
-            done = _spawn(payload, DEFAULT_TIMEOUT_S, request.get("child", _CHILD))
+            done = _spawn(payload, DEFAULT_TIMEOUT_S)
         except OSError as error:  # an interpreter inside another program may have no name
             raise ResourceError(
                 f"cannot start Python ({escape(sys.executable or 'sys.executable is empty')}) to trace the model: "
@@ -297,17 +277,17 @@ def _run_child(request: dict[str, Any]) -> Mapping[str, Any]:
     return answer
 
 
-def _command(child: str = _CHILD) -> list[str]:
-    return [sys.executable, "-c", _BOOT.format(child), *map(os.path.abspath, sys.path)]
+def _command() -> list[str]:
+    return [sys.executable, "-c", _BOOT, *map(os.path.abspath, sys.path)]
 
 
 def _environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in _DROPPED} | _SET
 
 
-def _spawn(payload: bytes, timeout_s: float, child: str = _CHILD) -> subprocess.CompletedProcess[bytes]:
+def _spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        _command(child),
+        _command(),
         input=payload,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -362,7 +342,6 @@ def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
         ties=tuple(map(tuple, answer["ties"])),
         keep_fp32=frozenset(answer["keep_fp32"]),
         policy=wrap,
-        factored={target["path"]: Target(**target) for target in answer.get("targets", ())},
         notes=tuple(answer["notes"]),
     )
     return Trace(
@@ -483,12 +462,11 @@ class ClassQuestion:
             self._answer = self._remember(_ask_here(scratch, shapes))
             return
         about: dict[str, Any] = {"asks": "names", "directory": scratch, "names": dict(shapes)}
-        self._slot = slot_for(about, _environment())
+        self._slot = slot_for(about)
         if self._slot is not None and (kept := self._slot.find(_parse)) is not None:
-            _log.debug("transformers was asked before %s; its answer was kept", asked)
+            _log.debug("layout: %s, from the cache", asked)
             self._answer = self._remember(kept)
             return
-        about |= _time(self._slot)
         _log.debug("transformers is asked %s, in a process of its own", asked)
         stdin = opened.enter_context(tempfile.TemporaryFile())
         stdin.write(json.dumps(about | {"answer": self._answer_path}).encode())

@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.core.catalog import Catalog
-from shardkit.core.dtypes import BY_NAME, CASTS, DType, most_bytes, narrower, short_dtype, wide_among_half
+from shardkit.core.dtypes import BY_NAME, CASTS, DType, most_bytes, short_dtype, wide_among_half
 from shardkit.core.text import GLOBS_HINT, count, escape, listed, match_nothing, unmatched
 from shardkit.errors import UsageError
 from shardkit.files import manifest, storage
@@ -56,7 +55,7 @@ def check_cast(option: str, dtype: str, choices: Iterable[str] = (KEEP, *CASTS))
         UsageError: `dtype` is not one of `choices`.
     """
     if dtype not in choices:
-        raise UsageError(f"{option} {escape(dtype)!r} is not one of {', '.join(choices)}")
+        raise UsageError(f"{option} {escape(str(dtype))!r} is not one of {', '.join(choices)}")
 
 
 def check_choice(dtype: str, base: Base | None) -> None:
@@ -205,16 +204,6 @@ def _as_before(held: DType, before: DType) -> DType:
     return before if held is _FP32 and before.is_convertible else held
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dtypes:
-    """The dtype that each tensor is stored in."""
-
-    chosen: Mapping[str, DType]
-    """By name in the output."""
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-
 def choose_dtypes(
     held: Mapping[str, DType],
     names: Mapping[str, str],
@@ -222,8 +211,8 @@ def choose_dtypes(
     rules: Iterable[DtypeRule],
     base: Base | None,
     directory: str,
-) -> Dtypes:
-    """Return the dtype that each tensor is stored in, and what to tell about it.
+) -> tuple[dict[str, DType], list[str]]:
+    """Return the dtype that each tensor is stored in, by its name in the output, and notes.
 
     Only floating tensors whose values stand for themselves are converted: no integers, no fp8 and no fp4.
 
@@ -239,15 +228,14 @@ def choose_dtypes(
         UsageError: a rule matches no floating tensor; lists all such.
     """
     chosen, notes = _choose(dict(held), names, dtype, base, directory)
-    chosen = apply_rules(rules, held, chosen)
-    return Dtypes(chosen=chosen, notes=tuple(notes), warnings=tuple(_narrowed(held, chosen, base)))
+    return apply_rules(rules, held, chosen), notes
 
 
 def _choose(
     held: dict[str, DType], names: Mapping[str, str], dtype: str, base: Base | None, directory: str
 ) -> tuple[dict[str, DType], list[str]]:
     if dtype == KEEP:
-        return held, _half_as_wide(held, base)
+        return held, []
     if dtype == BASE:
         return _as_base(held, base)
     target = CASTS[dtype]
@@ -257,56 +245,6 @@ def _choose(
         keep, notes = _keep_fp32(wide, names, base, directory, target)
     chosen = {name: target if own.is_convertible and name not in keep else own for name, own in held.items()}
     return chosen, [*notes, *quantised_notes(held)]
-
-
-def _half_as_wide(held: Mapping[str, DType], base: Base | None) -> list[str]:
-    """Return a note where most of a model is twice as wide as in its base: training does so, and few people want it."""
-    theirs = (base.tensors if base is not None else None) or {}
-    sizes = {name: prod(theirs[name].shape) for name in held.keys() & theirs.keys()}
-    ours = most_bytes((held[name], size * held[name].itemsize) for name, size in sizes.items())
-    before = most_bytes(
-        (theirs[name].dtype, size * theirs[name].dtype.itemsize) for name, size in sizes.items()
-    )
-    if ours is None or before is None or ours.itemsize != 2 * before.itemsize:
-        return []
-    return [f"the base is {short_dtype(before.name)}: `--dtype base` halves this"]
-
-
-def _narrowed(held: Mapping[str, DType], chosen: Mapping[str, DType], base: Base | None) -> Iterator[str]:
-    """Yield warnings about tensors that become narrower, though nobody asked for it."""
-    if base is not None and base.tensors is not None:
-        theirs = {name: tensor.dtype for name, tensor in base.tensors.items()}
-        # What is narrowed here was asked for with --dtype.
-        lost = [name for name in narrower(chosen, theirs) if chosen[name].itemsize >= held[name].itemsize]
-        if lost:
-            yield (
-                f"{count(len(lost), 'tensor')} narrower than in {escape(base.label)}, as training left "
-                f"{'it' if len(lost) == 1 else 'them'}: {_changes(lost, theirs, chosen)}"
-            )
-    yield from rounded_wide(held, chosen)
-
-
-def rounded_wide(held: Mapping[str, DType], chosen: Mapping[str, DType]) -> Iterator[str]:
-    """Warn of rounded tensors that a source, mostly in half precision, holds in a wider dtype on purpose.
-
-    Args:
-        held: dtypes in the source, by name.
-        chosen: dtypes in the output.
-    """
-    lost = sorted((wide_among_half(held) or frozenset()).intersection(narrower(chosen, held)))
-    if lost:
-        yield (
-            f"{count(len(lost), 'tensor')} rounded, though the source, mostly in half precision, holds a wider dtype: "
-            f"{_changes(lost, held, chosen)}"
-        )
-
-
-def _changes(lost: list[str], before: Mapping[str, DType], after: Mapping[str, DType]) -> str:
-    """Return the names grouped by dtypes, such as "float32 -> bfloat16: a, b"."""
-    kinds: dict[str, list[str]] = {}
-    for name in lost:
-        kinds.setdefault(f"{before[name].name} -> {after[name].name}", []).append(name)
-    return "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items())
 
 
 def _as_base(held: Mapping[str, DType], base: Base | None) -> tuple[dict[str, DType], list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -15,7 +14,7 @@ from shardkit.core.catalog import FileStamp
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import manifest, storage
-from shardkit.files.digest import crc32, crc32_combine, zeros
+from shardkit.files.digest import crc32
 from shardkit.files.listing import walk
 from shardkit.files.strict_json import FOLLOWS_LINKS, open_regular, read_exactly, stamp_of
 from shardkit.formats.dcp.directory import is_dcp
@@ -24,7 +23,6 @@ _MAX_FILES = 20_000
 _SUFFIX = ".distcp"
 _OWN = re.compile(r"(__\d+)?\.metadata|.*\.distcp|__\d+_\d+\.chunks\.json|" + re.escape(manifest.NAME))
 _BLOCK_BYTES = 1 << 20
-_ZEROS = memoryview(bytes(_BLOCK_BYTES))
 
 
 class BesideFile(NamedTuple):
@@ -163,13 +161,6 @@ class _Hashes:
         if self._hash is not None:
             self._hash.update(data)
 
-    def add_hole(self, nbytes: int) -> None:
-        if self.crc is not None:
-            self.crc = crc32_combine(self.crc, zeros(nbytes), nbytes)
-        for offset in range(0, nbytes, _BLOCK_BYTES) if self._hash is not None else ():
-            assert self._hash is not None
-            self._hash.update(_ZEROS[: nbytes - offset])
-
     @property
     def sha256(self) -> str | None:
         return self._hash.hexdigest() if self._hash is not None else None
@@ -178,7 +169,7 @@ class _Hashes:
 def copy_file(
     path: str, file: BesideFile, directory: str, *, digest: bool = False, sha256: bool = False
 ) -> tuple[int | None, str | None]:
-    """Copy a file into a directory. Holes stay holes, and an executable stays executable.
+    """Copy a file into a directory. An executable stays executable.
 
     Args:
         path: where it lies; links are resolved.
@@ -224,33 +215,10 @@ def _changed(name: str) -> IntegrityError:
 
 
 def _copy_data(fd: int, out: int, file: BesideFile, hashes: _Hashes) -> None:
-    storage.ftruncate(out, file.stamp.size)
-    end = 0
-    for start, stop in _data_ranges(fd, file.stamp.size):
-        hashes.add_hole(start - end)
-        for offset in range(start, stop, _BLOCK_BYTES):
-            data = memoryview(read_exactly(fd, offset, min(_BLOCK_BYTES, stop - offset), file.name))
-            hashes.add(data)
-            done = 0
-            while done < len(data):
-                done += storage.pwrite(out, data[done:], offset + done)
-        end = stop
-    hashes.add_hole(file.stamp.size - end)
-
-
-def _data_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the parts of a file that are not holes."""
-    if not hasattr(os, "SEEK_DATA"):
-        yield 0, size
-        return
-    stop = 0
-    while stop < size:
-        try:
-            start = os.lseek(fd, stop, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # a hole to the end
-                return
-            yield stop, size  # a file system that does not tell
-            return
-        stop = min(os.lseek(fd, start, os.SEEK_HOLE), size)
-        yield start, stop
+    size = file.stamp.size
+    for offset in range(0, size, _BLOCK_BYTES):
+        data = memoryview(read_exactly(fd, offset, min(_BLOCK_BYTES, size - offset), file.name))
+        hashes.add(data)
+        done = 0
+        while done < len(data):
+            done += storage.pwrite(out, data[done:], offset + done)

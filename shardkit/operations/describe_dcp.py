@@ -2,27 +2,22 @@
 
 Trainers put DCP directories into folders, with files of their own beside them; each folder has its own description.
 
-Nothing in `.metadata` has to wait for the bytes, and a file's chunk list needs the digests of that file alone. So both
-are written while other files are still on their way to the disk.
+A file's chunk list needs the digests of that file alone, and is written while other files are still on their way to the
+disk.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import MappingProxyType
 
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.dtypes import DType
-from shardkit.core.mesh import Mesh
 from shardkit.core.regions import Region, is_contiguous
-from shardkit.core.text import KIB, escape
-from shardkit.core.threads import until_done
-from shardkit.errors import IntegrityError
+from shardkit.core.text import KIB
 from shardkit.files import manifest, storage
 from shardkit.files.digest import combine
 from shardkit.formats.dcp import METADATA, chunk_list
@@ -31,11 +26,11 @@ from shardkit.formats.dcp.writer import write_metadata
 from shardkit.keys.expressions import Expression, to_json
 from shardkit.keys.renaming import KeyRule
 from shardkit.layout.layout import Layout
+from shardkit.layout.recorded import record_view
 from shardkit.operations.casts import DtypeRule
 from shardkit.operations.describe import OutputFiles
 from shardkit.operations.environment import traced_with
-from shardkit.osft.job import Measured
-from shardkit.transfer.execute import SYNC_THREADS, FileDigest
+from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.stream import read_back
 
 # What a chunk adds beside the shard files: its entries in `.metadata` and in a chunk list. Measured for a 2-D weight:
@@ -67,7 +62,7 @@ class DcpOutput:
     dequantized: str | None = None
     """How weights are quantised in the source, where plain ones were made of them."""
     osft: manifest.Osft | None = None
-    """Which weights are stored as factors, without what was measured."""
+    """Which weights are stored as factors."""
     vocab_size: int | None = None
     """Rows of the vocabulary, as `shardkit.save` recorded them."""
     dtype_rules: tuple[DtypeRule, ...] = ()
@@ -89,16 +84,11 @@ class DcpOutput:
     objects: tuple[str, ...] = ()
     """Names of the byte entries."""
 
-    def describe(
-        self,
-        crcs: Mapping[str, int] = MappingProxyType({}),
-        measured: Mapping[str, Measured] = MappingProxyType({}),
-    ) -> manifest.Presharded:
+    def describe(self, crcs: Mapping[str, int] = MappingProxyType({})) -> manifest.Presharded:
         """Return the manifest, as far as it is known before a byte moves.
 
         Args:
             crcs: CRC-32s of tensors, once they are known.
-            measured: how good factors are, by the path of their module, once they are computed.
         """
         layout, mesh, is_whole = self.layout, self.layout.mesh, self.optimizer_cast is not None
         placed = {fqn: layout.tensors[fqn] for fqn in self.output.catalog.tensors}  # in file order
@@ -113,7 +103,7 @@ class DcpOutput:
                 world_size=mesh.size,
                 num_shards=len(mesh.file_ranks),
             ),
-            meshes=tuple(map(_view, views)) or None,
+            meshes=tuple(map(record_view, views)) or None,
             layout=manifest.LayoutOrigin(origin=layout.origin, policy=layout.policy),
             root=self.root or None,
             units=layout.units,
@@ -125,7 +115,7 @@ class DcpOutput:
                 for fqn, made in self.derived.items()
             ),
             dequantized=self.dequantized,
-            osft=_with_measured(self.osft, measured, self.root, has_digests=self.digest != "none"),
+            osft=self.osft,
             vocab_size=self.vocab_size,
             dtype=self.cast,
             dtype_rules=tuple((rule.glob, rule.dtype) for rule in self.dtype_rules) or None,
@@ -157,45 +147,13 @@ class DcpOutput:
         )
 
 
-def _with_measured(
-    osft: manifest.Osft | None, measured: Mapping[str, Measured], root: str, *, has_digests: bool
-) -> manifest.Osft | None:
-    if osft is None or not measured:
-        return osft
-    by_path = {path.removeprefix(root): quality for path, quality in measured.items()}
-    return replace(
-        osft,
-        modules={
-            path: replace(
-                module,
-                algorithm=by_path[path].algorithm,
-                error=by_path[path].error,
-                orthogonality=by_path[path].orthogonality,
-                crc32=by_path[path].weight_crc32 if has_digests else None,
-            )
-            for path, module in osft.modules.items()
-        },
-    )
-
-
-def _view(mesh: Mesh) -> manifest.MeshView:
-    axes = zip(mesh.axes, mesh.digits, strict=True)
-    return manifest.MeshView(
-        axes=tuple(
-            manifest.ViewAxis(name=axis.name, size=axis.size, role=axis.role, steps=steps)
-            for axis, steps in axes
-        )
-    )
-
-
-class DcpDescriptions(ExitStack):
-    """Writes what lies beside the shard files. A context manager that waits for its threads.
+class DcpDescriptions:
+    """Writes what lies beside the shard files.
 
     Args:
         job: what is being written.
         directory: where the files go; the shard files lie there too.
         sha256: take the sha256 of every file too; of shard files when they are finished, by reading them once more.
-        measured: is going to have what was measured of factors before the first file is finished.
         shards: where the shard files lie, if not in `directory`: in a store, in a folder beside `.metadata`.
     """
 
@@ -205,20 +163,15 @@ class DcpDescriptions(ExitStack):
         directory: str,
         *,
         sha256: bool = False,
-        measured: Mapping[str, Measured] = MappingProxyType({}),
         shards: str | None = None,
     ) -> None:
-        super().__init__()
-        self._job, self._measured = job, measured
+        self._job = job
         self._files = OutputFiles(directory, digest=True, sha256=sha256)
         self._shards, self._folder = shards or directory, os.path.basename(shards or "")
         self._images = {image.name: image for image in job.output}
         self._line_makers = [self._lines_of(kind) for kind in job.output.kinds]
         self._lists: dict[str, manifest.File] = {}
         self._hashes: dict[str, str | None] = {}
-        self._pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-describe")
-        self.callback(self._pool.shutdown, cancel_futures=True)
-        self._metadata = self._pool.submit(self._write_metadata)
 
     def add_file(self, digest: FileDigest) -> None:
         """Write the chunk list of a finished file; may be called from any thread."""
@@ -263,21 +216,18 @@ class DcpDescriptions(ExitStack):
             scattered: CRC-32 of every scattered tensor, by its source name.
             others: the files that were copied into the directory.
         """
-        list(
-            self._pool.map(
-                self.add_file, [digest for name, digest in digests.items() if name not in self._lists]
-            )
-        )
-        until_done([self._metadata])
+        for name, digest in digests.items():
+            if name not in self._lists:
+                self.add_file(digest)
         crcs = self._tensor_crcs(digests, scattered) if self._job.digest != "none" else {}
-        described = self._job.describe(crcs, self._measured)
+        described = self._job.describe(crcs)
         content = replace(
             described,
             # Only now: it decides nothing, so a run with other versions may go on.
             layout=replace(described.layout, traced_with=traced_with(described.layout.origin)),
             files=tuple(self._listed(digests[name]) for name in self._images),
             others=tuple(others) or None,
-            metadata=self._metadata.result(),
+            metadata=self._write_metadata(),
         )
         listed = self._files.write(manifest.NAME, manifest.dump(content))
         storage.rename(*(os.path.join(self._files.directory, name) for name in (_PART, METADATA)))
@@ -297,12 +247,8 @@ class DcpDescriptions(ExitStack):
 
         If a tensor's chunks are neighbours in row-major order, their CRC-32s are combined. If it was cut another way, its
         CRC-32 was taken on the source's side, where it was contiguous.
-
-        Raises:
-            IntegrityError: factors are others in the files than were computed.
         """
-        output, tensor_crcs, damaged = self._job.output, dict[str, int](), list[str]()
-        computed = {name: crc for measured in self._measured.values() for name, crc in measured.whole.items()}
+        output, tensor_crcs = self._job.output, dict[str, int]()
         crcs = [iter(digests[image.name].data_crcs) for image in output]
         for fqn, entry in output.catalog.tensors.items():
             files = output.catalog.chunks.file[entry.chunk_ids.start : entry.chunk_ids.stop]
@@ -317,12 +263,6 @@ class DcpDescriptions(ExitStack):
             crc = combine(pieces) if are_neighbours else scattered.get(self._job.sources[fqn])
             if crc is not None:
                 tensor_crcs[fqn] = crc
-                damaged += [fqn] if computed.get(self._job.sources[fqn], crc) != crc else []
-        IntegrityError.raise_for(
-            list(map(escape, damaged)),
-            "factors are not in the files as they were computed: a disk or the memory fails",
-            hint="run it again, on another machine or disk",
-        )
         return tensor_crcs
 
     def _write_metadata(self) -> manifest.File:
@@ -348,15 +288,15 @@ WriteBeside = Callable[[OutputFiles], list[manifest.ListedFile]]
 """Writes the files beside the folders, and returns what the manifest says of them."""
 
 
-class FolderDescriptions(ExitStack):
-    """Describes every folder, and has the files beside them written. A context manager, as `DcpDescriptions` is.
+class FolderDescriptions:
+    """Describes every folder, and has the files beside them written.
 
     Args:
         folders: what is written to each folder; "" is the directory itself.
         write_beside: writes the other files, when the shard files are finished.
         directory: where the output goes.
         sha256: take the sha256 of every file.
-        measured, shards: as for `DcpDescriptions`.
+        shards: as for `DcpDescriptions`.
     """
 
     def __init__(
@@ -366,11 +306,9 @@ class FolderDescriptions(ExitStack):
         directory: str,
         *,
         sha256: bool = False,
-        measured: Mapping[str, Measured] = MappingProxyType({}),
         shards: str | None = None,
     ) -> None:
         assert shards is None or list(folders) == [""], "several folders have no common marker"
-        super().__init__()
         has_digests = any(output.digest != "none" for output in folders.values())
         self._write_beside = write_beside
         self._files = OutputFiles(directory, digest=has_digests, sha256=sha256)
@@ -378,9 +316,7 @@ class FolderDescriptions(ExitStack):
         for folder, output in folders.items():
             place = os.path.join(directory, folder)
             storage.make_folders(directory, folder)
-            self._of[folder] = self.enter_context(
-                DcpDescriptions(output, place, sha256=sha256, measured=measured, shards=shards)
-            )
+            self._of[folder] = DcpDescriptions(output, place, sha256=sha256, shards=shards)
 
     def add_file(self, digest: FileDigest) -> None:
         """Write the chunk list of a finished file; may be called from any thread."""

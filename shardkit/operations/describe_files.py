@@ -1,10 +1,9 @@
-"""Describing files of ranks that need no index: only the manifest lies beside them, and is written last."""
+"""Describing safetensors shards of ranks, which need no index: only the manifest lies beside them, and is written last."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from shardkit.operations.describe_dcp import WriteBeside
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.rank_files import RankImages
 
+FORMAT = "dcp-hf"
 WRITER = "shardkit"
 
 
@@ -27,8 +27,6 @@ class FilesOutput:
     """Files of ranks to be written, and what is recorded about them."""
 
     output: RankImages
-    format: str
-    """As shardkit calls it: "dcp-hf", "verl"."""
     dtypes: Mapping[str, DType]
     """What each stored tensor becomes."""
     identity: manifest.RecordedSource
@@ -46,7 +44,7 @@ class FilesOutput:
         """Return the manifest, as far as it is known before a byte moves; `crcs` are those of tensors."""
         return manifest.FileList(
             tool=manifest.TOOL,
-            layout=self.format,
+            layout=FORMAT,
             writer=WRITER,
             files=(),
             unlisted=(),
@@ -62,8 +60,8 @@ class FilesOutput:
         )
 
 
-class FileDescriptions(ExitStack):
-    """Has the files beside those of the ranks written, and then the manifest. A context manager.
+class FileDescriptions:
+    """Has the files beside those of the ranks written, and then the manifest.
 
     Args:
         job: what is being written.
@@ -75,7 +73,6 @@ class FileDescriptions(ExitStack):
     def __init__(
         self, job: FilesOutput, write_beside: WriteBeside, directory: str, *, sha256: bool = False
     ) -> None:
-        super().__init__()
         self._job, self._write_beside = job, write_beside
         self._files = OutputFiles(directory, digest=job.digest != "none", sha256=sha256)
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Sequence
-from types import MappingProxyType
 
 from shardkit.core.mesh import MAIN_AXES, Mesh
 from shardkit.core.text import escape, format_size, in_shell
@@ -22,7 +21,8 @@ from shardkit.operations.uploading.place import check_apart
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 _CHOOSE = "choose another name"
-_OR_REPLACE = ", or replace it with --overwrite"
+_OR_REPLACE = ", replace it with --overwrite, or leave it as it is with --exist-ok"
+KEEP_OR_REPLACE = _CHOOSE + _OR_REPLACE
 
 
 def check_destination(
@@ -31,7 +31,7 @@ def check_destination(
     *,
     overwrite: bool,
     kind: OutputKind | None = OutputKind.SHARDED,
-    made: Made | None = MappingProxyType({}),
+    made: Made | None = None,
     named_after: str | None = None,
 ) -> str:
     """Return the absolute path of a destination that may be written.
@@ -276,15 +276,6 @@ def _check_file(path: str, shown: str, is_ours: Callable[[str], bool] | None) ->
             f"{shown} exists, and shardkit did not write it: it is not replaced",
             hint="move that file somewhere else, or choose another name",
         )
-
-
-def is_file_of(path: str, data: bytes) -> bool:
-    """True if a file has this content already."""
-    try:
-        with storage.open_file(path, "rb") as file:
-            return bool(file.read(len(data) + 1) == data)
-    except OSError:
-        return False
 
 
 def write_sidecar(

@@ -6,13 +6,11 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardkit._version import __version__, torch_note
 from shardkit.core.result import Result
-from shardkit.core.text import escape
-from shardkit.files import manifest, storage
+from shardkit.files import cache, manifest, storage
 
 _PACKAGES = (
     "torch",
@@ -26,18 +24,6 @@ _PACKAGES = (
     "accelerate",
 )
 _SHOWN_VALUES = ("HF_HOME", "HF_ENDPOINT", "HF_HUB_OFFLINE")
-_CHOOSE_CODE = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_CORETYPE")
-# Lines of /proc/cpuinfo that tell one type of CPU from another.
-_CPU_LINES = (
-    "vendor_id",
-    "cpu family",
-    "model",
-    "model name",
-    "stepping",
-    "CPU implementer",
-    "CPU part",
-    "flags",
-)
 _CREDENTIALS = re.compile(r"//[^/@]*@")
 
 
@@ -54,6 +40,8 @@ class Environment(Result):
     """CPUs that this process may use."""
     memory_bytes: int | None
     """Memory of the machine."""
+    cache: str | None
+    """Directory of what is kept between runs; None if SHARDKIT_CACHE is off."""
     huggingface: dict[str, str]
     """The HF_* variables that are set. Most values are hidden, because some are secrets."""
     notes: tuple[str, ...]
@@ -74,6 +62,7 @@ def environment() -> Environment:
         packages={name: package_version(name) for name in _PACKAGES},
         num_cpus=_num_cpus(),
         memory_bytes=_memory_bytes(),
+        cache=cache.home(),
         huggingface={name: _shown(name) for name in sorted(os.environ) if name.startswith("HF_")},
         notes=tuple(filter(None, [torch_note(package_version("torch"))])),
     )
@@ -85,29 +74,6 @@ def traced_with(origin: str) -> manifest.TracedWith | None:
         return None
     torch, transformers = package_version("torch"), package_version("transformers")
     return manifest.TracedWith(torch=str(torch), transformers=str(transformers))
-
-
-def mixed_versions(begun: Iterable[Mapping[str, str]], here: Mapping[str, str] | None) -> str | None:
-    """Return the warning that work was begun with other versions than it goes on with; None if it was not.
-
-    Args:
-        begun: versions by package of those who did something, as far as they noted them.
-        here: those of this process; None if it traces nothing.
-    """
-    noted = list(begun)
-    others = {
-        name: sorted({note[name] for note in noted if name in note} - {version})
-        for name, version in (here or {}).items()
-    }
-    there = [f"{name} {escape(version)}" for name, versions in others.items() for version in versions]
-    if not there:
-        return None
-    ours = [f"{name} {escape(version)}" for name, version in (here or {}).items() if others[name]]
-    return (
-        f"begun with {' and '.join(there)}, and goes on with {' and '.join(ours)}: under both the model is laid out alike, "
-        "and bytes that are copied are the same; what their own code computes (conversions of transformers, factors) may "
-        "differ from file to file"
-    )
 
 
 def package_version(name: str) -> str | None:
@@ -157,20 +123,3 @@ def _memory_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
-
-
-def computed_by() -> dict[str, object]:
-    """Return what decides the last bits of what is computed: torch, the type of the CPU, and the settings that pick its code."""
-    lines: dict[str, str] = {}
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                name, _, value = line.partition(":")
-                lines.setdefault(name.strip(), value.strip())
-    except OSError:
-        lines["model name"] = platform.processor() or platform.machine()
-    return {
-        "torch": package_version("torch"),
-        "cpu": [lines.get(name) for name in _CPU_LINES],
-        "environment": {name: os.environ[name] for name in _CHOOSE_CODE if name in os.environ},
-    }

@@ -89,6 +89,7 @@ class TensorCut:
 
     shape: tuple[int, ...]
     num_pieces: int
+    """Without those that have no elements."""
     files: tuple[int, ...]
     """The file of each piece; empty if there are too many pieces to show."""
     boxes: tuple[int, ...]
@@ -108,6 +109,8 @@ class HeldTensor:
     unit: int
     cut: int
     """Index into `Holdings.cuts`."""
+    num_without: int = 0
+    """Ranks that hold nothing of each, of those that are shown and whose stage it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +254,8 @@ class _Way(NamedTuple):
     """Bytes, by row."""
     reads: tuple[tuple[int, int, int], ...]
     """(row, file, bytes)."""
+    num_without: int
+    """Ranks that hold nothing."""
 
 
 class _Builder:
@@ -294,8 +299,8 @@ class _Builder:
             numbers = [self._number[file] for file in files]
             self._ways[key] = self._way(entry, numbers, boxes.tolist(), placements, mesh)
         unit = self._units.of(fqn)
-        if placements is not None and mesh is not None:
-            axes = zip(mesh.axes, placements, strict=True)
+        if placed is not None and mesh is not None and not placed.is_buffer:
+            axes = zip(mesh.axes, placed.placements, strict=True)
             # fully_shard does not gather over the axes of tp and ep.
             cuts = (axis.size for axis, p in axes if axis.role == "tensor" and p.shard_dim is not None)
             num_parts = prod(cuts)
@@ -314,8 +319,12 @@ class _Builder:
 
         num_dims = len(entry.shape)
         cut = self._cut(entry.shape, files, boxes)
+        num_without = 0
         if placements is not None and mesh is not None and mesh.size:
             reads = list(self._read(entry, files, boxes, placements, mesh))
+            ranks = range(self._num_rows) if mesh.ranks is None else mesh.ranks
+            able = len(range(ranks.start, min(ranks.stop, self._num_rows)))
+            num_without = able - len({row for row, *_ in reads}) if entry.nbytes else 0
         else:
             sizes = [
                 prod(boxes[start + num_dims : start + 2 * num_dims])
@@ -326,7 +335,7 @@ class _Builder:
         held_bytes = numpy.zeros(max(self._num_rows, len(self._files)), dtype=numpy.int64)
         for row, _, nbytes in reads:
             held_bytes[row] += nbytes
-        return _Way(cut, held_bytes, tuple(reads))
+        return _Way(cut, held_bytes, tuple(reads), num_without)
 
     def _row_of(self, file: int) -> int:
         """Return the row of what only a file tells: the file, or the rank whose file it is."""
@@ -349,6 +358,13 @@ class _Builder:
                     yield rank, file, nbytes
 
     def _cut(self, shape: tuple[int, ...], files: list[int], boxes: list[int]) -> int:
+        width = 2 * len(shape)
+        if prod(shape):  # torch gives ranks without rows a chunk without elements
+            full = [
+                at for at in range(len(files)) if 0 not in boxes[at * width + width // 2 : (at + 1) * width]
+            ]
+            files = [files[at] for at in full]
+            boxes = [number for at in full for number in boxes[at * width : (at + 1) * width]]
         key = (shape, tuple(files), tuple(boxes))
         if key not in self._cuts:
             self._cuts[key] = len(self._cut_list)
@@ -418,6 +434,7 @@ class _Builder:
                     tensor_bytes=len(group) * entry.nbytes,
                     unit=unit,
                     cut=way.cut,
+                    num_without=way.num_without,
                 )
             )
         return tuple(held[:MAX_TENSORS]), number_of

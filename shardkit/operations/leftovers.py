@@ -49,9 +49,6 @@ class Leftover:
     """Size of all of them."""
     finished_files: int = 0
     finished_bytes: int = 0
-    num_weights: int = 0
-    """Weights that were to become factors, before files are finished."""
-    finished_weights: int = 0
     disk_bytes: int
     """What all of it takes on the disk."""
     command: str = ""
@@ -59,7 +56,7 @@ class Leftover:
     foreign: tuple[str, ...] = ()
     """Files in it that shardkit has not put there, relative to it. They are never removed."""
     is_removed: bool = False
-    """All of it was removed but what is foreign; with a dry run, would be."""
+    """All of it was removed but what is foreign."""
 
 
 def leftovers(destination: str) -> tuple[Leftover, ...]:
@@ -88,24 +85,34 @@ def output_of(path: str) -> str | None:
     return None if run is None else run.destination
 
 
-def remove(destination: str, runs: Collection[Leftover], *, also_unknown: bool) -> tuple[Leftover, ...]:
+def outputs_in(directory: str) -> list[str]:
+    """Return the outputs in a directory that have directories of runs or parts beside them.
+
+    Args:
+        directory: absolute.
+    """
+    places = (staging_at(os.path.join(directory, name), foreign_in) for name in storage.listdir(directory))
+    return sorted({staging.destination for staging in places if staging is not None})
+
+
+def remove(destination: str, runs: Collection[Leftover]) -> tuple[Leftover, ...]:
     """Remove what runs left, but what is foreign; what they had moved aside goes back. Return what became of each.
 
     Args:
         destination: absolute.
         runs: of `leftovers`. A run that is alive is left alone.
-        also_unknown: remove those too of which nobody can tell whether they are over.
 
     Raises:
         UsageError: some could not be removed; all others were.
     """
-    gone = ("dead", "unknown") if also_unknown else ("dead",)
-    done = [replace(run, is_removed=run.owner in gone and _remove(destination, run.staging)) for run in runs]
+    done = [
+        replace(run, is_removed=run.owner != "alive" and _remove(destination, run.staging)) for run in runs
+    ]
     UsageError.raise_for(
         [
             escape(run.staging) + _with_old(destination, run.staging)
             for run in done
-            if run.owner in gone and not run.is_removed and storage.lexists(run.staging)
+            if run.owner != "alive" and not run.is_removed and storage.lexists(run.staging)
         ],
         f"{escape(destination)}: what runs have left could not be removed",
         hint="keep what you want of it, and remove the rest yourself",
@@ -128,43 +135,31 @@ def _remove(destination: str, path: str) -> bool:
 
 
 def warn_before(
-    runs: Collection[Leftover],
-    on_warning: Callable[[str], object] | None,
-    *,
-    also_unknown: bool,
-    shared: Collection[str] = (),
-    staying: Collection[SharedStaging] = (),
+    runs: Collection[Leftover], shared: Collection[str], on_warning: Callable[[str], object] | None
 ) -> tuple[str, ...]:
     """Say what has to be said before runs are removed: who is at work, whose nobody can tell, what stays.
 
     Args:
         runs: all of them.
+        shared: directories that parts share.
         on_warning: told each warning.
-        also_unknown: runs are removed too of which nobody can tell whether they are over.
-        shared: directories that parts share, and that are removed too.
-        staying: directories that parts share, and that are not.
     """
     of_parts = (stays(path, foreign) for path in shared if (foreign := foreign_in(path)))
-    undecided = (
-        f"{escape(parts.path)} stays: parts share it; `shardkit status {in_shell(parts.destination)}` says how far they are, "
-        "and removes it with `--abort`"
-        for parts in staying
-    )
-    warnings = (*_before_removal(runs, also_unknown), *of_parts, *undecided)
+    warnings = (*_before_removal(runs), *of_parts)
     if on_warning is not None:
         for warning in warnings:
             on_warning(warning)
     return warnings
 
 
-def _before_removal(runs: Collection[Leftover], also_unknown: bool) -> Iterator[str]:
+def _before_removal(runs: Collection[Leftover]) -> Iterator[str]:
     for run in runs:
         if run.owner == "alive":
             yield f"{escape(run.staging)} stays: {_whose(run)} is at work; stop it first"
             continue
         if run.owner == "unknown":
-            yield _unknown(run, "is removed" if also_unknown else "stays")
-        if run.foreign and (run.owner == "dead" or also_unknown):
+            yield _unknown(run, "is removed")
+        if run.foreign:
             yield stays(run.staging, run.foreign)
 
 
@@ -185,7 +180,7 @@ def name_unknown(destination: str, own: str) -> Iterator[str]:
     for run in runs_of(destination, foreign_in):
         if run.path != own and run.is_unknown and owner_of(run.path) is None:
             yield (
-                f"{_unknown(_look(run), 'is left alone')}; `shardkit status {in_shell(destination)} --abort` removes it"
+                f"{_unknown(_look(run), 'is left alone')}; `shardkit abort {in_shell(destination)}` removes it"
             )
 
 
@@ -206,7 +201,6 @@ def _look(run: SharedStaging) -> Leftover:
     files, verb = ([], "") if agreement is None else (agreement.files, agreement.command.verb)
     missing = {*run.done.missing(len(files))}
     finished = [size for number, (_, size) in enumerate(files) if number not in missing]
-    weights = 0 if agreement is None else len(agreement.weights)
     return Leftover(
         staging=run.path,
         owner=state,
@@ -219,8 +213,6 @@ def _look(run: SharedStaging) -> Leftover:
         file_bytes=sum(size for _, size in files),
         finished_files=len(finished),
         finished_bytes=sum(finished),
-        num_weights=weights,
-        finished_weights=weights - len(run.factors.missing(weights)) if weights else 0,
         disk_bytes=disk_bytes,
         command=""
         if state == "alive" or agreement is None
@@ -290,8 +282,6 @@ def _whose(run: Leftover) -> str:
 
 
 def _so_far(run: Leftover) -> Iterator[tuple[str, str]]:
-    if run.num_weights:
-        yield "factors", f"of {run.finished_weights} of {count(run.num_weights, 'weight')}"
     if run.num_files:
         yield (
             "finished",
@@ -326,5 +316,6 @@ def refuse(path: str) -> None:
         if leftover.owner == "alive"
         else f"{escape(path)} is no checkpoint: it is what a run left that did not end",
         problems=[f"{label}: {text}" for label, text in describe(leftover)],
-        hint=f"`shardkit status {in_shell(staging.destination)}` shows all of them, and removes them with `--abort`",
+        hint=f"`shardkit status {in_shell(staging.destination)}` shows all of them, and "
+        f"`shardkit abort {in_shell(staging.destination)}` removes them",
     )

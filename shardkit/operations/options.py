@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Literal, get_args
 
-from shardkit.core.dtypes import short_dtype
+from shardkit.core.dtypes import DType, short_dtype
 from shardkit.core.text import KIB, MIB, escape, parse_size
 from shardkit.core.threads import ProgressOption, choose_jobs
-from shardkit.errors import UsageError
-from shardkit.operations.parts.agreement import Command, Committing, Share, as_share
-from shardkit.operations.parts.pool import Executor
+from shardkit.errors import UsageError, refuse_warnings
+from shardkit.operations.casts import beyond_range
+from shardkit.operations.parts.agreement import Command, Share, as_share
 from shardkit.transfer.execute import ExecuteOptions
 
 Digest = Literal["crc32", "none"]
@@ -23,6 +23,10 @@ OnWarning = Callable[[str], object]
 """Is told a warning."""
 
 _MEMORY, _MIN_MEMORY, _MIN_MEMORY_PER_JOB = 256 * MIB, 2 * MIB, 512 * KIB
+
+
+def _refuse(warning: str) -> None:
+    refuse_warnings([warning])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +39,11 @@ class WriteOptions:
 
     verb: ClassVar[str] = ""
     overwrite: bool = False
+    exist_ok: bool = False
     dry_run: bool = False
     resume: bool = True
     part: str | Share | None = None
-    executor: Executor | Literal["ray"] | None = None
+    executor: Literal["ray"] | None = None
     num_parts: int | None = None
     digest: Digest = "crc32"
     sha256: bool = False
@@ -55,6 +60,8 @@ class WriteOptions:
             value = getattr(self, field.name)
             if field.name.endswith("dtype") and value is not None:
                 object.__setattr__(self, field.name, short_dtype(value))
+        if self.refuses_warnings:
+            object.__setattr__(self, "on_warning", _refuse)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -64,19 +71,14 @@ class WriteOptions:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def is_pooled(self) -> bool:
-        """True if the workers of a pool carry out the parts."""
+    def is_on_ray(self) -> bool:
+        """True if the parts are tasks of Ray."""
         return self.executor is not None or self.num_parts is not None
 
     @cached_property
     def share(self) -> Share | None:
         """What of the job this process carries out, where several do; None for all of it."""
         return as_share(self.part)
-
-    @property
-    def ends(self) -> bool:
-        """True if the output is there, and nobody else does what comes after it."""
-        return isinstance(self.share, Committing) and self.share.ends
 
     @cached_property
     def command(self) -> Command:
@@ -91,16 +93,36 @@ class WriteOptions:
         """What was asked for of the record of the output, and the plan does not tell."""
         return ["sha256"] if self.sha256 else []
 
+    @property
+    def refuses_warnings(self) -> bool:
+        """A warning is an error, for the verbs that have `strict`."""
+        return bool(getattr(self, "strict", False))
+
+    def note_infinite(self, infinite: dict[tuple[str, DType], None], fqn: str, dtype: DType) -> None:
+        """Note a tensor with values beyond the range of the dtype that it gets; called from any thread.
+
+        Raises:
+            SourceError: that is an error, and so it is before the output appears.
+        """
+        infinite[fqn, dtype] = None
+        if self.refuses_warnings:
+            refuse_warnings(beyond_range(infinite))
+
     def check(self) -> None:
         """Refuse options that cannot be carried out, before anything is read.
 
         Raises:
             UsageError: they do not go together, or one has no such value.
         """
+        if self.overwrite and self.exist_ok:
+            raise UsageError(
+                "--overwrite and --exist-ok exclude each other",
+                hint="--exist-ok leaves an output that is there as it is; --overwrite replaces it",
+            )
         if self.share is not None and not self.resume:
             raise UsageError(
                 "--part goes without --no-resume: what any part has finished counts",
-                hint="shardkit status gives up what all parts have written, with `--abort`",
+                hint="shardkit abort OUTPUT removes what all parts have written",
             )
 
     def execute_options(self) -> ExecuteOptions:

@@ -6,10 +6,9 @@ Another kind of destination is a row of `KINDS`, and a kind of place (`files/pla
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -20,21 +19,23 @@ from shardkit.files import storage, stores
 from shardkit.files.location import location_of
 from shardkit.files.place.contract import Notebook, Place
 from shardkit.files.place.disk import DiskPlace
+from shardkit.files.place.run_notes import place_of_notes, place_of_run, remove_notes
 from shardkit.files.place.store import PartsInStore, RunInStore, StoredOutput, check_same
-from shardkit.files.place.store_notes import MAX_SENT_NBYTES, shared_in_store
-from shardkit.files.place.waiting import (
-    ANOTHER_PLACE,
-    ELSEWHERE,
-    place_of_records,
-    place_of_run,
-    remove_records,
-)
+from shardkit.files.place.store_notes import shared_in_store
 from shardkit.files.remote.writers import writer_of
-from shardkit.files.shared import SharedStaging, has_commits, remove_abandoned, remove_marks, shared_of
+from shardkit.files.shared import (
+    SharedStaging,
+    has_commits,
+    remove_abandoned,
+    remove_marks,
+    runs_of,
+    shared_of,
+)
 from shardkit.files.staging import identity_of, nothing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.owned import HUB_INDEX, Made, OutputKind, is_output, refusal
 from shardkit.operations.destination import (
+    KEEP_OR_REPLACE,
     absolute,
     check_destination,
     check_replaceable,
@@ -46,16 +47,12 @@ from shardkit.operations.options import WriteOptions
 from shardkit.operations.parts.agreement import Agreement, Committing
 from shardkit.operations.parts.divided import Divided
 from shardkit.operations.parts.foreign import foreign_in, name_foreign
-from shardkit.operations.parts.ingredients import Job, hash_of, hash_plan, shared_ingredients
+from shardkit.operations.parts.ingredients import Job, hash_of, ingredients, shared_stamp
 from shardkit.operations.parts.part import ALL, Part
 from shardkit.operations.uploading.place import check_target
 from shardkit.operations.uploading.status import MARKERS, StoredStatus, remove_uncommitted, uncommitted
 from shardkit.transfer.execute import ExecuteOptions
-from shardkit.transfer.existing import is_remembered, remember
 from shardkit.transfer.plan import TransferPlan
-
-Contents = Mapping[str, Callable[[], bytes]]
-"""What is going to lie beside the weights, by name."""
 
 
 class Destination(ABC):
@@ -95,44 +92,37 @@ class Destination(ABC):
     # For a process that writes
 
     exists: UsageError | None
-    """What is said of the output that is there, if it is not what would be written."""
+    """Why the output that is there is not replaced; it is left as it is if processes of this plan made it, or with `exist_ok`."""
     _kind: OutputKind
-    another_place: str = "choose another destination"
-    """How records of factors come to lie on another disk."""
 
-    made: Made | None
-    """As for `owned.find_foreign`; with `overwrite` None puts the question off."""
+    made: Made | None = None
+    """As for `owned.find_foreign`, once `check_beside` was given it."""
+    _looks_late: bool
+    """With `overwrite` what is there is looked into by `check_beside` alone, and all that is somebody's named at once."""
 
     @abstractmethod
     def check(self, output: str, source: str | None, named_after: str | None) -> None:
         """Refuse a destination that may not be written; arguments and errors as `destination.check_destination`."""
 
-    @property
-    def is_there(self) -> bool:
-        """True if an output was there when this process looked."""
-        return self.exists is not None
-
     def may_be_there(self) -> bool:
-        """True if an output is there by now that may be what is to be written."""
+        """True if an output is there by now."""
         return False
 
     def still_exists(self) -> UsageError | None:
         """Return `exists`, unless that output is gone by now."""
         return self.exists
 
-    def check_beside(self, files: Contents, earlier: Made) -> None:
+    def check_beside(self, files: Made) -> None:
         """Refuse to replace what lies beside the weights and is somebody's, before anything moves.
 
         Args:
             files: what is going to lie beside the weights.
-            earlier: what earlier versions put there; a name that ends with "/" is a folder with nothing in it.
 
         Raises:
-            UsageError: something there is neither what shardkit writes nor what it wrote; or, in a store, it has another
-                content, and nothing is to be replaced.
+            UsageError: something there is not what shardkit writes; or, in a store, it has another content, and nothing
+                is to be replaced.
         """
-        made = {name: [files[name]] if name in files else [] for name in {*files, *earlier}}
-        self.made = {name: [*own, *earlier.get(name, ())] for name, own in made.items()}
+        self.made = files
 
     def _look(self, path: str) -> None:
         """Refuse to replace what lies at a path, under the destination's name or after it has lost it."""
@@ -142,46 +132,40 @@ class Destination(ABC):
 
     def hash(self, job: Job) -> str:
         """Return the hash that is equal on all machines; the names of a job's files may have it in them. It is taken once."""
-        return hash_of(shared_ingredients(job))
+        return hash_of(ingredients(job, shared_stamp))
 
     def prepared(self, plan: TransferPlan, options: ExecuteOptions) -> tuple[TransferPlan, ExecuteOptions]:
         """Return a plan, and how its bytes are moved, as they have to be for files that are written here."""
         return plan, options
 
     @abstractmethod
-    def place(self, job: Job, agreement: Agreement, *, is_computed: bool) -> AbstractContextManager[Place]:
+    def place(self, job: Job, agreement: Agreement) -> AbstractContextManager[Place]:
         """Give the place of a job.
 
         Args:
             job: what is written.
             agreement: of the processes that write it.
-            is_computed: files are made of factors.
         """
 
     def replaces(self) -> str | None:
         """Return what the processes agree on to replace, as far as all of them see it alike."""
         return None
 
-    def check_room(self, divided: Divided, needed_bytes: int, record_bytes: int) -> int:
-        """Refuse to begin what has no room; return what records of factors take while they wait.
+    def check_room(self, divided: Divided, needed_bytes: int) -> None:
+        """Refuse to begin what has no room.
 
         Args:
             divided: what is written.
             needed_bytes: for everything that is written.
-            record_bytes: for the records of all factors.
 
         Raises:
             ResourceError: there is less.
         """
-        return 0
+        return
 
     def free_bytes(self) -> int | None:
         """Return what is free where the output goes; None if nobody knows."""
         return None
-
-    def sending_bytes(self) -> int:
-        """Return the memory that factors take on their way, while others are computed."""
-        return 0
 
     def foreign(self) -> Iterable[str]:
         """Return warnings of what dead runs have left that shardkit has not put there."""
@@ -195,8 +179,8 @@ class Destination(ABC):
 class DiskDestination(Destination):
     """A directory that all processes see."""
 
-    def __init__(self, output: str, options: WriteOptions, kind: OutputKind, made: Made | None) -> None:
-        self.path, self.made = absolute(output), made
+    def __init__(self, output: str, options: WriteOptions, kind: OutputKind, looks_late: bool) -> None:
+        self.path, self._looks_late = absolute(output), looks_late
         self.exists: UsageError | None = None
         self._options, self._kind, self._is_checked = options, kind, False
         self._before: tuple[int, int] | None = None
@@ -223,20 +207,19 @@ class DiskDestination(Destination):
 
     def check(self, output: str, source: str | None, named_after: str | None) -> None:
         overwrite = self._options.overwrite
-        # All that is somebody's is named at once.
-        kind = None if overwrite and self.made is None else self._kind
+        kind = None if overwrite and self._looks_late and self.made is None else self._kind
         try:
             self.path = check_destination(
                 output, source, overwrite=overwrite, kind=kind, made=self.made, named_after=named_after
             )
         except UsageError as error:  # asked afterwards: the last part may commit at this very moment
-            if overwrite or not (self._may_be_there(path := absolute(output)) or self._is_of_parts(path)):
+            if overwrite or not self._may_stay(absolute(output)):
                 raise
             try:
                 self.path = check_destination(output, source, overwrite=True, kind=None)
             except ShardkitError:  # it is in a place that cannot be written
                 raise error from None
-            self.exists = error if self._may_be_there(path) else None
+            self.exists = error
         if not self._is_checked:
             self._before, self._is_checked = identity_of(self.path) if overwrite else None, True
 
@@ -244,16 +227,15 @@ class DiskDestination(Destination):
         return self.exists if storage.lexists(self.path) else None
 
     def may_be_there(self) -> bool:
-        return self._may_be_there(self.path)
+        return not self._options.dry_run and is_output(self.path, self._kind)
 
-    def _may_be_there(self, path: str) -> bool:
-        return not self._options.dry_run and is_output(path, self._kind)
+    def _may_stay(self, path: str) -> bool:
+        """True if what is at a path may be left as it is: what processes have left beside it says whether they made it."""
+        is_left = bool(has_commits(path) or runs_of(path, nothing) or shared_of(path, nothing))
+        return storage.isdir(path) and (self._options.exist_ok or is_left)
 
-    def _is_of_parts(self, path: str) -> bool:
-        return isinstance(self._options.share, Part) and has_commits(path)
-
-    def check_beside(self, files: Contents, earlier: Made) -> None:
-        super().check_beside(files, earlier)
+    def check_beside(self, files: Made) -> None:
+        super().check_beside(files)
         if self._options.overwrite:
             self._check_replaceable()
 
@@ -264,8 +246,8 @@ class DiskDestination(Destination):
             check_replaceable(self.path, shown, overwrite=overwrite, kind=self._kind, made=self.made)
 
     @contextlib.contextmanager
-    def place(self, job: Job, agreement: Agreement, *, is_computed: bool) -> Iterator[DiskPlace]:
-        options, is_run, plan = self._options, self._options.share is None, hash_plan(job)
+    def place(self, job: Job, agreement: Agreement) -> Iterator[DiskPlace]:
+        options, is_run = self._options, self._options.share is None
         yield DiskPlace(
             SharedStaging.of_plan(self.path, agreement.plan, foreign_in, is_run=is_run),
             agreement.files,
@@ -275,23 +257,19 @@ class DiskDestination(Destination):
             overwrite=options.overwrite,
             check_replaceable=self._check_replaceable,
             look=self._look,
-            remember=lambda directory: remember(self.path, plan, options.recorded, directory),
-            is_ours=lambda: is_remembered(self.path, plan, options.recorded),
         )
 
-    def check_room(self, divided: Divided, needed_bytes: int, record_bytes: int) -> int:
+    def check_room(self, divided: Divided, needed_bytes: int) -> None:
         share, written = self._options.share, divided.plan.written_bytes
         if isinstance(share, Part):
             needed_bytes = divided.bytes_left(share)
         elif share is not None:
             needed_bytes = max(needed_bytes - written, 0)
-        else:
-            needed_bytes += record_bytes
-            # Else all that is there counts as free.
-            if self._options.resume and not divided.place.notebook.is_over:
-                needed_bytes -= written + record_bytes - divided.bytes_left(ALL)
+        elif (
+            self._options.resume and not divided.place.notebook.is_over
+        ):  # else all that is there counts as free
+            needed_bytes -= written - divided.bytes_left(ALL)
         check_space(self.path, needed_bytes)
-        return record_bytes
 
     def free_bytes(self) -> int | None:
         return free_bytes(self.path)
@@ -306,10 +284,9 @@ class DiskDestination(Destination):
 class StoreDestination(Destination):
     """A place in a store."""
 
-    another_place = ANOTHER_PLACE
-
-    def __init__(self, output: str, options: WriteOptions, kind: OutputKind, made: Made | None) -> None:
-        self.path, self.made = stores.plain(output) if location_of(output).is_writable else output, made
+    def __init__(self, output: str, options: WriteOptions, kind: OutputKind, looks_late: bool) -> None:
+        self.path = stores.plain(output) if location_of(output).is_writable else output
+        self._looks_late = looks_late
         self.exists: UsageError | None = None
         self._options, self._kind = options, kind
         self._target: StoredOutput | None = None
@@ -327,7 +304,7 @@ class StoreDestination(Destination):
 
     def give_up(self) -> None:
         remove_uncommitted(self.path)
-        remove_records(self.path)
+        remove_notes(self.path)
 
     @property
     def target(self) -> StoredOutput:
@@ -338,22 +315,21 @@ class StoreDestination(Destination):
     def check(self, output: str, source: str | None, named_after: str | None) -> None:
         # Whether what is there was made by parts of this very plan is known once there is a plan.
         options = self._options
-        may_be_ours = options.overwrite or options.share is not None or not options.dry_run
-        target = check_target(output, source, self._kind, overwrite=may_be_ours, made=self.made)
+        may_be_ours = (
+            options.overwrite or options.share is not None or options.exist_ok or not options.dry_run
+        )
+        looks = not (may_be_ours and self._looks_late and self.made is None)
+        target = check_target(output, source, self._kind, overwrite=may_be_ours, made=self.made, looks=looks)
         self._target = self._target or target
         self.path = self._target.path
-        if options.share is None and not options.overwrite and target.etag is not None:
-            self.exists = UsageError(
-                f"{escape(output)} exists", hint="choose another name, or replace it: --overwrite"
-            )
+        if not options.overwrite and target.etag is not None:
+            self.exists = UsageError(f"{escape(output)} exists", hint=KEEP_OR_REPLACE)
 
-    @property
-    def is_there(self) -> bool:
-        return self.target.etag is not None
-
-    def check_beside(self, files: Contents, earlier: Made) -> None:
-        super().check_beside(files, earlier)
+    def check_beside(self, files: Made) -> None:
+        super().check_beside(files)
         overwrite = self._options.overwrite
+        if self.exists is not None:
+            return
         if overwrite or self._options.share is not None:
             self._look(self.path)
         if self.target.is_flat and not overwrite:
@@ -361,7 +337,7 @@ class StoreDestination(Destination):
 
     def hash(self, job: Job) -> str:
         recorded = {"recorded": sorted(self._options.recorded)} if self._options.recorded else {}
-        self._hash = self._hash or hash_of({**shared_ingredients(job), **recorded})
+        self._hash = self._hash or hash_of({**ingredients(job, shared_stamp), **recorded})
         return self._hash
 
     def prepared(self, plan: TransferPlan, options: ExecuteOptions) -> tuple[TransferPlan, ExecuteOptions]:
@@ -372,41 +348,20 @@ class StoreDestination(Destination):
         return None if self._options.share is None else self.target.etag
 
     @contextlib.contextmanager
-    def place(self, job: Job, agreement: Agreement, *, is_computed: bool) -> Iterator[Place]:
+    def place(self, job: Job, agreement: Agreement) -> Iterator[Place]:
         share, plan, files = self._options.share, agreement.plan, agreement.files
         overwrites = self._options.overwrite
-        output = replace(
-            self.target, plan=self.hash(job), overwrites=overwrites, look=self._look, is_computed=is_computed
-        )
+        output = replace(self.target, plan=self.hash(job), overwrites=overwrites, look=self._look)
         if share is not None:
             replaces_any = isinstance(share, Committing) and share.overwrite
             yield PartsInStore(output, plan, files, replaces_any=replaces_any)
             return
-        beside = nullcontext(place_of_records(self.path)) if self._options.dry_run else None
-        with beside or place_of_run(self.path, is_needed=is_computed) as here:
-            notebook = SharedStaging.of_plan(here, plan, nothing, is_run=True)
-            if is_computed and overwrites and RunInStore(output, notebook, files).is_named:
-                # Whoever reads the output that is there must not get the factors of two machines.
-                by = f"{self.hash(job)} {agreement.ingredients.get('computed_by')}"
-                output = replace(output, plan=hashlib.sha256(by.encode()).hexdigest())
-            yield RunInStore(output, notebook, files)
-
-    def check_room(self, divided: Divided, needed_bytes: int, record_bytes: int) -> int:
-        """Refuse to compute factors that have no room on this machine while they wait."""
-        share = self._options.share
-        if not record_bytes or (
-            share is not None and (not isinstance(share, Part) or divided.place.is_committed)
-        ):
-            return 0
-        needed = record_bytes if share is None else divided.record_bytes_left(share)
-        check_space(place_of_records(self.path), needed, hint=ELSEWHERE)
-        return needed
-
-    def sending_bytes(self) -> int:
-        return 0 if self._options.share is None else MAX_SENT_NBYTES
+        beside = nullcontext(place_of_notes(self.path)) if self._options.dry_run else None
+        with beside or place_of_run(self.path) as here:
+            yield RunInStore(output, SharedStaging.of_plan(here, plan, nothing, is_run=True), files)
 
 
-Kind = Callable[[str, WriteOptions, OutputKind, Made | None], Destination]
+Kind = Callable[[str, WriteOptions, OutputKind, bool], Destination]
 KINDS: list[tuple[Callable[[str], bool], Kind]] = [
     (lambda output: location_of(output).renames, DiskDestination),
     (lambda output: True, StoreDestination),
@@ -418,7 +373,8 @@ def destination_at(
     output: str,
     options: WriteOptions | None = None,
     kind: OutputKind = OutputKind.SHARDED,
-    made: Made | None = None,
+    *,
+    looks_late: bool = True,
 ) -> Destination:
     """Return where an output goes.
 
@@ -426,10 +382,10 @@ def destination_at(
         output: as the user gave it.
         options: of the verb that writes; None for one that does not.
         kind: of what is written.
-        made: as for `owned.find_foreign`; with `overwrite` None puts the question off.
+        looks_late: with `overwrite` what is there is looked into by `check_beside` alone.
 
     Raises:
         UsageError: no output can be there.
     """
     make = next(make for claims, make in KINDS if claims(output))
-    return make(output, options or WriteOptions(), kind, made)
+    return make(output, options or WriteOptions(), kind, looks_late)

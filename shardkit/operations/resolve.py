@@ -1,8 +1,7 @@
-"""Finds the newest complete checkpoint in a run directory, by each trainer's own rules.
+"""Finds the checkpoint that a run's trainer would resume from.
 
-The search goes through a directory newest first: what a tracker file names, what Lightning saved on a failure or as the
-last one, the highest step, the highest epoch. It takes the first that opens, and names everything that it passed over,
-with the reason; with `strict` that is an error.
+In a directory counts what its tracker file names, then what Lightning would resume from, then the highest step, then the
+highest epoch. What is not whole is passed over and named. Where none of these decides, the error lists all that is there.
 """
 
 from __future__ import annotations
@@ -10,72 +9,77 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from itertools import dropwhile, zip_longest
 
 from shardkit import formats
+from shardkit.core.keywords import suggests_keywords
 from shardkit.core.result import Result
-from shardkit.core.text import escape, listed
+from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of, is_data_folder
-from shardkit.files.links import locate, read_inside
+from shardkit.files.links import read_inside
 from shardkit.formats.contract import Checkpoint, absent, has_any, inner, listing
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS, is_adapter, is_adapter_file
 from shardkit.formats.hub.assets import list_weights, may_be_model
 from shardkit.formats.hub.files import PIPELINE, TORCH_FILES, select_weights
-from shardkit.formats.registry import directory_of, recognise
+from shardkit.formats.registry import directory_of, recognise, unfinished
 from shardkit.formats.trainers.plain_dcp import find_structure, lacks_last, optimizers_beside
-from shardkit.keys.names import PEFT, clean, join
-from shardkit.keys.peft import base_name
-from shardkit.keys.roots import MODEL_WORDS
-from shardkit.keys.tree import optimizer_names
 from shardkit.operations.leftovers import refuse
-from shardkit.operations.resolve_order import (
-    BEYOND,
-    EPOCH,
-    EXPORT_ENDINGS,
-    HOME,
-    NAMED,
-    OTHER,
-    RULES,
-    STEP,
-    TRACKERS,
-    Recency,
-    family_of,
-    is_a_place,
-    is_a_step,
-    is_left_out,
-    is_of_a_run,
-    is_ordered,
-    is_temporary,
-    ordered,
-    step_of,
-)
 
+EXPORT_ENDING = "-hf"
+"""What consolidate appends to a checkpoint's name for its default output."""
+
+TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
+"""Files in which a trainer records its last save: verl and Megatron as a step, DeepSpeed as a name."""
+
+_EPOCH, _STEP, _LIGHTNING = range(3)
+_REASONS = ("{it} has the highest epoch", "{it} has the highest step", "{it} is what Lightning resumes from")
+"""Why a name was taken, by its rule; a higher one comes first."""
+
+# Best last. If a name is taken, Lightning adds a version.
+_OF_LIGHTNING = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"last(?:-v([0-9]{1,9}))?\.ckpt",
+        r"on_exception(?:-v([0-9]{1,9}))?\.ckpt",
+        r"hpc_ckpt_([0-9]{1,9})\.ckpt",
+    )
+)
+_STEPS = tuple(
+    re.compile(rf"(?<![a-z])(?:{words})[-_=]?([0-9]{{1,15}})", re.IGNORECASE)
+    for words in (r"(?:global_?)?(?:steps?|iter(?:ation)?|it)", "checkpoint|ckpt|ckp|ba|batch|save")
+)
+_EPOCHS = re.compile(r"(?<![a-z])(?:epoch|ep)[-_=]?([0-9]{1,15})", re.IGNORECASE)
+_BARE = re.compile(r"[0-9]{1,15}")
+_VERSION = re.compile(r"-v([0-9]{1,9})(?:\.ckpt)?$")
+# The number of a process, of a pipeline's stage, or of a file among several: such names are parts of one model.
+_PART = re.compile(
+    r"(?i)(rank|shard|part|stage|pipe(line)?|gpu|(?<![a-z])[tpcm]p)[-_=]?[0-9]|[0-9]-of-(?!0*1\b)[0-9]"
+)
+_NOT_MODELS = re.compile(
+    r"(optim(izers?|izer_state)?|critic|ref|reward(_model)?|ema|scheduler|dataloader)(_[0-9]+)?"
+    r"|wandb|tensorboard|tb_logs|huggingface|hf|__pycache__|node_modules|site-packages"
+)
+_UNFINISHED = re.compile(
+    r".*\.(tmp|temp|partial|incomplete|part)|(tmp|temp)[-_].+|.*[-_](tmp|temp)", re.IGNORECASE
+)
 # lightning_logs/version_3/checkpoints/ is the deepest that a trainer makes by itself.
 _MAX_DEPTH = 3
 _MAX_ENTRIES = 20_000
 _MAX_TRACKER = 4096
-_FILES = (".ckpt",)
-_META = "meta.pt"
-ITSELF = "it is a checkpoint itself"
+_FILES = ".ckpt"
+ITSELF = "given directly"
 # Other files of safetensors may be of anything, such as a model of diffusers.
 _REMAINS = (
     *("*.distcp", "__*.chunks.json", "model*.safetensors", "shard-*-model-*.safetensors"),
     *("*.safetensors.index.json", manifest.NAME),
 )
-_UNDATED = "it is complete, and no step tells how old it is"
-# Directories below a name that does not say whether checkpoints are there.
-_MAX_PEEKED = 256
 _OF_TRAINER = re.compile(r"checkpoint-[0-9]+")
 _TRAINER_STATE = "trainer_state.json"
-# In names of files: the number of a process, or of a file among several.
-_PART = re.compile(r"(?i)(rank|shard|part|stage|gpu|(?<![a-z])[tpcm]p)[-_=]?[0-9]|[0-9]-of-(?!0*1\b)[0-9]")
-_ABOVE_MODELS = frozenset({*MODEL_WORDS, *PEFT})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +91,13 @@ class ResolvedCheckpoint(Result):
     format: str
     """As `shardkit.inspect` names it."""
     step: int | None
-    """The training step, where its name, a tracker file or Lightning's own record in it tells."""
+    """The training step, where its name or a tracker file has it."""
     reason: str
-    """Why it was taken, for people: `it has the highest step`, then why each directory above it was."""
+    """Why it was taken, for people: `it has the highest step`."""
     skipped: tuple[tuple[str, str], ...] = ()
-    """(path, reason) of each checkpoint that was passed over: it is newer, may be newer, or is incomplete."""
+    """(path, reason) of each checkpoint that was passed over: it comes first and is not whole, or has no step in its name."""
     warnings: tuple[str, ...] = ()
-    """A line for each skipped checkpoint that is newer, or may be."""
-    notes: tuple[str, ...] = ()
-    """A line for each skipped checkpoint of a lower step, and for whatever else the search left out."""
+    """A line for each skipped checkpoint, and one if its trainer may not have finished the one that was taken."""
 
     def headline(self) -> str:
         """Return its path."""
@@ -114,7 +116,7 @@ class Taken:
 
     resolved: ResolvedCheckpoint
     opened: tuple[Checkpoint, ...] = ()
-    """Its model; several where accelerate saved several. Empty where the choice needed nothing opened."""
+    """Its model; several where one step holds several. Empty where the choice needed nothing opened."""
 
     def models(self) -> tuple[Checkpoint, ...]:
         """Return the checkpoint, opened, or each model of one that holds several.
@@ -140,12 +142,6 @@ class Taken:
         return checkpoint if notes == checkpoint.notes else replace(checkpoint, notes=notes)
 
 
-def as_it_is(path: str, checkpoint: Checkpoint) -> Taken:
-    """Return a checkpoint that is open, as one that was chosen."""
-    resolved = ResolvedCheckpoint(path=path, format=checkpoint.format, step=None, reason=ITSELF)
-    return Taken(resolved=resolved, opened=(checkpoint,))
-
-
 def _open_models(path: str) -> tuple[Checkpoint, ...]:
     """Open a checkpoint, or each model of one that holds several."""
     from shardkit.formats.trainers.accelerate import (
@@ -158,21 +154,23 @@ def _open_models(path: str) -> tuple[Checkpoint, ...]:
     return tuple(map(formats.open, places))
 
 
+@suggests_keywords
 def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) -> ResolvedCheckpoint:
-    """Return the newest complete checkpoint at or below a path.
+    """Return the checkpoint that the trainer of a run would resume from.
 
     A path that is a checkpoint is taken as it is. Otherwise the search goes three levels down, and follows no link that
-    leads out of the path. A training script that continues where it stopped, and `shardkit consolidate`, get the same
-    checkpoint. Where a newer one was passed over, the result's `warnings` name it and say why.
+    leads out of the path. A tracker file decides; else what Lightning would resume from; else the highest step, then the
+    highest epoch, that is whole. `shardkit consolidate` gets the same checkpoint. The result's `warnings` name what was
+    passed over and say why.
 
     Args:
         path: a checkpoint, a file of one (`.metadata`, `meta.pt`), a run's directory, or a directory of runs.
-        strict: fail where a newer one was passed over.
+        strict: fail where there is such a warning.
 
     Raises:
-        UsageError: several complete checkpoints, and nothing tells which is the newest. Lists them.
-        SourceError: no complete checkpoint; or, with `strict`, a newer one was passed over. Lists what was passed over
-            and why.
+        UsageError: several checkpoints, and none of these rules decides. Lists them.
+        SourceError: no complete checkpoint; a tracker file names one that is not whole; or, with `strict`, something was
+            passed over. Lists what and why.
         ResourceError: something may not be read.
     """
     return take(path, strict=strict).resolved
@@ -189,112 +187,66 @@ def take(path: str | os.PathLike[str], *, strict: bool = False, whole_steps: boo
     Raises:
         UsageError, SourceError, ResourceError: as `resolve_checkpoint`.
     """
-    given = stores.as_path(path)
-    if not storage.lexists(given):
-        raise absent(given)
-    refuse(given)
-    if not storage.isdir(given) and os.path.basename(given) in TRACKERS:
-        given = os.path.dirname(given) or os.curdir
-    given = adapter_file(given) or directory_of(given)
-    search = _Search(given)
-    chosen = search.itself()
-    if chosen is None and not storage.isdir(given):
-        formats.open(given)  # raises, and says why it is none
-    chosen = chosen or search.below(given, _MAX_DEPTH) or search.newest_unfinished()
-    if PIPELINE in listing(given) and chosen is not None and chosen.path != given and chosen.step is None:
-        formats.open(given)  # raises: one model of a pipeline is not the newest checkpoint of a run
-    if chosen is not None:
-        rivals = search.rivals.get(chosen.path, ())
-        step = _step_around(rivals, given) if whole_steps else None
-        if step is None:
-            _refuse_rivals(given, rivals, search.opened)
-        else:
-            search.opened[step] = tuple(model for rival in rivals for model in _open_models(rival))
-            chosen = replace(chosen, path=step, reason=f"it holds {len(rivals)} models")
-        said = list(_passed_over(chosen, given))
-        doubt = search.doubt or lacks_last(chosen.path) or lacks_last(given)
-        chosen = replace(
-            chosen,
-            warnings=(*filter(None, [doubt]), *(line for line, is_older in said if not is_older)),
-            notes=(*(line for line, is_older in said if is_older), *search.notes),
-        )
-        if strict and doubt is not None:
-            raise SourceError(
-                f"{escape(chosen.path)}: {doubt}",
-                problems=chosen.warnings[1:],
-                hint=f"wait for the save to end, or give {escape(chosen.path)} without --strict",
-            )
-        if strict and chosen.warnings:
-            raise _not_the_newest(given, chosen, search.complete)
-        return Taken(resolved=chosen, opened=search.opened.get(chosen.path, ()))
-    if not search.skipped and recognise(given) is None:
-        formats.open(given)  # raises, and says what the directory looks like: a save that did not finish, ...
-    raise SourceError(
-        f"{escape(given)}: no complete checkpoint in it",
-        problems=[f"{escape(name)}: {reason}" for name, reason in search.skipped]
-        or [
-            f"looked for directories and .ckpt files of known formats, {_MAX_DEPTH} levels deep",
-            f"looked for {', '.join(TRACKERS)}",
-        ],
-        hint="give the directory that the trainer's save made, or its parent",
-    )
-
-
-def _step_around(paths: Collection[str], given: str) -> str | None:
-    """Return the directory of the step that some checkpoints are models of; None if they are of none."""
-    above = os.path.commonpath(paths) if len(paths) > 1 else ""
-    for _ in range(_MAX_DEPTH):
-        if not above or is_a_step(os.path.basename(storage.absolute(above))):
-            return above or None
-        above = os.path.dirname(above) if above != given else ""
-    return None
-
-
-def _refuse_rivals(given: str, rivals: Collection[str], opened: Mapping[str, tuple[Checkpoint, ...]]) -> None:
-    """Refuse a choice that would be made by chance.
-
-    Raises:
-        UsageError: several checkpoints may be meant.
-    """
-    if len(rivals) > 1:
-        names = [os.path.relpath(path, given) for path in rivals]
-        is_one = _step_around(rivals, given) is not None
-        why = "they are of one step" if is_one else "no step, date or tracker file tells which is the newest"
-        first, second, *_ = (opened.get(path, ()) for path in rivals)
-        if not _have_one_model(first, second):
-            why += "; each has tensors of its own, a part of the model if they are stages of a pipeline"
-        raise UsageError(
-            f"{escape(given)}: {len(rivals)} checkpoints here; say which",
-            problems=map(escape, names),
-            hint=f"{why}: give one by its path, such as {escape(os.path.join(given, names[0]))}"
-            + ("; reshard takes all of them" if is_one else ""),
-        )
-
-
-def _not_the_newest(given: str, chosen: ResolvedCheckpoint, complete: Collection[str]) -> SourceError:
-    """Return the error for a checkpoint that may not be the newest one, where only that will do."""
-    lines = zip(chosen.skipped, _passed_over(chosen, given), strict=True)
-    if all(is_older or name in complete for (name, _), (_, is_older) in lines):
-        return SourceError(
-            f"{escape(given)}: it is not certain which checkpoint in it is the newest",
+    place = stores.as_path(path)
+    if not storage.lexists(place):
+        raise absent(place)
+    refuse(place)
+    if not storage.isdir(place) and os.path.basename(place) in TRACKERS:
+        place = os.path.dirname(place) or os.curdir
+    place = adapter_file(place) or directory_of(place)
+    if recognise(place) is None and not storage.isdir(place):
+        formats.open(place)  # raises, and says why it is none
+    search, candidates = _search(place)
+    if PIPELINE in listing(place) and any(each.path != place and each.step is None for each in candidates):
+        formats.open(place)  # raises: one model of a pipeline is not the checkpoint of a run
+    if not candidates and not search.skipped and not search.aside:
+        formats.open(place)  # raises, and says what the directory looks like: a save that did not finish, ...
+    is_followed = all(search.why_not_followed(each.path) is None for each in candidates)
+    step = _step_around(candidates, place) if whole_steps and is_followed else None
+    if step is not None:
+        search.opened[step] = tuple(model for each in candidates for model in _open_models(each.path))
+        candidates = [replace(candidates[0], path=step, reason=f"it holds {len(candidates)} models")]
+    if len(candidates) != 1 or search.damage(candidates[0]) is not None:
+        raise search.nothing_to_take(candidates)
+    chosen = search.finish(candidates[0])
+    if strict and chosen.warnings:
+        raise SourceError(
+            f"{escape(chosen.path)} may not be the newest checkpoint that is whole",
             problems=chosen.warnings,
-            hint=f"name the one to take, such as {escape(chosen.path)}",
+            hint=f"give {escape(chosen.path)} by its path if it is meant, or repair or remove the other ones",
         )
-    return SourceError(
-        f"{escape(given)}: the newest checkpoint in it cannot be taken",
-        problems=chosen.warnings,
-        hint=f"repair or remove it, or name the one to take: {escape(chosen.path)}",
-    )
+    return Taken(resolved=chosen, opened=search.opened.get(chosen.path, ()))
+
+
+def _search(place: str) -> tuple[_Search, list[ResolvedCheckpoint]]:
+    """Return what a path stands for. Saves that their trainer may not have finished count where no other is whole."""
+    for needs_last in (True, False):
+        search = _Search(place, needs_last=needs_last)
+        candidates = search.itself() or search.below(place, _MAX_DEPTH)
+        if any(search.damage(each) is None for each in candidates):
+            break
+    return search, candidates
+
+
+def _step_around(candidates: Collection[ResolvedCheckpoint], place: str) -> str | None:
+    """Return the directory of the step that several sharded models make up; None if they do not."""
+    rows = [recognise(each.path) for each in candidates] if len(candidates) > 1 else []
+    if not rows or not all(row is not None and row.is_sharded for row in rows):
+        return None
+    above = os.path.commonpath([each.path for each in candidates])
+    while above and not is_a_step(os.path.basename(storage.absolute(above))):
+        above = os.path.dirname(above) if above != place else ""
+    return above or None
 
 
 def stands_for(path: str, *, strict: bool = False) -> ResolvedCheckpoint:
-    """Return the checkpoint that a path stands for: the newest one in a run's directory, else the path itself.
+    """Return the checkpoint that a path stands for: that of a run's directory, else the path itself.
 
     What is left of a checkpoint that was damaged stands for itself.
 
     Args:
         path: of something that exists.
-        strict: fail where a newer checkpoint of a run cannot be taken.
+        strict: fail where something of a run was passed over.
 
     Raises:
         UsageError, SourceError, ResourceError: as `resolve_checkpoint`.
@@ -306,9 +258,8 @@ def stands_for(path: str, *, strict: bool = False) -> ResolvedCheckpoint:
         except SourceError:
             if not any(map(storage.lexists, (os.path.join(path, manifest.NAME), manifest.sidecar_of(path)))):
                 raise  # else what the manifest lists says what is wrong with it
-    doubt = lacks_last(path) if storage.isdir(path) else None
-    warnings = () if doubt is None else (doubt,)
-    return ResolvedCheckpoint(path=adapter or path, format="", step=None, reason=ITSELF, warnings=warnings)
+    doubt = tuple(filter(None, [lacks_last(path)]))
+    return ResolvedCheckpoint(path=adapter or path, format="", step=None, reason=ITSELF, warnings=doubt)
 
 
 def was_checkpoint(path: str) -> bool:
@@ -359,367 +310,286 @@ def described_at(path: str) -> str:
     return own
 
 
-def _passed_over(chosen: ResolvedCheckpoint, home: str) -> Iterator[tuple[str, bool]]:
-    """Yield (a line, whether it is older) for each that was skipped."""
-    taken = os.path.relpath(chosen.path, home)
-    shown_taken = f"step {chosen.step}" if taken == os.curdir else escape(taken)
-    for path, reason in chosen.skipped:
-        name, beside = _where_they_part(path, taken)
-        step, limit = step_of(name), step_of(beside)
-        if limit is None and beside == taken:
-            limit = chosen.step  # `last.ckpt` may hold one
-        is_known = step is not None and limit is not None and step != limit
-        is_older = is_known and (step or 0) < (limit or 0)
-        age = f"is {'older' if is_older else 'newer'} than {shown_taken}" if is_known else "may be newer"
-        shown = "the model at the top" if path == os.curdir else escape(path)
-        yield f"passed over {shown}, which {age}: {reason}", is_older
+def _place(name: str) -> tuple[int, ...] | None:
+    """Return the place of a name among its neighbours, the rule and numbers; the greatest is taken. None if it has none."""
+    for rank, pattern in enumerate(_OF_LIGHTNING):
+        if saved := pattern.fullmatch(name):
+            return _LIGHTNING, rank, int(saved[1] or 0)
+    step, epochs, version = step_of(name), _EPOCHS.findall(name), _VERSION.search(name)
+    if (step is None and not epochs) or _PART.search(name):
+        return None
+    later = int(epochs[-1]) if epochs else 0, int(version[1]) if version else 0
+    return (_EPOCH, *later) if step is None else (_STEP, step, *later)
 
 
-def _where_they_part(path: str, other: str) -> tuple[str, str]:
-    """Return the first pair of names in which two relative paths differ."""
-    names, others = path.split(os.sep), other.split(os.sep)
-    pairs = zip_longest(names, others, fillvalue="")
-    return next(((name, beside) for name, beside in pairs if name != beside), ("", ""))
+def step_of(name: str) -> int | None:
+    """Return the training step in a name, None if there is none."""
+    for pattern in () if _is_of_lightning(name) else _STEPS:
+        numbers = pattern.findall(name)
+        if numbers:
+            return int(numbers[-1])
+    return int(name) if _BARE.fullmatch(name) else None
 
 
-def _is_older(name: str, other: str) -> bool:
-    """True if both names tell a step, and the first one's is lower."""
-    step, limit = step_of(name), step_of(other)
-    return step is not None and limit is not None and step < limit
+def _is_of_lightning(name: str) -> bool:
+    return any(pattern.fullmatch(name) for pattern in _OF_LIGHTNING)
+
+
+def is_ordered(name: str) -> bool:
+    """True for a name that has its place in a run: a step, an epoch, Lightning's last one."""
+    return _place(name) is not None
+
+
+def is_a_step(name: str) -> bool:
+    """True for a directory's name that is a step or an epoch, and nothing of a model (ckpt-8b-sft)."""
+    place = _place(name) if name[-1:].isdigit() else None
+    return place is not None and place[0] != _LIGHTNING
+
+
+def is_left_out(name: str) -> bool:
+    """True for names that hold no model's checkpoint: hidden ones, optimizers, logs."""
+    return name.startswith(".") or _NOT_MODELS.fullmatch(name.lower()) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """True for names of saves that are not finished."""
+    return _UNFINISHED.fullmatch(name) is not None
 
 
 class _Search:
     """One search: what it has passed over so far, and how many directories it may still look at."""
 
-    def __init__(self, home: str) -> None:
+    def __init__(self, home: str, *, needs_last: bool) -> None:
         self.home = home
         self.inside = os.path.join(storage.realpath(home), "")
-        self.skipped: list[tuple[str, str]] = []
-        self.notes: list[str] = []
-        self.opened: dict[str, tuple[Checkpoint, ...]] = {}
+        self.needs_last = needs_last
+        """Pass over what lacks the file that its trainer writes last, even if it opens."""
+        self.skipped = dict[str, str]()
+        """By path: why it was passed over."""
+        self.aside = dict[str, str]()
+        """By path: why something that no rule orders was not looked into."""
+        self.broken = dict[str, str]()
+        """By path: why it cannot be opened, going by names."""
+        self.opened = dict[str, tuple[Checkpoint, ...]]()
         """By path, what opened."""
-        self.complete: set[str] = set()
-        """Names of those that were passed over though nothing is wrong with them."""
-        self.rivals: dict[str, tuple[str, ...]] = {}
-        """By path of one that was taken by chance, it and all others that might be meant."""
-        self.unfinished: list[tuple[ResolvedCheckpoint, str]] = []
-        """Those that open, newest first, and why their trainer may not have finished them."""
-        self.doubt: str | None = None
-        """Why the one that was taken may not be finished."""
-        self.alone: set[str] = set()
-        """Names of files of `torch.save` that stood for their directories: others of a run are called alike."""
         self.entries_left = _MAX_ENTRIES
 
-    def itself(self) -> ResolvedCheckpoint | None:
-        """Return the path itself where it is a checkpoint, and not also a run directory."""
-        recognised = recognise(self.home)
+    def itself(self) -> list[ResolvedCheckpoint]:
+        """Return the path itself where it is a checkpoint, and not also a run's directory."""
+        recognised, tracked = recognise(self.home), _tracker_in(self.home)
         if recognised is None:
-            return None
+            return []
         if not recognised.is_sharded and self._holds_training_states():
-            first = "the checkpoints of its training come first; its weight file can be given by itself"
-            damage = self._damage(self.home)
-            self._skip(self.home, damage or first, is_complete=damage is None)
-            return None
-        tracked = _tracked(self.home)
-        step = _step_at(self.home)
-        if recognised.follows_tracker and tracked is not None:
-            # The directory stands for the save that its tracker names. Where that is damaged, older ones may be whole.
-            reason = self._damage(self.home) if len(self._children(self.home)) > 1 else None
-            if reason is not None:
-                self._skip(os.path.join(self.home, tracked[1]), reason)
-                return None
-            order = ordered(self._children(self.home), tracked[1])
-            self._mention(self.home, [name for place, name in order if place.rule == BEYOND], tracked[0])
-            return self._take(
-                self.home, recognised.name, step_of(tracked[1]), f"{tracked[0]} names {escape(tracked[1])}"
+            self.skipped[self.home] = (
+                "checkpoints of a training lie below it; its weight file has a path of its own"
             )
-        return self._take(self.home, recognised.name, step, ITSELF)
+            return []
+        if recognised.follows_tracker and tracked is not None:
+            return self._tracked(self.home, self._names(self.home), *tracked, _MAX_DEPTH)
+        doubt = tuple(filter(None, [lacks_last(self.home)]))
+        return [replace(self._candidate(self.home, recognised.name, ITSELF), warnings=doubt)]
 
-    def newest_unfinished(self) -> ResolvedCheckpoint | None:
-        """Return the newest of those that may be taken where nothing finished is there."""
-        if not self.unfinished:
-            return None
-        newest, self.doubt = self.unfinished[0]
-        name = os.path.join(os.path.relpath(newest.path, self.home), "")
-        self.skipped = [pair for pair in self.skipped if not name.startswith(os.path.join(pair[0], ""))]
-        return replace(newest, reason="no finished one is there", skipped=tuple(self.skipped))
+    def below(self, directory: str, depth: int) -> list[ResolvedCheckpoint]:
+        """Return what the trainer of a directory would resume from; else everything in it, damaged checkpoints too.
 
-    def below(self, directory: str, depth: int) -> ResolvedCheckpoint | None:
-        """Return the newest complete checkpoint below a directory, None if there is none.
+        That may be several: models of one step, and steps that are equal.
 
         Args:
             depth: how many levels of directories to go down.
+
+        Raises:
+            SourceError: a tracker file names what is not whole; there are too many directories.
         """
-        tracked = _tracked(directory)
-        order = ordered(self._children(directory), tracked[1] if tracked else None)
-        if tracked and not any(place.rule == NAMED for place, _ in order):
-            self._skip(
-                os.path.join(directory, tracked[0]), f"it names {escape(tracked[1])}, which is not there"
+        names, tracked = self._names(directory), _tracker_in(directory)
+        if tracked is not None:
+            return self._tracked(directory, names, *tracked, depth)
+        places = {name: place for name in names if (place := _place(name)) is not None}
+        damaged = list[ResolvedCheckpoint]()
+        for place in sorted(set(places.values()), reverse=True):
+            equal = [name for name in names if places.get(name) == place]
+            steps = {name: self._at(os.path.join(directory, name), depth) for name in equal}
+            if any(step and not any(map(self.damage, step)) for step in steps.values()):
+                why = _REASONS[place[0]] + (" of those that are whole" if damaged else "")
+                candidates = [
+                    self._chosen(each, directory, name, why) for name, step in steps.items() for each in step
+                ]
+                if place[0] != _LIGHTNING:
+                    later = [name for name in names if name not in places or places[name][0] < place[0]]
+                    self._mention(directory, later, os.path.basename(candidates[0].path))
+                return candidates
+            for name, step in steps.items():
+                if not step:
+                    path = os.path.join(directory, name)
+                    self.skipped[path] = _holds_nothing(path)
+                self.skipped |= {each.path: reason for each in step if (reason := self.damage(each))}
+                damaged += step
+        rest = [name for name in names if name not in places]
+        return damaged + [each for name in rest for each in self._at(os.path.join(directory, name), depth)]
+
+    def damage(self, candidate: ResolvedCheckpoint) -> str | None:
+        """Return why a checkpoint cannot be taken, None if it opens."""
+        path = candidate.path
+        if candidate.reason == ITSELF or path in self.opened:
+            return None
+        if path not in self.broken and (reason := self._open(path)) is not None:
+            self.broken[path] = reason
+        return self.broken.get(path)
+
+    def finish(self, candidate: ResolvedCheckpoint) -> ResolvedCheckpoint:
+        """Return the checkpoint that is taken, with what was passed over."""
+        skipped = tuple((os.path.relpath(path, self.home), why) for path, why in self.skipped.items())
+        lines = (
+            f"passed over {'the model at the top' if name == os.curdir else escape(name)}: {why}"
+            for name, why in skipped
+        )
+        return replace(candidate, skipped=skipped, warnings=(*candidate.warnings, *lines))
+
+    def nothing_to_take(self, candidates: list[ResolvedCheckpoint]) -> ShardkitError:
+        """Return the error for a path that stands for several checkpoints, or for none that is whole."""
+        if any(self.damage(each) is None for each in candidates):
+            paths = sorted(each.path for each in candidates)
+            names = [escape(os.path.relpath(path, self.home)) for path in paths]
+            whole = next(each.path for each in candidates if self.damage(each) is None)
+            return UsageError(
+                f"{escape(self.home)}: {len(candidates)} checkpoints here; say which",
+                problems=[
+                    f"{name}: {self.broken[path]}" if path in self.broken else name
+                    for name, path in zip(names, paths, strict=True)
+                ],
+                hint=f"give one by its path, such as {escape(whole)}"
+                + (
+                    "; they are of one step, and reshard takes all of them"
+                    if _step_around(candidates, self.home)
+                    else ""
+                ),
             )
-        by_rule = {
-            rule: [name for place, name in order if place.rule == rule]
-            for rule in dict.fromkeys(place.rule for place, _ in order)
-        }
-        for rule, names in by_rule.items():
-            families = list(dict.fromkeys(map(family_of, names))) if rule == OTHER else [None]
-            candidates = [
-                resolved
-                for family in families
-                if (resolved := self._first(directory, names, family, depth)) is not None
-            ]
-            if not candidates:
-                continue
-            if tracked and rule != BEYOND:
-                self._mention(directory, by_rule.get(BEYOND, []), tracked[0])
-            best = max(candidates, key=lambda resolved: -1 if resolved.step is None else resolved.step)
-            equals = [resolved for resolved in candidates if resolved.step == best.step]
-            equals += self._stage_before(directory, names, best, depth) if rule == OTHER else []
-            if rule == OTHER and len(equals) > 1:
-                self._doubt(directory, names, best, equals)
-            name = os.path.relpath(best.path, directory).split(os.sep)[0]
-            others = list[tuple[str, str]]()
-            if not self._is_in_a_checkpoint(directory):
-                others = [*self._others(directory, best, rule, order, depth), *_undated(best, candidates)]
-            has_model_at_top = directory == self.home and any(path == os.curdir for path, _ in self.skipped)
-            has_others = bool(others) or has_model_at_top
-            is_only = not self._has_skipped_beside(directory, name)
-            why = _why(best, rule, len(names), len(candidates), is_only=is_only, has_others=has_others)
-            it = escape(name) if best.reason else "it"
-            why = why.format(tracker=tracked[0] if tracked else "", it=it)
-            for path, reason in others:
-                self._skip(path, reason, is_complete=True)
-            # That checkpoints lie where trainers put them is no reason to tell beside that for one of them.
-            told = (best.reason, None if rule == HOME and best.reason else why)
-            reason = "; ".join(part for part in told if part)
-            return replace(best, reason=reason, skipped=tuple(self.skipped))
-        return None
+        problems = self.skipped | {each.path: self.broken[each.path] for each in candidates} | self.aside
+        return SourceError(
+            f"{escape(self.home)}: no complete checkpoint in it",
+            problems=[f"{escape(os.path.relpath(path, self.home))}: {why}" for path, why in problems.items()],
+            hint="give the directory that the trainer's save made, or its parent",
+        )
 
-    def _doubt(
-        self, directory: str, names: list[str], best: ResolvedCheckpoint, candidates: list[ResolvedCheckpoint]
-    ) -> None:
-        """Note what else might be meant where nothing tells which of several is the newest.
+    def _tracked(
+        self, directory: str, names: list[str], tracker: str, text: str, depth: int
+    ) -> list[ResolvedCheckpoint]:
+        """Return what a tracker file names.
 
-        Args:
-            names: of all in the directory that may be meant, damaged ones too.
-            candidates: the newest of those that are numbered alike, all of one step, or of none.
+        Raises:
+            SourceError: it is not there, or is not whole.
         """
-        tops = {
-            os.path.relpath(candidate.path, directory).split(os.sep)[0]: candidate.path
-            for candidate in candidates
-        }
-        if all(map(is_of_a_run, tops)):
-            return
-        rivals, passed = list[str](), {os.path.join(self.home, path) for path, _ in self.skipped}
+        steps = [name for name in names if _BARE.fullmatch(text) and step_of(name) == int(text)]
+        name = text if text in names else min(steps, key=len, default=None)
+        row = recognise(directory)
+        if row is not None and row.follows_tracker:
+            candidates = [replace(self._candidate(directory, row.name, ""), step=step_of(text))]
+        else:
+            candidates = [] if name is None else self._at(os.path.join(directory, name), depth)
+        reasons = [reason for each in candidates if (reason := self.damage(each)) is not None]
+        if not candidates or reasons:
+            why = "which cannot be opened" if name is not None else "which is not there"
+            raise SourceError(
+                f"{escape(directory)}: {tracker} names {escape(text)}, {why}",
+                problems=reasons,
+                hint="give the step to take by its path",
+            )
+        limit = step_of(text)
+        for later in names:
+            if limit is not None and (step_of(later) or 0) > limit:
+                path = os.path.join(directory, later)
+                self.skipped[path] = f"{tracker} does not name it, so its save may not have finished"
+        return [self._chosen(each, directory, name or text, f"{tracker} names {{it}}") for each in candidates]
+
+    def _at(self, path: str, depth: int) -> list[ResolvedCheckpoint]:
+        """Return the checkpoint at a path, or what is taken below it; several where no rule decides."""
+        candidates = self._look(path, depth) if path not in self.broken else []
+        lacking = lacks_last(path) if candidates else None
+        if lacking is not None and self.needs_last:
+            self.broken[path] = lacking
+        if path in self.broken:
+            return [self._candidate(path, "", "")]
+        step, warnings = step_of(_name_of(path)), () if lacking is None else (lacking,)
+        return [
+            replace(each, step=step if each.step is None else each.step, warnings=each.warnings + warnings)
+            for each in candidates
+        ]
+
+    def _look(self, path: str, depth: int) -> list[ResolvedCheckpoint]:
+        if recognise(path) is None:
+            adapter, reason = adapter_file(path), unfinished(path)
+            if adapter is None and reason is not None:
+                self.broken[path] = reason
+                return []
+            is_deeper = adapter is None and depth > 0 and storage.isdir(path)
+            below = self.below(path, depth - 1) if is_deeper else []
+            if below:
+                return below
+            path = adapter or _only_file(path) or path
+        recognised = recognise(path) if self.why_not_followed(path) is None else None
+        return [] if recognised is None else [self._candidate(path, recognised.name, "it is the only one")]
+
+    def _mention(self, directory: str, names: list[str], file: str) -> None:
+        """Skip the checkpoints among names that no step orders; `file` is the name of the one that is taken."""
         for name in names:
             path = os.path.join(directory, name)
-            if name in tops:
-                rivals += self.rivals.get(tops[name], (tops[name],))
-            elif path not in passed and recognise(path) is not None:
-                rivals.append(path)
-        self.rivals[best.path] = tuple(sorted(rivals))
+            is_file = file.endswith(TORCH_FILES) and file in listing(path)
+            if is_file or (recognise(path) or adapter_file(path)) is not None:
+                self.skipped[path] = "its name has no step, so it may be newer"
 
-    def _stage_before(
-        self, directory: str, names: list[str], newest: ResolvedCheckpoint, depth: int
-    ) -> list[ResolvedCheckpoint]:
-        """Return the one that is numbered before another if both are stages of a pipeline: their numbers tell no time.
-
-        Stages of training, and runs, have one model.
-        """
-        taken = os.path.relpath(newest.path, directory).split(os.sep)[0]
-        search, before = _Search(self.home), names[names.index(taken) + 1 :]
-        with contextlib.suppress(SourceError):  # too many entries
-            stage = search._first(directory, before, family_of(taken), depth)
-            self.opened |= search.opened
-            if stage and not _have_one_model(self.opened[newest.path], self.opened[stage.path]):
-                return [stage]
-        return []
-
-    def _others(
-        self,
-        directory: str,
-        best: ResolvedCheckpoint,
-        rule: int,
-        order: list[tuple[Recency, str]],
-        depth: int,
-    ) -> list[tuple[str, str]]:
-        """Return (path, reason) of complete checkpoints that are, or may be, newer than one that comes first by rule, or that
-        are as new by their names.
-
-        Damaged ones on the way are skipped.
-
-        Args:
-            order: of the names in the directory, newest first.
-            depth: how many levels of directories to go down.
-        """
-        taken = os.path.relpath(best.path, directory).split(os.sep)[0]
-        after = [name for _, name in order].index(taken) + 1
-        twins = [
-            name
-            for place, name in order[after:]
-            if place == order[after - 1][0] and rule not in (HOME, OTHER)
-        ]
-        rest = [
-            (place, name)
-            for place, name in order[after:]
-            if place.rule != BEYOND and (place.rule != rule or rule == HOME)
-        ]
-        stepped = [name for place, name in rest if place.rule == STEP]
-        newer = [name for name in stepped if best.step is not None and (step_of(name) or 0) > best.step]
-        others = [
-            (twin.path, f"{escape(taken)} comes before it, and their names do not say which is newer")
-            for name in twins
-            if (twin := self._peek(directory, [name])) is not None
-        ]
-        first = self._first(directory, newer, None, depth) if newer else None
-        if first is not None:
-            more = newer[newer.index(os.path.relpath(first.path, directory).split(os.sep)[0]) + 1 :]
-            also = f", as are {listed(more)}" if more else ""
-            others.append((first.path, f"{_what_it_is(best)} comes before it by its name{also}"))
-        if stepped and best.step is None:
-            are = "is" if len(stepped) == 1 else "are"
-            self.notes.append(
-                f"{listed(stepped)} {are} not newer than {escape(taken)}, going by its name alone"
-            )
-        is_said = rule > STEP  # the trainer itself calls this one the last
-        for group in _groups((place, name) for place, name in rest if place.rule != STEP):
-            newest = None if is_said and best.step is None else self._peek(directory, group)
-            if newest is None or (newest.step is None and is_said):
-                continue
-            if newest.step is None or best.step is None:
-                others.append((newest.path, _UNDATED))
-            elif newest.step > best.step:
-                others.append((newest.path, f"it is of step {newest.step}, and {best.step} was taken"))
-        return others
-
-    def _peek(self, directory: str, names: list[str]) -> ResolvedCheckpoint | None:
-        """Return the first complete one of some names, without going deep; names damaged ones as skipped."""
-        search = _Search(self.home)
-        search.entries_left, search.alone = _MAX_PEEKED, self.alone
-        try:
-            checkpoint = search._first(directory, names, None, 1)
-        except SourceError:  # too many entries: a directory of data, which no trainer fills with checkpoints
-            return None
-        tops = [os.path.relpath(os.path.join(directory, name), self.home) for name in names]
-        for path, reason in search.skipped:
-            if path in tops:
-                self._skip(os.path.join(self.home, path), reason)
-        return checkpoint
-
-    def _is_in_a_checkpoint(self, directory: str) -> bool:
-        """True if a directory belongs to a checkpoint, so that it holds parts of one."""
-        inside = os.path.relpath(directory, os.path.dirname(storage.absolute(self.home)))
-        return any(map(is_a_step, inside.split(os.sep)))
-
-    def _first(
-        self, directory: str, names: list[str], family: str | None, depth: int
-    ) -> ResolvedCheckpoint | None:
-        """Return the first complete one of some names, of one family where one is given."""
-        for name in names:
-            if family in (None, family_of(name)):
-                checkpoint = self._look(os.path.join(directory, name), depth)
-                if checkpoint is not None:
-                    return checkpoint
-        return None
-
-    def _look(self, path: str, depth: int) -> ResolvedCheckpoint | None:
-        """Return the checkpoint at a path, or else the newest below it."""
-        recognised, step = recognise(path), _step_at(path)
-        adapter = adapter_file(path) if recognised is None else None
-        if adapter is not None:
-            path, recognised = adapter, recognise(adapter)
-        if recognised is not None:
-            reason = self._damage(path)
-            if reason is None:
-                resolved = self._take(path, recognised.name, _step_inside(path) if step is None else step, "")
-                reason = lacks_last(path)
-                if reason is None:
-                    return resolved
-                self.unfinished.append((resolved, reason))
-        elif not storage.isdir(path):
-            reason = "not a checkpoint of a known format"
-        else:
-            reason = _unfinished(path)
-            if reason is None:
-                found_inside = self._inside(path, depth, step)
-                reason = None if found_inside is None else lacks_last(path)
-                if found_inside is None or reason is None:
-                    return found_inside
-                self.unfinished.append((found_inside, reason))
-        self._skip(path, reason)
-        return None
-
-    def _inside(self, path: str, depth: int, step: int | None) -> ResolvedCheckpoint | None:
-        """Return the newest checkpoint in a directory that is not one itself."""
-        num_skipped = len(self.skipped)
-        checkpoint = self.below(path, depth - 1) if depth > 0 else None
-        if checkpoint is not None:
-            return checkpoint if checkpoint.step is not None else replace(checkpoint, step=step)
-        is_like_others = any(name in listing(path) for name in self.alone)
-        if len(self.skipped) != num_skipped or not (is_like_others or is_ordered(os.path.basename(path))):
-            return None
-        files = [name for name in list_weights(path) if may_be_model(os.path.basename(name))]
-        is_alone = len(files) == 1 and files[0].endswith(TORCH_FILES) and os.sep not in files[0]
-        if is_alone and not _PART.search(files[0]) and self._is_inside(file := os.path.join(path, files[0])):
-            self.alone.add(files[0])
-            alone = self._look(file, 0)
-            return None if alone is None else replace(alone, step=step)
-        may_be = f"; if {escape(files[0])} is a whole model, give it by its own path" if files else ""
-        if files or step is not None:
-            self._skip(path, f"it holds no checkpoint of a known format{may_be}")
-        return None
-
-    def _is_inside(self, path: str) -> bool:
-        """False for a link that leads out of the directory that was given."""
-        return storage.realpath(path).startswith(self.inside)
-
-    def _has_skipped_beside(self, directory: str, name: str) -> bool:
-        """True if something other than `name` was passed over in a directory, unless its step is lower."""
-        inside = [os.path.relpath(os.path.join(self.home, path), directory) for path, _ in self.skipped]
-        others = {path.split(os.sep)[0] for path in inside} - {name, os.pardir, os.curdir}
-        return not all(_is_older(other, name) for other in others)
-
-    def _damage(self, path: str) -> str | None:
-        """Return why a checkpoint cannot be taken, None if it opens."""
+    def _open(self, path: str) -> str | None:
+        """Open a checkpoint; return why it cannot be taken, None if it can."""
         structure = find_structure(path) if storage.isdir(path) else None
-        known = structure.structure if structure else None
-        last = known.last if known is not None and not known.is_taken_without_last else None
-        last = _last_of_trainer(path) if last is None else last
+        last = (
+            structure.structure.last if structure and not structure.structure.is_taken_without_last else None
+        )
+        last = last or _last_of_trainer(path)
         if last is not None and not storage.lexists(os.path.join(path, last)):
             return f"the save did not finish: {last}, which is written last, is missing"
         try:
-            self.opened[path] = _open_models(path)
+            opened = _open_models(path)
         except SourceError as error:
             return "; ".join((error.message, *error.problems[:1]))
-        files = (file.path for model in self.opened[path] for file in model.catalog.files)
-        return _unfinished_part(home_of(path), _MAX_DEPTH, {os.path.dirname(file) for file in files})
+        files = (file.path for model in opened for file in model.catalog.files)
+        reason = _unfinished_part(home_of(path), _MAX_DEPTH, {os.path.dirname(file) for file in files})
+        if reason is None:
+            self.opened[path] = opened
+        return reason
 
-    def _children(self, directory: str) -> list[str]:
-        """Return the names in a directory that may be checkpoints or hold some."""
-        names: list[str] = []
+    def _names(self, directory: str) -> list[str]:
+        """Return the names in a directory that may be checkpoints or have some below."""
+        names, neighbours = list[str](), dict[str, str]()
         for entry in self._scan(directory):
-            if is_left_out(entry.name) or is_data_folder(entry.name):
+            name, path = entry.name, entry.path
+            if is_left_out(name) or is_data_folder(name):
                 continue
-            path = entry.path
-            if entry.is_symlink() and not storage.exists(path):
-                if is_a_place(entry.name):
-                    self._skip(path, f"a link to {escape(storage.readlink(path))}, which is not there")
+            reason = self.why_not_followed(path)
+            if reason is None and not (
+                storage.isdir(path) or (name.endswith(_FILES) and storage.isfile(path))
+            ):
                 continue
-            if entry.is_symlink() and not self._is_inside(path):
-                if is_a_place(entry.name):
-                    self._skip(path, f"a link that leads out of {escape(self.home)}: it was not followed")
-                continue
-            if not storage.isdir(path) and not (entry.name.endswith(_FILES) and storage.isfile(path)):
-                continue
-            if is_temporary(entry.name):
-                self._skip(path, "it has a temporary name: the save did not finish")
-                continue
-            names.append(entry.name)
-        optimizers = optimizers_beside(directory, names)
-        if self._is_in_a_checkpoint(directory):
-            names = _without_exports(directory, names)
-        return [
-            name for name in names if name not in optimizers and not self._is_export(directory, name, names)
-        ]
+            if reason is None and is_temporary(name):
+                reason = "it has a temporary name: the save did not finish"
+            if reason is not None:
+                (self.broken if is_ordered(name) else self.aside)[path] = reason
+            elif entry.is_symlink() and not _is_of_lightning(name):
+                neighbours[name] = storage.realpath(path)
+            if reason is None or is_ordered(name):
+                names.append(name)
+        real = {os.path.join(storage.realpath(directory), name) for name in names} if neighbours else set()
+        stems = {stem for name in names for stem in (name, name.removesuffix(_FILES))}
+        out = optimizers_beside(directory, names)
+        out |= {name for name, target in neighbours.items() if target in real}
+        out |= {name for name in names if name.removesuffix(EXPORT_ENDING) in stems - {name}}
+        return sorted(set(names) - out)
+
+    def why_not_followed(self, link: str) -> str | None:
+        """Return why a link is not followed; None if it may be, and for a path that is no link."""
+        if not storage.islink(link):
+            return None
+        if not storage.exists(link):
+            return f"a link to {escape(storage.readlink(link))}, which is not there"
+        is_inside = storage.realpath(link).startswith(self.inside)
+        return None if is_inside else f"a link that leads out of {escape(self.home)}: it was not followed"
 
     def _scan(self, directory: str) -> Iterator[os.DirEntry[str]]:
         """Yield directories, links and .ckpt files."""
@@ -738,144 +608,48 @@ class _Search:
         except OSError as error:
             if directory == self.home:
                 formats.open(directory)  # raises, as it cannot be listed
-            self._skip(directory, f"cannot be listed: {error.strerror}")
-
-    def _is_export(self, directory: str, name: str, names: list[str]) -> bool:
-        """True for what consolidate wrote beside a checkpoint: it has no optimizer and is no newer than that."""
-        stem, path = EXPORT_ENDINGS.sub("", name), os.path.join(directory, name)
-        return (
-            stem != name
-            and any(other == stem or other.startswith(f"{stem}.") for other in names)
-            and (adapter_file(path) or recognise(path)) is not None
-            and not _is_sharded(path)
-        )
+            self.broken[directory] = f"cannot be listed: {error.strerror}"
 
     def _holds_training_states(self) -> bool:
         """True if a Hub model stands in a run's own directory, beside the checkpoints of its training."""
         if not storage.isdir(self.home):
             return False
-        for name in self._children(self.home):
-            recognised = recognise(os.path.join(self.home, name)) if step_of(name) is not None else None
-            if recognised is not None and recognised.is_sharded:
-                return True
-        return False
-
-    def _mention(self, directory: str, beyond: list[str], tracker: str) -> None:
-        """Skip what was saved after the one that a tracker names."""
-        for name in beyond:
-            reason = f"newer than what {tracker} names: its save was not recorded as finished"
-            self._skip(os.path.join(directory, name), reason)
-
-    def _skip(self, path: str, reason: str, *, is_complete: bool = False) -> None:
-        name = os.path.relpath(path, self.home)
-        if is_complete:
-            self.complete.add(name)
-        if all(known != name for known, _ in self.skipped):
-            self.skipped.append((name, reason))
-
-    def _take(self, path: str, format: str, step: int | None, reason: str) -> ResolvedCheckpoint:
-        return ResolvedCheckpoint(
-            path=path, format=format, step=step, reason=reason, skipped=tuple(self.skipped)
+        steps = (
+            os.path.join(self.home, name) for name in self._names(self.home) if step_of(name) is not None
         )
+        return any((row := recognise(step)) is not None and row.is_sharded for step in steps)
+
+    def _candidate(self, path: str, format: str, reason: str) -> ResolvedCheckpoint:
+        return ResolvedCheckpoint(path=path, format=format, step=step_of(_name_of(path)), reason=reason)
+
+    def _chosen(
+        self, candidate: ResolvedCheckpoint, directory: str, name: str, why: str
+    ) -> ResolvedCheckpoint:
+        it = "it" if candidate.path == os.path.join(directory, name) else escape(name)
+        return replace(candidate, reason=why.format(it=it))
 
 
-def _have_one_model(models: Collection[Checkpoint], others: Collection[Checkpoint]) -> bool:
-    """True if most names of the smaller of two checkpoints are in both, or if one is an adapter, with names of its own."""
-    left, right = _base_names(models), _base_names(others)
-    return (None in left) != (None in right) or 2 * len(left & right) >= min(len(left), len(right))
+def _name_of(path: str) -> str:
+    """Return the name that has a checkpoint's step; `last.ckpt` may be a link to one that does."""
+    name = os.path.basename(storage.absolute(path))
+    return name if step_of(name) is not None else os.path.basename(storage.realpath(path))
 
 
-def _base_names(models: Collection[Checkpoint]) -> set[str | None]:
-    """Return names of weights without what is put above a model, and None if there are an adapter's."""
-    catalogs = [model.catalog for model in models]
-    names = {fqn for each in catalogs for fqn in each.tensors}
-    names -= {fqn for each in catalogs for fqn in optimizer_names(each.tensors.values(), each.objects)}
-    return {base_name(join(dropwhile(_ABOVE_MODELS.__contains__, clean(name)))) for name in names}
+def _weights_in(path: str) -> list[str]:
+    return [name for name in list_weights(path) if may_be_model(os.path.basename(name))]
 
 
-def _why(
-    best: ResolvedCheckpoint, rule: int, num_names: int, num_found: int, *, is_only: bool, has_others: bool
-) -> str:
-    """Return why a checkpoint was taken from a directory.
-
-    Args:
-        num_names: how many names the rule matches.
-        num_found: how many complete ones it found, among names that are not numbered alike.
-        is_only: nothing that may be newer is incomplete.
-        has_others: other complete ones may be newer.
-    """
-    if rule not in (STEP, EPOCH, OTHER):
-        return RULES[rule]
-    if num_found > 1 and best.step is None:
-        return "nothing tells whether {it} is the newest one"
-    why = "{it} has the highest step of runs that are not numbered alike" if num_found > 1 else RULES[rule]
-    if num_names > 1 or num_found > 1:
-        return why if is_only else f"{why}, of those that are complete"
-    if has_others and rule != OTHER:
-        what = "a step" if rule == STEP else "an epoch"
-        return f"{{it}} is the only {'one' if is_only else 'complete one'} with {what} in its name"
-    return "{it} is the only one" if is_only else "{it} is the only complete one"
+def _only_file(path: str) -> str | None:
+    """Return the file of `torch.save` that is all the weights in a step's directory."""
+    files = _weights_in(path) if is_ordered(os.path.basename(path)) else []
+    is_whole = len(files) == 1 and files[0].endswith(TORCH_FILES) and os.sep not in files[0]
+    return os.path.join(path, files[0]) if is_whole and not _PART.search(files[0]) else None
 
 
-def _undated(best: ResolvedCheckpoint, candidates: Iterable[ResolvedCheckpoint]) -> list[tuple[str, str]]:
-    """Return (path, reason) of those whose age no step tells, of several found by one rule."""
-    return [
-        (other.path, _UNDATED)
-        for other in candidates
-        if other is not best and None in (other.step, best.step)
-    ]
-
-
-def _is_sharded(path: str) -> bool:
-    recognised = recognise(path)
-    return recognised is not None and recognised.is_sharded
-
-
-def _without_exports(directory: str, names: list[str]) -> list[str]:
-    """Return the names in a step's directory without Hub models, if a sharded checkpoint of that step is there."""
-    recognised = {name: recognise(os.path.join(directory, name)) for name in names}
-    if not any(row is not None and row.is_sharded for row in recognised.values()):
-        return names
-    return [name for name, row in recognised.items() if row is None or row.name != "hub"]
-
-
-def _groups(places: Iterable[tuple[Recency, str]]) -> Iterator[list[str]]:
-    """Yield together the names that are numbered alike, or that trainers give one meaning."""
-    groups = dict[tuple[int, str], list[str]]()
-    for place, name in places:
-        groups.setdefault((place.rule, family_of(name) if place.rule in (HOME, OTHER) else ""), []).append(
-            name
-        )
-    yield from groups.values()
-
-
-def _what_it_is(checkpoint: ResolvedCheckpoint) -> str:
-    """Describe a checkpoint whose name tells no step: where its link leads, or the step that it holds."""
-    name = escape(os.path.basename(checkpoint.path))
-    if storage.islink(checkpoint.path):
-        return f"{name}, a link to {escape(storage.readlink(checkpoint.path))},"
-    return f"{name}, which holds step {checkpoint.step},"
-
-
-def _step_inside(path: str) -> int | None:
-    """Return the step that Lightning keeps in a .ckpt file, or in the meta.pt of a directory."""
-    file = os.path.join(home_of(path), _META) if storage.isdir(path) else path
-    if not file.endswith((_META, *_FILES)) or not storage.isfile(file):
-        return None
-    from shardkit.formats.torchsave.file import open_torch_file  # here, as most names tell the step
-
-    try:
-        tree = open_torch_file(locate(os.path.dirname(file), os.path.basename(file)), file).tree
-    except ShardkitError:
-        return None
-    step = tree.get("global_step") if isinstance(tree, dict) else None
-    return step if type(step) is int and step >= 0 else None
-
-
-def _step_at(path: str) -> int | None:
-    """Return the step that a name tells; `last.ckpt` may be a link to one that does."""
-    step = step_of(os.path.basename(storage.absolute(path)))
-    return step if step is not None else step_of(os.path.basename(storage.realpath(path)))
+def _holds_nothing(path: str) -> str:
+    files = _weights_in(path)
+    may_be = f"; if {escape(files[0])} is a whole model, give it by its own path" if files else ""
+    return f"it holds no checkpoint of a known format{may_be}"
 
 
 def _last_of_trainer(path: str) -> str | None:
@@ -883,34 +657,30 @@ def _last_of_trainer(path: str) -> str | None:
     parent, name = os.path.split(storage.absolute(path))
     if not _OF_TRAINER.fullmatch(name):
         return None
-    beside = (other for other in listing(parent) if _OF_TRAINER.fullmatch(other))
-    is_trainer = any(
-        storage.isfile(os.path.join(parent, other, _TRAINER_STATE))
-        and recognise(os.path.join(parent, other)) is not None
-        for other in beside
-    )
+    steps = [os.path.join(parent, name) for name in listing(parent) if _OF_TRAINER.fullmatch(name)]
+    is_trainer = any(storage.isfile(os.path.join(step, _TRAINER_STATE)) and recognise(step) for step in steps)
     return _TRAINER_STATE if is_trainer else None
 
 
-def _unfinished_part(path: str, depth: int, held: Collection[str]) -> str | None:
+def _unfinished_part(path: str, depth: int, read: Collection[str]) -> str | None:
     """Return the evidence that the save of a part, such as the optimizer, did not finish; None if there is none.
 
     Args:
         path: a checkpoint, or a folder of it.
         depth: levels of folders to look at.
-        held: folders with files that the checkpoint itself uses; its `.metadata` may lie above them.
+        read: folders with files that the checkpoint itself uses; its `.metadata` may lie above them.
     """
     for name in sorted(listing(path)) if depth else ():
         part = os.path.join(path, name)
-        if step_of(name) is not None or part in held or storage.islink(part) or not storage.isdir(part):
+        if step_of(name) is not None or part in read or storage.islink(part) or not storage.isdir(part):
             continue
-        reason = None if is_dcp(part) else _unfinished(part) or _unfinished_part(part, depth - 1, held)
+        reason = None if is_dcp(part) else unfinished(part) or _unfinished_part(part, depth - 1, read)
         if reason is not None:
             return f"{escape(name)}: {reason}"
     return None
 
 
-def _tracked(directory: str) -> tuple[str, str] | None:
+def _tracker_in(directory: str) -> tuple[str, str] | None:
     """Return (tracker file, its content) of a directory, None if it has none."""
     for tracker in TRACKERS:
         try:
@@ -920,16 +690,4 @@ def _tracked(directory: str) -> tuple[str, str] | None:
         text = data.decode("utf-8", "replace").strip()
         if text and os.path.basename(text) == text and text not in (os.curdir, os.pardir):
             return tracker, text
-    return None
-
-
-def _unfinished(path: str) -> str | None:
-    """Return the evidence that a directory is a save that did not finish; None if there is none."""
-    names = listing(path)
-    if ".metadata.tmp" in names:
-        return "the save did not finish: .metadata.tmp was never renamed"
-    if has_any(names, "*.distcp"):
-        return "the save did not finish: there are .distcp files without .metadata"
-    if any(map(is_data_folder, names)):
-        return "the save did not finish: .metadata is missing, which is written last"
     return None

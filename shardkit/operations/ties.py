@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from shardkit.core.catalog import Catalog
+from shardkit.core.text import listed
+from shardkit.files.location import location_of
 from shardkit.keys import ties
 from shardkit.keys.ties import tied_names
 from shardkit.transfer.sources import same_bytes
@@ -25,6 +27,17 @@ class Ties:
     """(embedding, head) that ought to be tied but differ: both are kept."""
     untied: bool
     """Head and embedding differ and are both kept, whether or not they ought to be tied."""
+
+
+def shared_record_notes(path: str, tied: Collection[str]) -> tuple[str, ...]:
+    """Return a note of the names that share a record with another, where a reader refuses that.
+
+    Args:
+        path: of the output.
+        tied: one name of each such pair or group.
+    """
+    needed = location_of(path).of_shared_records
+    return (f"tied names share one record ({listed(tied)}): {needed}",) if tied and needed else ()
 
 
 def resolve_ties(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,21 +27,17 @@ from shardkit.errors import (
     UsageError,
     check_torch,
 )
-from shardkit.formats.owned import Made, OutputKind
+from shardkit.formats.owned import OutputKind
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.casts import beyond_range
-from shardkit.operations.environment import mixed_versions
 from shardkit.operations.options import WriteOptions
-from shardkit.operations.parts.agreement import Committing, NotThere, Share
+from shardkit.operations.parts.agreement import Committing, Share
 from shardkit.operations.parts.divided import Describe, Divided
-from shardkit.operations.parts.ingredients import Job, agreement_of, hash_plan, machine_of, versions_of
+from shardkit.operations.parts.ingredients import Job, agreement_of
 from shardkit.operations.parts.part import ALL, Part
 from shardkit.operations.parts.results import PartResult, Told, converted_in
 from shardkit.operations.places import Destination, destination_at
-from shardkit.osft.job import FactoredJob
-from shardkit.osft.phase import FactorPhase, PhaseAt
 from shardkit.transfer.checks import OFF, CheckedSource
-from shardkit.transfer.existing import Existing
 
 _PartOutcome = tuple[PartResult | None, CheckedSource]
 """What became of a part, and what was compared."""
@@ -58,22 +54,8 @@ class Writing:
     """Room on the disk for everything that is written."""
     share_extents: bool = False
     """Clone blocks of the source instead of copying them."""
-    factors: FactoredJob | None = None
-    """Computes what fills holes before the engine does the rest, if the plan has such."""
     after: Callable[[], object] = lambda: None
-    """Does what comes after the output. Where others made it, it is called only if they may have died before."""
-    can_read: bool = True
-    """False where the source would have to be downloaded first: no download is worth the answer that there is an output."""
-    describes_elsewhere: bool = False
-    """Something that describes the output goes to another place: then it is described in any case."""
-    open_all: Callable[[], Job] | None = None
-    """Returns the job with all records open; None if they are."""
-
-    def whole(self) -> Job:
-        """Return the job with all records open, where other parts read some of them."""
-        tensors = self.job.plan.catalog.tensors.values()
-        is_part = any(entry.nbytes and not entry.num_chunks for entry in tensors)
-        return self.open_all() if is_part and self.open_all is not None else self.job
+    """Does what comes after the output; called by the process that made it, or with `exist_ok` for one that was there."""
 
 
 class Writer:
@@ -94,21 +76,19 @@ class Writer:
     ) -> None:
         options.check()
         self._begun, self._given = time.monotonic(), options
-        made: Made | None = None if looks_late else {}
-        self._destination_at = partial(destination_at, options=options, kind=kind, made=made)
+        self._destination_at = partial(destination_at, options=options, kind=kind, looks_late=looks_late)
         self._progress, self._told = TimedProgress(progress_for(options.progress)), Told(options.on_warning)
         self.warn = self._told.tell
         self._infinite: dict[tuple[str, DType], None] = {}
-        self.options = replace(options.execute_options(), infinite=self._note_infinite)
+        self.options = replace(
+            options.execute_options(), infinite=partial(options.note_infinite, self._infinite)
+        )
         """How the engine moves bytes."""
         self._destination: Destination | None = None
         self.was_there = False
-        """True once what is at the destination is known to be what would be written."""
-        self.ends = False
-        """True once the output is there, and what comes after it is this process's to do."""
-        self.record_bytes = 0
-        """Of factors that lie beside the output, or on the local disk, until it is there."""
-        self._has_made: Divided | None = None
+        """True once an output that is there already is left as it is."""
+        self.has_made = False
+        """True once this process has made the output."""
         self._facts: dict[str, Any] = {}
 
     @property
@@ -132,13 +112,11 @@ class Writer:
         """
         self._destination = self._destination or self._destination_at(output)
         self._destination.check(output, source, named_after)
-        if self._given.ends and not self._destination.is_there:
-            raise NotThere
         return self._destination.path
 
     @property
     def exists(self) -> bool:
-        """True if an output is at the destination that may be what is to be written; `write` tells."""
+        """True if an output is at the destination, and nothing is going to be written."""
         return self._destination is not None and self._destination.exists is not None
 
     def find_manifests(self, catalogs: Sequence[Catalog], source: str) -> SourceManifests:
@@ -152,16 +130,14 @@ class Writer:
     def write(self, writing: Writing) -> None:
         """Write a job's output, or with a dry run check that it could be written.
 
-        On Ctrl-C or SIGTERM what was finished stays for the next run, and where a process died that computed something; on
-        any other error it is removed.
+        On Ctrl-C or SIGTERM what was finished stays for the next run; on any other error it is removed.
 
         Raises:
             Interrupted: after a signal.
-            IncompleteError: a process died that computed factors.
             IntegrityError, ResourceError: as `Execution.run`, and whatever `describe` raises; or there is no room.
             UsageError: something else is at the destination by now.
         """
-        if writing.job.plan.needs_torch or writing.factors is not None:
+        if writing.job.plan.needs_torch:
             check_torch()
         with contextlib.ExitStack() as stack:
             divided = self._divided(writing, stack)
@@ -169,35 +145,29 @@ class Writer:
                 self._write(writing, divided)
             finally:  # of files that an interrupted run finished, the next one converts nothing
                 self.warn(beyond_range(self._infinite))
-            if not self.ends:
-                return
-            with contextlib.nullcontext() if self._has_made is None else divided.place.attended():
+            if self.has_made or (self.was_there and divided.place.is_left):
+                # The output of a run is there, whatever stays beside it; the next run removes that.
+                with contextlib.suppress(*[ResourceError] if self._given.share is None else []):
+                    divided.place.clean_up(keeps_mark=isinstance(self._given.share, Part))
+                self._told.keep(self.destination.foreign())
+            is_again = self.was_there and self._given.exist_ok and self._given.share is None
+            if self.has_made or (is_again and not self._given.dry_run):
                 writing.after()
-                if self._has_made is not None:
-                    # The output of a run is there, whatever stays beside it; the next run removes that.
-                    with contextlib.suppress(*[ResourceError] if self._given.share is None else []):
-                        divided.place.clean_up(keeps_mark=isinstance(self._given.share, Part))
-                    self._told.keep(self.destination.foreign())
 
     def _write(self, writing: Writing, divided: Divided) -> None:
         if (exists := self.destination.still_exists()) is not None:
-            self._find_there(writing, divided, exists)
+            self._find_there(divided, exists)
             return
         try:
             self._write_here(writing, divided)
         except UsageError as error:  # asked afterwards: another process may make the output at any moment
             if self._given.overwrite or not self.destination.may_be_there():
                 raise
-            try:
-                self._find_there(writing, divided, error)
-            except UsageError as other:
-                problems = error.problems or other.problems
-                raise UsageError(error.message, problems=problems, hint=error.hint) from other
+            self._find_there(divided, error)
 
     def _write_here(self, writing: Writing, divided: Divided) -> None:
         share, free = self._given.share, self.destination.free_bytes()
-        records = 0 if writing.factors is None else writing.factors.records.nbytes
-        self.record_bytes = self.destination.check_room(divided, writing.needed_bytes, records)
+        self.destination.check_room(divided, writing.needed_bytes)
         if share is not None:
             divided.place.check_absent(is_part=isinstance(share, Part))
         if self._given.dry_run:
@@ -208,17 +178,15 @@ class Writer:
         outcome = carry_out(writing, divided)
         if outcome is None:
             exists = UsageError(f"{escape(self.path)} exists: another process has made it meanwhile")
-            self._find_there(writing, divided, exists)
+            self._find_there(divided, exists)
             return
-        if self.was_there and self.ends and writing.describes_elsewhere and divided.place.vouches:
-            self._describe_again(writing, divided)
         self._note(divided, outcome, free=free)
 
     def _run(self, writing: Writing, divided: Divided) -> _PartOutcome | None:
         """Write all of a job, and remove what was written if it fails; None if another process has made an output meanwhile.
 
-        It stays after a signal, where a process died that computed something, and where something that appeared at the
-        destination has to be moved away first: the same command goes on with it.
+        It stays after a signal, and where something that appeared at the destination has to be moved away first: the same
+        command goes on with it.
         """
         self._told.keep(self.destination.unknown(divided.place.notebook.path))
         try:
@@ -231,64 +199,25 @@ class Writer:
             with contextlib.suppress(OSError, ShardkitError):
                 self._told.keep(self.destination.foreign())
             raise
-        if self._has_made is not None and not self.was_there:
-            return outcome
-        if self._given.overwrite and not writing.describes_elsewhere:
-            self._take(divided)  # by a run of this very plan, whatever has replaced its output since
-            return outcome
-        return None
+        return outcome if self.has_made else None
 
-    def _find_there(self, writing: Writing, divided: Divided, exists: UsageError) -> None:
-        """Take what is at the destination for the output if it is of this plan; errors as `_compare`."""
-        share, part, source, place = self._given.share, None, CheckedSource(), divided.place
-        is_known = place.is_committed
-        self._take(divided if share is not None or is_known else None)
-        if not is_known or (self.ends and writing.describes_elsewhere):
-            if not place.vouches:
-                source = self._compare(writing, exists, is_known=is_known)
-            elif is_known:
-                self._describe_again(writing, divided)
-            else:
-                raise UsageError(f"{exists.message}, and is not what this command writes", hint=exists.hint)
-        place.give_way()
-        self._told.keep(self.destination.foreign())
-        if share is None:
-            place.remove_others()
-        elif isinstance(share, Committing):
-            share.on_end(False)
-        else:
-            part = divided.all_done(share)
-        self._note(divided, (part, source), free=self.destination.free_bytes(), finished=0)
-
-    def _take(self, divided: Divided | None) -> None:
-        """Take the output for one that was there before; what comes after it is somebody's who made it and is alive."""
+    def _find_there(self, divided: Divided, exists: UsageError) -> None:
+        """Leave an output as it is that processes of this plan have made, or any with `exist_ok`; else raise `exists`."""
+        share, part, place = self._given.share, None, divided.place
+        is_ours = place.is_committed
+        if not (is_ours or self._given.exist_ok):
+            raise exists
         self.was_there = True
-        self.ends = divided is None or divided.place.is_left or self._given.ends
-        self._has_made = divided if self.ends else None
-
-    def _compare(self, writing: Writing, exists: UsageError, *, is_known: bool) -> CheckedSource:
-        """Find out whether what is at the destination is what the job would write; arguments and errors as `Existing.compare`."""
-        job = writing.whole()
-        existing = Existing(
-            path=self.path,
-            recorded=self._given.recorded,
-            plan=job.plan,
-            decided=job.decided,
-            describe=writing.describe,
-            options=self.options,
-            progress=self._progress,
-            factors=writing.factors,
-        )
-        return existing.compare(
-            exists,
-            hash_plan(writing.job),
-            can_read=writing.can_read,
-            is_known=is_known,
-            in_any_case=writing.describes_elsewhere,
-        )
-
-    def _describe_again(self, writing: Writing, divided: Divided) -> None:
-        divided.describe_again(self.destination.prepared(writing.whole().plan, self.options)[0])
+        if is_ours:
+            place.give_way()
+            self._told.keep(self.destination.foreign())
+        if share is None and not self._given.dry_run:
+            place.remove_others()  # what dead runs have left
+        if isinstance(share, Committing):
+            share.on_end(False)
+        elif share is not None:
+            part = divided.all_done(share)
+        self._note(divided, (part, CheckedSource()), free=self.destination.free_bytes(), finished=0)
 
     def _note(
         self, divided: Divided, outcome: _PartOutcome, *, free: int | None, finished: int | None = None
@@ -296,10 +225,9 @@ class Writer:
         """Keep what the result says of the writing."""
         (part, source), plan = outcome, divided.plan
         resumed = 0 if part is None else part.resumed_files
-        sizes = tuple(image.size for image in plan.images)
         self._facts |= {
-            "num_files": len(sizes),
-            "file_bytes": sizes,
+            "num_files": len(plan.images),
+            "file_bytes": tuple(image.size for image in plan.images),
             "read_bytes": plan.read_bytes,
             "written_bytes": plan.written_bytes,
             "converted": tuple(converted_in(plan)),
@@ -309,6 +237,7 @@ class Writer:
             "free_bytes": free,
             "resumed_files": resumed if finished is None else finished,
             "part": None if self._given.share is None else part,
+            "replaced": divided.place.replaced,
         }
 
     def facts(self, warnings: Iterable[str]) -> dict[str, Any]:
@@ -327,20 +256,13 @@ class Writer:
             "warnings": (*warnings, *self._told.kept, *beyond_range(self._infinite)),
         }
 
-    def _note_infinite(self, fqn: str, dtype: DType) -> None:
-        self._infinite[fqn, dtype] = None  # from any thread
-
     def _carry_out(self, writing: Writing, divided: Divided, share: Share) -> _PartOutcome:
         """Write a part, and make the output if it was the last; return what became of it, and what was compared."""
         result: PartResult | None = None
-        divided.on_joined = lambda begun: self._warn_of_versions(writing.job, begun)
         try:
-            if isinstance(share, Committing):
-                self._warn_of_versions(writing.job, share.versions or {})
             if isinstance(share, Part):
                 result = divided.run(share)
-                if divided.was_there:
-                    self._take(divided)
+                self.was_there |= divided.was_there
                 if result.is_committed:
                     self._told.keep(divided.warnings())
                 # A run that lacks something could not read a note for a moment: `commit` looks once more.
@@ -355,10 +277,8 @@ class Writer:
             has_committed = place.has_made  # else another process has, and what comes after is that one's
         finally:
             self._progress.finish()
-        if has_committed:
-            self.ends, self._has_made = True, divided
-        elif isinstance(share, Committing):
-            self._take(divided)
+        self.has_made = has_committed
+        self.was_there |= isinstance(share, Committing) and not has_committed
         if result is not None:
             result = replace(result, is_committed=True, by_another=not has_committed)
         if isinstance(share, Committing):
@@ -366,41 +286,21 @@ class Writer:
         self._told.keep(divided.warnings())
         return result, divided.compared()
 
-    def _warn_of_versions(self, job: Job, begun: Mapping[str, str]) -> None:
-        """Warn if what this process goes on with was begun with other versions of packages."""
-        self._told.keep(filter(None, [mixed_versions([begun], versions_of(job))]))
-
     def _divided(self, writing: Writing, stack: contextlib.ExitStack) -> Divided:
         """Return the job as its parts carry it out; a run of one process carries out all of it."""
-        job, factors, share = writing.job, writing.factors, self._given.share
+        job, share = writing.job, self._given.share
         options = replace(self.options, share_extents=writing.share_extents)
         plan, options = self.destination.prepared(job.plan, options)
-        weights, replaces = [] if factors is None else factors.weights, self.destination.replaces()
-        agreement = agreement_of(job, self._given.command, share, weights, replaces)
+        agreement = agreement_of(job, self._given.command, share, self.destination.replaces())
         if isinstance(share, Committing):
             share.check(agreement)
-        place = self.destination.place(job, agreement, is_computed=factors is not None)
         return Divided(
-            stack.enter_context(place),
+            stack.enter_context(self.destination.place(job, agreement)),
             agreement,
             plan,
             job.output.data_nbytes,
             writing.describe,
             options,
             self._progress,
-            self._phase(job, factors),
             is_run=share is None,
-        )
-
-    def _phase(self, job: Job, factors: FactoredJob | None) -> PhaseAt | None:
-        """Return what computes the factors of a job, given the place of their records; None if there are none."""
-        if factors is None:
-            return None
-        return lambda records: FactorPhase(
-            job=factors,
-            place=records,
-            compares=self.options.check_source,
-            computed_by=machine_of(job),
-            versions=versions_of(job),
-            another_place=self.destination.another_place,
         )

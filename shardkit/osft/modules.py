@@ -70,7 +70,7 @@ class OsftLinear(nn.Module):
         if name == "weight":
             raise AttributeError(
                 f"{escape(self.path)} has OSFT factors and no weight, which the model's own code reads; leave it dense: "
-                f"add '!{escape(self.path)}' to the targets of the plan (OsftPlan.targets, --osft-targets)"
+                f"add '!{escape(self.path)}' to the targets (OsftPlan.targets)"
             )
         return super().__getattr__(name)
 

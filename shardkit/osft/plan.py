@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import floor
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardkit.core.factored import Svd, Target
 from shardkit.core.regions import Shape
@@ -75,7 +75,7 @@ class OsftPlan:
         UsageError.raise_for(
             said,
             "this is no plan for OSFT",
-            hint="--osft 0.3 trains three tenths of each target's singular directions",
+            hint="osft=0.3 trains three tenths of each target's singular directions",
         )
 
     @property
@@ -85,42 +85,20 @@ class OsftPlan:
         return tuple(glob.strip() for glob in given if glob.strip())
 
 
-def as_plan(osft: float | OsftPlan | Mapping[str, Any] | None) -> OsftPlan | None:
-    """Return the plan that somebody gave, which a ratio or its `as_config` may stand for; None for None.
+def as_plan(osft: float | OsftPlan | None) -> OsftPlan | None:
+    """Return the plan that a caller gave, for which a ratio may stand; None for None.
 
     Raises:
         UsageError: it is no plan, or the ratio is not between 0 and 1.
     """
     if osft is None or isinstance(osft, OsftPlan):
         return osft
-    if isinstance(osft, Mapping):
-        return OsftPlan(**osft)
     if isinstance(osft, bool) or not isinstance(osft, (int, float)):
         raise UsageError(
             f"osft is a {type(osft).__name__}",
             hint="give the share of each weight's directions that is trained, such as 0.3, or an OsftPlan",
         )
     return OsftPlan(ratio=float(osft))
-
-
-def plan_of_options(
-    ratio: float | None, targets: str | None, ranks: Iterable[str], svd: str | None
-) -> OsftPlan | None:
-    """Return the plan that the options of the command line say; None without --osft.
-
-    Raises:
-        UsageError: some are given without --osft, or cannot be carried out.
-    """
-    if ratio is None:
-        given = {"--osft-targets": targets, "--osft-rank": tuple(ranks), "--osft-svd": svd}
-        UsageError.raise_for(
-            [option for option, value in given.items() if value],
-            "options for factors, without --osft",
-            hint="--osft 0.3 trains three tenths of each target's singular directions",
-        )
-        return None
-    about = {name: value for name, value in (("targets", targets), ("svd", svd)) if value is not None}
-    return OsftPlan(ratio=ratio, ranks=parse_ranks(ranks), **about)  # type: ignore[arg-type]  # checked there
 
 
 def _bad_ratio(what: str, ratio: float) -> str:
@@ -136,55 +114,18 @@ def _bad_rank(glob: str, rank: int | float) -> str:
     return "" if rank > 0 else f"the rank of {escape(glob)} is {rank}: nothing would be kept"
 
 
-def parse_ranks(texts: Iterable[str]) -> dict[str, int | float]:
-    """Return `OsftPlan.ranks` of what `--osft-rank` takes: "GLOB=K" or "GLOB=RATIO".
-
-    Raises:
-        UsageError: lists all that are neither.
-    """
-    ranks, problems = dict[str, int | float](), list[str]()
-    for text in texts:
-        glob, _, value = text.rpartition("=")
-        try:
-            ranks[glob] = int(value) if value.isdecimal() else float(value)
-        except ValueError:
-            glob = ""
-        if not glob:
-            problems.append(escape(text))
-    message = "--osft-rank is neither GLOB=K nor GLOB=RATIO"
-    UsageError.raise_for(problems, message, hint="--osft-rank '*.down_proj=256', or '*.down_proj=0.5'")
-    return ranks
-
-
 class Candidate(NamedTuple):
     """A weight that may become a target."""
 
     shape: Shape
-    module_class: str | None = None
-    """Name of its module's class; None if there is no model."""
+    module_class: str
+    """Name of its module's class."""
     why_not: str = ""
     """Why it can be no target, e.g. "is tied to model.embed_tokens.weight"; empty if nothing is known against it."""
 
 
-class PlanWording(NamedTuple):
-    """How a plan is written where it was given, so that messages use the same words."""
-
-    targets: str
-    """Name of the option or argument of the targets."""
-    targets_value: str
-    """The option with a value for `{}`."""
-    ranks: str
-    """Name of the option or argument of the ranks."""
-    ranks_value: str
-    """The option with a glob and a rank for both `{}`."""
-
-
-OPTIONS = PlanWording("--osft-targets", "--osft-targets '{}'", "--osft-rank", "--osft-rank '{}={}'")
-ARGUMENT = PlanWording("OsftPlan.targets", "targets='{}'", "OsftPlan.ranks", "ranks={{'{}': {}}}")
-
-
 def choose_targets(
-    plan: OsftPlan, weights: Mapping[str, Candidate], model_type: str | None, wording: PlanWording = OPTIONS
+    plan: OsftPlan, weights: Mapping[str, Candidate], model_type: str | None
 ) -> tuple[tuple[Target, ...], tuple[str, ...]]:
     """Return the targets of a plan, in the order of the weights, and notes.
 
@@ -192,13 +133,12 @@ def choose_targets(
         plan: what is wanted.
         weights: all parameters of a model by FQN. Only `weight` of a linear layer can be a target.
         model_type: from config.json, which tells the targets of "auto".
-        wording: where the plan was given.
 
     Raises:
         LayoutError: nothing matches; or matrices that match cannot be divided (each is named).
         UsageError: some glob of `ranks` or `targets` matches nothing.
     """
-    chosen, left = _matching(plan, weights, model_type, wording)
+    chosen, left = _matching(plan, weights, model_type)
     problems, targets = list[str](), list[Target]()
     for name in chosen:
         why = _unfit(name, weights[name])
@@ -211,15 +151,15 @@ def choose_targets(
     LayoutError.raise_for(
         problems,
         f"{count(len(problems), 'weight')} cannot be divided into what is frozen and what is trained",
-        hint=f"leave such weights dense: {wording.targets_value.format('auto,!GLOB')}",
+        hint="leave such weights dense: targets='auto,!GLOB'",
     )
-    _check_ranks(plan, targets, wording)
-    notes = (f"left dense, as {wording.targets} says: {listed(left)}",) if left else ()
+    _check_ranks(plan, targets)
+    notes = (f"left dense, as OsftPlan.targets says: {listed(left)}",) if left else ()
     return tuple(targets), notes
 
 
 def _matching(
-    plan: OsftPlan, weights: Mapping[str, Candidate], model_type: str | None, wording: PlanWording
+    plan: OsftPlan, weights: Mapping[str, Candidate], model_type: str | None
 ) -> tuple[list[str], list[str]]:
     """Return the weights that a plan's globs name, and those that it leaves dense although they are named."""
     wanted, without = dict[str, None](), dict[str, None]()
@@ -232,7 +172,7 @@ def _matching(
             unused.append(glob)
     if unused:
         raise UsageError(
-            match_nothing(wording.targets, len(unused), "no weight"),
+            match_nothing("OsftPlan.targets", len(unused), "no weight"),
             problems=unmatched(unused, weights),
             hint="globs are compared with names of weights and of their modules: '*.mlp.up_proj'",
         )
@@ -244,7 +184,7 @@ def _matching(
             if not wanted
             else "no weight to divide: all that match are left dense",
             problems=[escape(name) for name in list(weights)[:20]],
-            hint=f"name them: {wording.targets_value.format('*.query,*.key,*.value')}",
+            hint="name them: targets='*.query,*.key,*.value'",
         )
     return chosen, [name for name in weights if name in wanted and name in without]
 
@@ -278,7 +218,7 @@ def _unfit(name: str, weight: Candidate) -> str:
         return f"{list(weight.shape)} is no matrix" + (
             ": experts stay dense" if len(weight.shape) == 3 else ""
         )
-    if weight.module_class not in (None, "Linear"):
+    if weight.module_class != "Linear":
         return f"it belongs to {weight.module_class}, and only a Linear can be divided"
     if not name.endswith(".weight"):
         return "only a parameter called weight can be divided"
@@ -307,29 +247,12 @@ def _bad_division(target: Target) -> str:
     return ""
 
 
-def _check_ranks(plan: OsftPlan, targets: Sequence[Target], wording: PlanWording) -> None:
+def _check_ranks(plan: OsftPlan, targets: Sequence[Target]) -> None:
     names = [target.weight for target in targets]
     unused = [glob for glob in plan.ranks if not _named(glob, names, None)]
     if unused:
         raise UsageError(
-            f"{wording.ranks}: {count(len(unused), 'glob')} without a target",
+            f"OsftPlan.ranks: {count(len(unused), 'glob')} without a target",
             problems=unmatched(unused, names),
-            hint=f"globs are compared with names of targets: {wording.ranks_value.format('*.mlp.up_proj', 256)}",
+            hint="globs are compared with names of targets: ranks={'*.mlp.up_proj': 256}",
         )
-
-
-def as_config(plan: OsftPlan) -> dict[str, Any]:
-    """Return a plan as JSON."""
-    return {"ratio": plan.ratio, "targets": list(plan.globs), "ranks": dict(plan.ranks), "svd": plan.svd}
-
-
-def as_plain(osft: float | OsftPlan | Mapping[str, Any] | None) -> float | dict[str, Any] | None:
-    """Return plain data that stands for the plan that somebody gave: the ratio, if there is no more to it.
-
-    Raises:
-        UsageError: as `as_plan`.
-    """
-    plan = as_plan(osft)
-    if plan is None or plan == OsftPlan(ratio=plan.ratio):
-        return None if plan is None else plan.ratio
-    return as_config(plan)

@@ -37,16 +37,6 @@ def num_operations(target: Target) -> int:
     return 4 * large * small**2 + 9 * small**3
 
 
-def svd_nbytes(target: Target) -> int:
-    """Return the most bytes of memory that a decomposition takes: matrix and products in float64, factors in float32.
-
-    By the Gram matrix it is two matrices in float64 instead of three; a matrix that is nearly singular needs a third,
-    and which it is shows only on the way.
-    """
-    small = target.num_directions
-    return 8 * (3 * target.rows * target.columns + 3 * small**2) + 4 * small * (target.rows + target.columns)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
     """Factors of a weight, and how good they are."""

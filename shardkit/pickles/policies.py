@@ -86,8 +86,6 @@ class Vocabulary:
     """What BINPERSID makes of its argument (it must check it), None if that is refused."""
     set_records: Callable[[dict[Any, Any], list[Any]], None] | None = None
     """Stores [key, value, ...] with records as keys in a dict; None if keys are strings only."""
-    has_bytes: bool = False
-    """Bytes may stand as values; otherwise they are refused."""
     runs: tuple[RunKind, ...] = ()
     """Records that may come in columns: one value on the stack then stands for many."""
 
@@ -283,15 +281,9 @@ def _size_of(num_dims: int) -> Handler:
     return handle
 
 
-def _if_bytes(handler: Handler) -> Handler:
-    return lambda vm, pos: (handler if vm.vocabulary.has_bytes else Strict.refuse)(vm, pos)
-
-
 Strict.opcodes = table(
     {
         0x29: Strict.push_empty_tuple,  # EMPTY_TUPLE
-        0x42: _if_bytes(sized("<I", Strict.push_bytes)),  # BINBYTES
-        0x43: _if_bytes(sized("<B", Strict.push_bytes)),  # SHORT_BINBYTES
         0x52: plain(Strict.reduce),  # REDUCE
         0x58: sized("<I", _text),  # BINUNICODE
         0x62: plain(Strict.build),  # BUILD

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import count, escape, few
 from shardkit.operations.diff import DiffResult, Status, TensorDiff
+from shardkit.operations.diff.amounts import Experts, amount_of, experts_line, experts_of, layer_names
 from shardkit.pictures.page import Page, Section, legend, picture, short_names, table
 
 _MAX_LISTED = 5000
-_MAX_ROWS, _MAX_COLUMNS = 400, 400
+_MAX_ROWS, _MAX_COLUMNS, _MAX_EXPERTS = 400, 400, 1024
 _MAX_SHOWN = 5
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _OUTSIDE = -1
@@ -37,18 +38,6 @@ def place_of(name: str) -> MapPosition:
             parts[index] = "#" if layer == _OUTSIDE else "*"
             layer = int(part) if layer == _OUTSIDE else layer
     return MapPosition(".".join(parts), layer)
-
-
-def amount_of(tensor: TensorDiff) -> float | None:
-    """Return how much a tensor differs, from 0 to 1: its relative error where that is known, else the share of elements
-    that differ; None if its values cannot be compared."""
-    if tensor.status in _ALONE or (tensor.stats is not None and tensor.stats.num_nonfinite):
-        return None
-    if not tensor.is_difference:
-        return 0.0
-    if tensor.stats is not None:
-        return tensor.stats.relative_error or 0.0
-    return tensor.share_changed or 0.0
 
 
 class Heat(NamedTuple):
@@ -81,32 +70,36 @@ def changes_page(result: DiffResult, facts: Sequence[tuple[str, str]]) -> Page:
         result: of any comparison; with figures, colours are relative errors.
         facts: (label, text) of everything else that is to be said.
     """
-    heat, has_stats = heat_of(result.tensors), any(tensor.stats is not None for tensor in result.tensors)
+    heat, experts = heat_of(result.tensors), experts_of(result.tensors)
+    has_stats = any(t.stats is not None for t in result.tensors)
     listed = sorted(result.tensors, key=lambda tensor: tensor.magnitude, reverse=True)[:_MAX_LISTED]
     return Page(
         kicker="comparison of two checkpoints",
         title=" and ".join(short_names(result.a, result.b)),
         verdict=_verdict(result),
-        tone="good" if result.is_equal_after_rounding else "plain",
+        tone="plain" if result.differences else "good",
         figures=list(_figures(result)),
         unusual=[*result.warnings, *_unusual(result)],
-        notable=list(_notable(result, heat)),
-        sections=list(_sections(result, listed, heat, has_stats)),
+        notable=list(_notable(result, heat, experts)),
+        sections=list(_sections(result, listed, heat, experts, has_stats)),
         facts=[*facts, *(("note", note) for note in result.notes)],
-        left_out=list(_left_out(result, heat)),
-        data=_data(result, listed, heat, has_stats),
+        left_out=list(_left_out(result, heat, experts)),
+        data={**_data(result, listed, heat), "experts": _expert_data(experts)},
     )
 
 
 def _verdict(result: DiffResult) -> str:
-    number = count(len(result.tensors), "tensor")
+    number = f"{len(result.tensors):,} tensor{'s' * (len(result.tensors) != 1)}"
     if result.is_equal:
-        return f"Equal: {number} hold the same {'bytes' if result.rtol is None else 'values, within the tolerance'}."
-    if result.is_equal_after_rounding:
-        return f"Equal after rounding or folding: none of {number} differs otherwise."
+        said = "bytes" if result.rtol is None else "values, within the tolerance"
+        if result.as_dtype is not None:
+            said += f", with A rounded to {result.as_dtype}"
+        return f"Equal: {number} hold the same {said}."
+    if not result.differences:
+        return f"Equal after folding: none of {number} differs otherwise."
     if result.count(*_ALONE) == len(result.tensors):
         return f"None of {number} can be compared: A and B share no name and shape."
-    return f"{len(result.differences)} of {number} differ{_where(result)}."
+    return f"{len(result.differences):,} of {number} differ{_where(result)}."
 
 
 def _where(result: DiffResult) -> str:
@@ -125,8 +118,8 @@ def _where(result: DiffResult) -> str:
 
 
 def _figures(result: DiffResult) -> Iterator[tuple[str, str]]:
-    yield f"{len(result.differences):,}", f"of {count(len(result.tensors), 'tensor')} differ"
-    yield f"{len(result.tensors) - len(result.differences):,}", "do not"
+    yield f"{len(result.differences):,}", f"of {len(result.tensors):,} tensors differ"
+    yield f"{len(result.tensors) - len(result.differences):,}", "identical"
     changed = sum(tensor.num_changed or 0 for tensor in result.differences)
     elements = sum(tensor.num_elements for tensor in result.tensors if tensor.num_changed is not None)
     if elements:
@@ -146,7 +139,9 @@ def _unusual(result: DiffResult) -> Iterator[str]:
         yield f"{count(len(odd), 'tensor')} with NaN or infinity on one side: {few(odd, _MAX_SHOWN)}."
 
 
-def _notable(result: DiffResult, heat: Heat) -> Iterator[str]:
+def _notable(result: DiffResult, heat: Heat, experts: Experts) -> Iterator[str]:
+    if experts and result.differences:
+        yield f"Experts: {experts_line(experts)}."
     changed = {
         row
         for (row, _), group in heat.cells.items()
@@ -158,27 +153,32 @@ def _notable(result: DiffResult, heat: Heat) -> Iterator[str]:
     compared = [tensor for tensor in result.differences if amount_of(tensor)]
     if len(compared) > 1:
         most, name = max((amount_of(tensor) or 0.0, tensor.name) for tensor in compared)
-        has_stats = any(tensor.stats is not None for tensor in result.tensors)
-        much = f"a relative error of {most:.3g}" if has_stats else f"{most:.3g} of its elements"
+        much = f"a relative norm of {most:.3g}" if _has_norms(result) else f"{most:.3g} of its elements"
         yield f"{escape(name)} differs most: {much}."
 
 
-def _left_out(result: DiffResult, heat: Heat) -> Iterator[str]:
+def _has_norms(result: DiffResult) -> bool:
+    return any(tensor.relative_error is not None for tensor in result.tensors)
+
+
+def _left_out(result: DiffResult, heat: Heat, experts: Experts) -> Iterator[str]:
     if len(result.tensors) > _MAX_LISTED:
         yield f"the {_MAX_LISTED} tensors that differ most are listed, of {len(result.tensors)}; --json has all"
     if len(heat.rows) > _MAX_ROWS:
         yield f"the first {_MAX_ROWS} of {len(heat.rows)} modules are drawn"
     if len(heat.columns) > _MAX_COLUMNS:
         yield f"the first {_MAX_COLUMNS} of {len(heat.columns)} layers are drawn"
+    if len(experts) > _MAX_ROWS or len(_numbers(experts)) > _MAX_EXPERTS:
+        yield f"the first {_MAX_EXPERTS} experts of the first {_MAX_ROWS} layers with experts are drawn"
 
 
 def _sections(
-    result: DiffResult, listed: Sequence[TensorDiff], heat: Heat, has_stats: bool
+    result: DiffResult, listed: Sequence[TensorDiff], heat: Heat, experts: Experts, has_stats: bool
 ) -> Iterator[Section]:
     measure = (
         "the norm of the difference over the norm of the tensor"
-        if has_stats
-        else "the share of its elements that differ; --stats measures how much"
+        if _has_norms(result)
+        else "the share of its elements that differ"
     )
     label = f"A map of {len(heat.rows)} modules and {len(heat.columns)} layers; arrow keys go through it."
     yield Section(
@@ -196,15 +196,24 @@ def _sections(
         )
         + picture("changes", label),
     )
+    if experts:
+        label = (
+            f"A map of {len(experts)} layers and {len(_numbers(experts))} experts; arrow keys go through it."
+        )
+        yield Section(
+            title="Which experts of which layers differ",
+            lead="A row is a layer, a column an expert. Grey experts are identical in A and B. Of the tensors of one expert, the one "
+            "that differs most counts.",
+            body=legend(
+                ("none", "identical"), ("ramp", "little to much"), ("mark", "cannot be compared, or NaN")
+            )
+            + picture("experts", label),
+        )
     rows = [_row(tensor, has_stats) for tensor in listed]
-    heads = (
-        ("tensor", "dtype", "shape", "differ", "relative error", "largest")
-        if has_stats
-        else ("tensor", "dtype", "shape", "differ")
-    )
+    heads = ("tensor", "dtype", "shape", "differ", "relative norm", *(("largest",) if has_stats else ()))
     yield Section(
         title="Every tensor",
-        lead="What differs most comes first. Search by parts of a name, sort by a head.",
+        lead="What differs most comes first. Filter by name; click a column header to sort.",
         body=table("tensors", "Tensors of both checkpoints", heads, rows, searchable="Search"),
     )
 
@@ -223,17 +232,13 @@ def _row(tensor: TensorDiff, has_stats: bool) -> list[str | tuple[str, float]]:
         " -> ".join(dict.fromkeys(dtypes)),
         " -> ".join(dict.fromkeys(shapes)),
         _said(tensor),
+        ("", -1.0)
+        if tensor.relative_error is None
+        else (f"{tensor.relative_error:.3g}", tensor.relative_error),
     ]
     if has_stats:
         stats = tensor.stats
-        row += (
-            [("", -1.0), ("", -1.0)]
-            if stats is None
-            else [
-                (f"{stats.relative_error or 0:.3g}", stats.relative_error or 0.0),
-                (f"{stats.max_abs:.3g}", stats.max_abs),
-            ]
-        )
+        row.append(("", -1.0) if stats is None else (f"{stats.max_abs:.3g}", stats.max_abs))
     return row
 
 
@@ -241,19 +246,17 @@ def _said(tensor: TensorDiff) -> tuple[str, float]:
     """Return the text about the values, and a number to sort by."""
     if tensor.status in _ALONE:
         return _ALONE[tensor.status], 2.0
-    if tensor.status == "rounded":
-        return f"equal after rounding to {short_dtype(tensor.rounded_to or '')}", 0.0
     if tensor.status in _SAID:
         return _SAID[tensor.status], 0.0
     share = tensor.share_changed or 0.0
     return (f"{100 * share:.3g}% of elements" if share else "only the dtypes"), share
 
 
-def _data(result: DiffResult, listed: Sequence[TensorDiff], heat: Heat, has_stats: bool) -> dict[str, Any]:
+def _data(result: DiffResult, listed: Sequence[TensorDiff], heat: Heat) -> dict[str, Any]:
     rows, columns = heat.rows[:_MAX_ROWS], heat.columns[:_MAX_COLUMNS]
     number_of = {tensor.name: index for index, tensor in enumerate(listed)}
     cells = [
-        _cell([result.tensors[index] for index in heat.cells.get((row, column), ())], number_of, has_stats)
+        _cell([result.tensors[index] for index in heat.cells.get((row, column), ())], number_of)
         for row in range(len(rows))
         for column in range(len(columns))
     ]
@@ -267,6 +270,29 @@ def _data(result: DiffResult, listed: Sequence[TensorDiff], heat: Heat, has_stat
     }
 
 
+def _numbers(experts: Experts) -> list[int]:
+    """Return the numbers that experts have in any layer."""
+    return sorted({number for amounts in experts.values() for number in amounts})
+
+
+def _expert_data(experts: Experts) -> dict[str, Any]:
+    """Return the map of experts; a cell is an amount, "bad", or None where a layer has no such expert."""
+    rows, columns = list(experts)[:_MAX_ROWS], _numbers(experts)[:_MAX_EXPERTS]
+    cells: list[float | str | None] = []
+    for row in rows:
+        amounts = ((number in experts[row], experts[row].get(number)) for number in columns)
+        cells += [
+            None if not is_there else "bad" if amount is None else float(f"{amount:.3g}")
+            for is_there, amount in amounts
+        ]
+    return {
+        "rows": layer_names(rows),
+        "columns": columns,
+        "cells": cells,
+        "peak": max((cell for cell in cells if isinstance(cell, float)), default=0.0) or 1.0,
+    }
+
+
 def _label(row: str) -> str:
     """Return the label of a row: the name behind the layer, as the part before it is nearly always the same."""
     before, separator, after = row.removesuffix(".weight").partition(".#.")
@@ -277,14 +303,14 @@ def _label(row: str) -> str:
     )
 
 
-def _cell(tensors: Sequence[TensorDiff], number_of: dict[str, int], has_stats: bool) -> list[object] | None:
+def _cell(tensors: Sequence[TensorDiff], number_of: dict[str, int]) -> list[object] | None:
     """Return (amount or "bad", what is said, row of the table) of a place; None if nothing is there."""
     if not tensors:
         return None
     most = max(tensors, key=lambda tensor: tensor.magnitude)
     amount, said = amount_of(most), _said(most)[0]
-    if has_stats and amount:
-        said = f"relative error {amount:.3g}, {said} differ"
+    if most.relative_error is not None and most.is_difference:
+        said = f"relative norm {most.relative_error:.3g}, {said} differ"
     if len(tensors) > 1:
         changed = sum(tensor.is_difference for tensor in tensors)
         said = f"{changed} of {len(tensors)} tensors differ; most of all {escape(most.name)}: {said}"

@@ -58,8 +58,6 @@ def _verdict(result: VerifyResult) -> str:
         return (
             "No problem found in names, sizes and headers. The bytes themselves were not read: --full does."
         )
-    if result.level == "sample":
-        return f"No problem found in {format_size(result.read_bytes)} chosen at random, nor in the structure."
     return f"No problem found: {format_size(result.read_bytes)} are what was written."
 
 
@@ -69,14 +67,17 @@ def _bring_again(result: VerifyResult) -> Iterator[str]:
             line.pattern for line in fold_lines([escape(name) for name in result.bring_again], spreads=True)
         ]
         files = count(len(result.bring_again), "file")
-        yield f"Bring {files} again, from where the checkpoint was saved: {few(names, _MAX_NAMES)}."
+        yield f"Copy {files} again from where the checkpoint was saved: {few(names, _MAX_NAMES)}."
 
 
 def _figures(result: VerifyResult) -> Iterator[tuple[str, str]]:
     yield f"{len(result.problems):,}", "problem" if len(result.problems) == 1 else "problems"
     if result.num_files:  # else it could not be opened
         yield f"{result.num_files:,}", f"files, {format_size(result.tensor_bytes)}"
-        yield f"{result.num_tensors:,}", f"tensors, {count(result.num_chunks, 'chunk')}"
+        yield (
+            f"{result.num_tensors:,}",
+            f"tensors, {result.num_chunks:,} chunk{'s' * (result.num_chunks != 1)}",
+        )
         yield format_size(result.read_bytes), "compared with a checksum"
     if result.num_unrecorded_chunks:
         yield f"{result.num_unrecorded_chunks:,}", "chunks have no checksum"
@@ -87,7 +88,7 @@ def _sections(result: VerifyResult, drawn: _Drawn) -> Iterator[Section]:
         yield Section(
             title="Where the damage lies",
             lead="A bar is a damaged file from its first byte to its last. A checksum covers many bytes, and says only that "
-            "some of them are wrong: the damage is somewhere in the faint red part. Point, or press an arrow key, to read it.",
+            "some of them are wrong: the damage is somewhere in the faint red part. Hover over it or use the arrow keys.",
             body=legend(
                 ("missing", "missing"),
                 ("mark", "damaged"),

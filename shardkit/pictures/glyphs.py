@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 
 from shardkit.core.text import escape, format_size
 from shardkit.operations.diff import DiffResult
+from shardkit.operations.diff.amounts import amount_of
 from shardkit.operations.holdings import Holdings
-from shardkit.pictures.changes import amount_of, heat_of
+from shardkit.pictures.changes import heat_of
 
 Amount = float | Literal["bad"] | None
 """From 0 to 1; "bad" if there is no number for it; None where nothing is."""

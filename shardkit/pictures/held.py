@@ -41,8 +41,8 @@ def held_page(
         kicker=kicker,
         title=short_names(path)[0],
         verdict=_verdict(holdings),
-        figures=list(_figures(holdings)),
-        unusual=result.warnings,
+        figures=list(_figures(holdings, result.imbalance)),
+        unusual=[*result.warnings, *_without_experts(holdings)],
         notable=list(_notable(holdings)),
         usual="Nothing is out of the ordinary: all ranks hold about as much." if holdings.has_ranks else "",
         sections=list(_sections(holdings)),
@@ -64,18 +64,19 @@ def _num_tensors(held: Holdings) -> int:
     return sum(tensor.count for tensor in held.tensors)
 
 
-def _figures(held: Holdings) -> Iterator[tuple[str, str]]:
+def _figures(held: Holdings, imbalance: float | None) -> Iterator[tuple[str, str]]:
     yield format_size(held.tensor_bytes), f"in {count(_num_tensors(held), 'tensor')}"
     if held.has_ranks:
-        yield f"{held.num_holders:,}", f"ranks, {count(len(held.files), 'file')}"
+        # A rank may have a file without any record: the words count it, and nothing of it is drawn.
+        records = "" if all(holder.held_bytes for holder in held.holders) else " with records"
+        yield f"{held.num_holders:,}", f"ranks, {count(len(held.files), 'file')}{records}"
     else:
         yield f"{len(held.files):,}", "files; no mesh is recorded" if len(held.files) > 1 else "file"
-    if len(held.holders) > 1:
-        imbalance = imbalance_of([holder.held_bytes for holder in held.holders])
-        yield f"{imbalance:.2f} x", f"largest {_noun(held)} over the mean"
+    if len(held.holders) > 1 and imbalance is not None:  # as the command says it
+        yield f"{imbalance:.2f} x", "largest file over the mean"
     if held.has_ranks:
         read, naive = _read_bytes(held), held.num_holders * held.tensor_bytes
-        yield format_size(read), f"read by all ranks, not {format_size(naive)}"
+        yield format_size(read), f"read in total ({format_size(naive)} if each rank read all)"
 
 
 def _noun(held: Holdings) -> str:
@@ -95,10 +96,10 @@ def _notable(held: Holdings) -> Iterator[str]:
             f"{_row_name(held, least)} {f'only {format_size(min(sizes))}' if min(sizes) else 'nothing'}."
         )
     if held.has_ranks:
-        empty = sum(tensor.count for tensor in held.tensors if _has_empty(held, tensor.cut))
+        empty = sum(tensor.count for tensor in held.tensors if tensor.num_without)
         if empty:
-            them = "it" if empty == 1 else "them"
-            yield f"{count(empty, 'tensor')} cannot be cut for all ranks: some ranks hold nothing of {them}."
+            have = "has" if empty == 1 else "have"
+            yield f"{count(empty, 'tensor')} {have} too few rows for all ranks, so some ranks get none."
         many = sum(holder.num_files > 1 for holder in held.holders)
         if many:
             yield f"{count(many, 'rank')} of {len(held.holders)} read from more than one file."
@@ -106,8 +107,9 @@ def _notable(held: Holdings) -> Iterator[str]:
     # Layers that names tell are gathered by nobody.
     if held.has_units and len(totals) > 4 and max(totals) > _HEAVY_UNIT * sum(totals):
         unit = held.units[totals.index(max(totals))]
+        name = _unit_name(held, unit)
         yield (
-            f"{_unit_name(held, unit)} has {max(totals) / sum(totals):.0%} of all bytes; a rank gathers "
+            f"{name[0].upper() if not unit.path else name[0]}{name[1:]} has {max(totals) / sum(totals):.0%} of all bytes; a rank gathers "
             f"{format_size(unit.gathered_bytes)} at once."
         )
     gaps, total = _gap_bytes(held)
@@ -115,16 +117,24 @@ def _notable(held: Holdings) -> Iterator[str]:
         yield f"{gaps / total:.0%} of the files' bytes are headers and padding, as the tensors are small."
 
 
+def _without_experts(held: Holdings) -> Iterator[str]:
+    """Yield what to do where fused experts are fewer than the ranks over which they are cut."""
+    fused = [
+        (tensor.num_without, held.cuts[tensor.cut].shape[0])
+        for tensor in held.tensors
+        if ".experts." in tensor.name and len(held.cuts[tensor.cut].shape) == 3
+    ]
+    num_without, num_experts = max(fused, default=(0, 0))
+    if num_without:
+        ranks = "rank holds" if num_without == 1 else "ranks hold"
+        yield (
+            f"{num_without:,} of {len(held.holders):,} {ranks} no expert: experts are cut along dim 0, and there are "
+            f"{num_experts}. Share them with ep in --mesh, or cut another dim with shard_placement_fn."
+        )
+
+
 def _rows(held: Holdings) -> list[tuple[int, ...]]:
     return [held.cells[holder.cells] for holder in held.holders]
-
-
-def _has_empty(held: Holdings, cut: int) -> bool:
-    of = held.cuts[cut]
-    width = len(of.shape)
-    return width > 0 and any(
-        0 in of.boxes[start + width : start + 2 * width] for start in range(0, len(of.boxes), 2 * width)
-    )
 
 
 def _gap_bytes(held: Holdings) -> tuple[int, int]:
@@ -191,7 +201,7 @@ def _matrix_section(held: Holdings) -> Section:
     label = f"A grid of {len(held.holders)} {noun}s and {len(held.units)} columns; arrow keys go through it."
     return Section(
         title=f"What each {noun} holds",
-        lead=f"A row is a {noun}, a column is {what}. The stronger the colour, the more bytes. Point, or press an arrow key, to read a cell.",
+        lead=f"A row is a {noun}, a column is {what}. The stronger the colour, the more bytes. Hover over a cell or use the arrow keys.",
         body=key + picture("matrix", label) + details(f"The same as a table, {noun} by {noun}", listed),
     )
 
@@ -222,7 +232,7 @@ def _tensor_section(held: Holdings) -> Section:
     )
     return Section(
         title="How each tensor is cut",
-        lead=f"The rectangle is the chosen tensor; a colour is {owner}. Search by parts of a name, sort by a head.",
+        lead=f"The rectangle is the chosen tensor; a colour is {owner}. Filter by name; click a column header to sort.",
         body=f'<div class="pick">{listed}{view}</div>',
     )
 

@@ -117,6 +117,12 @@ function fit(context, text, width) {
   }
   return low ? text.slice(0, low) + "\u2026" : "";
 }
+// The same, with the end of the text: names differ there.
+function fitEnd(context, text, width) {
+  let start = 0;
+  while (start < text.length && context.measureText((start ? "\u2026" : "") + text.slice(start)).width > width) start++;
+  return (start && start < text.length ? "\u2026" : "") + text.slice(start);
+}
 
 // Rows x columns, the value of a cell as its colour, and where rows have totals a bar for each.
 function grid(spec) {
@@ -140,9 +146,9 @@ function grid(spec) {
         }
       }
       context.fillStyle = soft; context.textAlign = "right";
-      const every = Math.ceil(15 / rowHeight), label = (r) => context.fillText(fit(context, spec.row(r), left - 8), left - 6, top + (r + 0.5) * rowHeight);
-      for (let r = 0; r < rows; r += every) if (r === 0 || r + every <= rows) label(r);
-      if (rows > 1 && every > 1) label(rows - 1);
+      const every = Math.ceil(15 / rowHeight), label = (r) => context.fillText(fitEnd(context, spec.row(r), left - 8), left - 6, top + (r + 0.5) * rowHeight);
+      for (let r = 0; r < rows; r += every) if (r === 0 || r + every < rows) label(r);
+      if (rows > 1) label(rows - 1);
       context.textAlign = "left";
       const y = top + rows * rowHeight + 12; let free = 0;
       for (let c = 0; c < columns; c++) {
@@ -160,7 +166,7 @@ function grid(spec) {
           const total = spec.total(r); sum += total;
           context.fillStyle = colour("bar");
           context.fillRect(start, top + r * rowHeight, room * total / peak, Math.max(rowHeight - gapY, 1));
-          if (!narrow && (r % every === 0 && (r === 0 || r + every <= rows) || r === rows - 1 && every > 1)) { context.fillStyle = soft; context.fillText(size(total), start + room + 6, top + (r + 0.5) * rowHeight); }
+          if (!narrow && (r % every === 0 && (r === 0 || r + every < rows) || r === rows - 1)) { context.fillStyle = soft; context.fillText(size(total), start + room + 6, top + (r + 0.5) * rowHeight); }
         }
         context.fillStyle = text; context.fillRect(start + room * sum / rows / peak - 0.5, top - 4, 1.5, rows * rowHeight + 8);
         context.fillStyle = soft; context.fillText(narrow ? "all bytes" : "all bytes; the line: their mean", start, y + (narrow ? 17 : 0));
@@ -466,6 +472,13 @@ if (data.kind === "changes") {
     columnTick: (c) => data.columns[c], columnTitle: data.column_title,
     describe: (r, c) => { const each = cell(r, c); return `${data.rows[r]}, ${data.columns[c] === "-" ? "outside layers" : `layer ${data.columns[c]}`}: ${each === null ? "no such tensor" : each[1]}`; },
   }), ([r, c]) => { const each = cell(r, c), found = each && row(each[2]); if (found) { found.scrollIntoView({ block: "nearest" }); select(found); } });
+  const { rows: layers, columns: numbers, cells, peak } = data.experts, expert = (r, c) => cells[r * numbers.length + c];
+  // The step from identical to a little is what the map is for, so the least amount has a third of the strongest colour.
+  place("experts", grid({
+    rows: layers.length, columns: numbers.length, row: (r) => layers[r], columnTick: (c) => `${numbers[c]}`, columnTitle: "experts",
+    amount: (r, c) => typeof expert(r, c) === "number" && expert(r, c) ? 0.35 + 0.65 * Math.sqrt(expert(r, c) / peak) : expert(r, c),
+    describe: (r, c) => { const each = expert(r, c); return `${layers[r]}, expert ${numbers[c]}: ${each === null ? "no such expert" : each === "bad" ? "cannot be compared" : each ? `differs by ${each}` : "identical"}`; },
+  }));
   var select = pickable(tables.tensors || [], () => {});
 }
 document.documentElement.dataset.ready = "yes";

@@ -102,7 +102,7 @@ def render(page: Page) -> str:
 {"".join(map(_section, page.sections))}
 {_text(page)}
 </main>
-<footer>Made by shardkit {html(__version__)}. This file asks for nothing on the network.</footer>
+<footer>Made by shardkit {html(__version__)}. This page makes no network requests.</footer>
 <script type="application/json" id="data">{plain_json(page.data)}</script>
 <script>{script}</script>
 </body></html>

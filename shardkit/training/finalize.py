@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from shardkit._torch import fsdp_shards
 from shardkit.core.factored import Target
+from shardkit.core.keywords import suggests_keywords
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, ResourceError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.keys.names import clean_name
+from shardkit.keys.rule_sets import load_rules
 from shardkit.layout.classes import broken_ties
-from shardkit.operations.keys import load_rules
 from shardkit.osft.training.model import Factoring, own_targets
 from shardkit.training.extras.optimizer import rebind_optimizer
 from shardkit.training.fill.from_rank import RankSource, check_sources
@@ -55,7 +56,15 @@ from shardkit.training.model.fit import (
 from shardkit.training.model.initialise import fill_initialised, put_rows
 from shardkit.training.model.overlap import apart, put_together, refuse_expanded
 from shardkit.training.model.states import extra_states, hand_over, read_states, states_to_read
-from shardkit.training.ranks.agree import agreed, current_device, gather_json, look_where_possible, say, world
+from shardkit.training.ranks.agree import (
+    agreed,
+    current_device,
+    gather_json,
+    look_where_possible,
+    say,
+    shown_once,
+    world,
+)
 from shardkit.training.ranks.listings import share_listings
 from shardkit.training.ranks.local import (
     ExpectedTensor,
@@ -76,6 +85,7 @@ _APART = "make them one parameter, or give each its memory: parameter.data = par
 _SLACK_NBYTES = 4096  # an allocator's rounding
 
 
+@suggests_keywords
 def finalize(
     model: nn.Module,
     ctx: ModelInitializationContext,
@@ -143,6 +153,7 @@ def finalize(
     return model
 
 
+@suggests_keywords
 @may_follow_links
 @storage.listed_once()
 def load_into(
@@ -276,6 +287,7 @@ def _open(
     )
 
 
+@shown_once()
 def _same_factoring(mine: Factoring, own: tuple[Target, ...]) -> Factoring:
     """Return which weights of a live model become factors, told by ranks that see the source; every rank calls it.
 
@@ -287,7 +299,7 @@ def _same_factoring(mine: Factoring, own: tuple[Target, ...]) -> Factoring:
     if svd is not None and any(targets != told[0][1] for _, targets in told):
         raise LayoutError(
             "the ranks' models have other OSFT targets than each other, and the source has dense weights",
-            hint="OSFT has no stages of a pipeline (pp): give what `shardkit preshard --osft` wrote, or a checkpoint with factors",
+            hint="OSFT has no stages of a pipeline (pp): give a checkpoint with factors, as save writes it without pp",
         )
     return Factoring() if svd is None else Factoring(targets=own, svd=svd)
 

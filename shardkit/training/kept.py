@@ -43,6 +43,7 @@ from shardkit.layout.classes import is_transformers
 from shardkit.operations.consolidate.assets import Asset, dtype_of, dump_config, set_dtype
 from shardkit.training.extras.diagnose import plain_class
 from shardkit.training.fill.reading import Weights
+from shardkit.training.model.build import is_derived
 
 _ATTRIBUTE = "_shardkit_hub_files"
 _ADAPTERS = (
@@ -145,7 +146,7 @@ class Kept:
         if problems:
             warnings.warn(
                 f"not kept beside the checkpoint: {'; '.join(problems)}; consolidate takes it from --base MODEL",
-                stacklevel=3,
+                stacklevel=4,
             )
         return tuple(written)
 
@@ -273,7 +274,8 @@ def _held(name: str, path: str) -> Asset:
 def _live_configs(model: Any, problems: list[str]) -> _Files:
     """Return the configs of a model of transformers, as `save_pretrained` would write them.
 
-    A generation config that transformers has made of the config is none: the Hub model's own counts.
+    A generation config that transformers has made of the config, and nobody changed since, is none: the Hub model's own
+    counts.
     """
     configs = _Files()
     try:
@@ -283,9 +285,10 @@ def _live_configs(model: Any, problems: list[str]) -> _Files:
             del config["_name_or_path"]
         configs[CONFIG] = Asset(CONFIG, None, dump_config(config))
         generation = getattr(model, "generation_config", None)
-        if generation is not None and not getattr(generation, "_from_model_config", False):
+        if generation is not None and not is_derived(generation):
             content = json.loads(generation.to_json_string())
-            content.pop("compile_config", None)
+            for key in ("compile_config", "_from_model_config"):
+                content.pop(key, None)
             configs[GENERATION_CONFIG] = Asset(GENERATION_CONFIG, None, dump_config(content))
         configs |= _own_code(model)
     except Exception as error:  # code of the model's own

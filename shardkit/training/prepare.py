@@ -19,16 +19,20 @@ from shardkit._torch import times_written
 from shardkit.core.dtypes import DTypeName
 from shardkit.core.factored import Target
 from shardkit.core.keywords import keywords_of
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import count, escape, few, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.files.location import location_of
-from shardkit.formats.hub.directory import read_config, read_index
+from shardkit.formats.configs import config_differences, difference, generation_differences
+from shardkit.formats.hub.assets import CONFIG, GENERATION_CONFIG
+from shardkit.formats.hub.directory import read_config, read_index, read_json
+from shardkit.formats.hub.tokenizer import tokenizer_differences, tokenizer_files
 from shardkit.keys.names import clean_name
+from shardkit.keys.rule_sets import load_rules
 from shardkit.keys.rules import RuleSet
-from shardkit.layout.classes import BrokenTie, broken_ties, tie
-from shardkit.operations.keys import load_rules
+from shardkit.layout.classes import BrokenTie, broken_ties, tie, transformers_model
+from shardkit.operations.consolidate.own import reads_of
 from shardkit.osft.plan import OsftPlan, as_plan
 from shardkit.osft.training.model import Factoring, dense_names, factor_model
 from shardkit.training.fill.from_rank import RankSource, check_sources
@@ -44,7 +48,14 @@ from shardkit.training.fill.source import (
 from shardkit.training.kept import remember_files
 from shardkit.training.model.between import note_prepared
 from shardkit.training.model.buffers import InitBuffers
-from shardkit.training.model.build import MULTIPLE, BuildModel, align_vocab, build_model, find_config
+from shardkit.training.model.build import (
+    MULTIPLE,
+    BuildModel,
+    align_vocab,
+    build_model,
+    find_config,
+    set_generation_config,
+)
 from shardkit.training.model.fit import (
     Missing,
     ModelFit,
@@ -63,6 +74,7 @@ from shardkit.training.ranks.local import ExpectedTensor, buffer_places, describ
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".distcp", ".pt", ".pth", ".ckpt", ".metadata", ".json")
 _OPENING = "opening the source"
+_MOST_NAMED = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +197,10 @@ class _FoundSource:
     """Why the source is not here; other ranks may have it."""
     untied: tuple[str, ...] = ()
     """FQNs that the model ties although the source has other values for them."""
+    warning: str | None = None
+    """What the model's config means otherwise than the source's."""
+    generation: dict[str, Any] | None = None
+    """generation_config.json of the source; None if it has none, or the model is that of a directory."""
 
 
 @may_follow_links
@@ -252,6 +268,8 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
     fit = opened.fit
     if opened.untied:
         plain = _untie(plain, opened.untied)
+    if opened.generation is not None:
+        set_generation_config(plain.model, str(options.place), opened.generation)
     buffers = _computed_buffers(plain.model)
     with agreed("checking buffers"):
         _refuse_uncomputed(plain, buffers, fit)
@@ -261,6 +279,9 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
     notes = tuple(_notes(plain, opened, fit, is_given=options.model_place is None))
     for note in notes:
         say(f"prepare: {note}")
+    if opened.warning is not None:
+        say(f"prepare: {opened.warning}", logging.WARNING)
+        notes = (*notes, opened.warning)
     ctx = ModelInitializationContext(
         model=plain.model,
         source=options.place,
@@ -411,17 +432,71 @@ def _open_together(plain: _SourcelessModel, asked: PrepareOptions) -> _FoundSour
     mine, error, holders = look_where_possible(
         lambda: _open(plain, source, asked), lambda error: _is_absent(source, error), phase=_OPENING
     )
-    untied = list[str]()
+    untied, generation, warning = list[str](), None, None
     with agreed(_OPENING):
         if holders[0] == world()[0] and mine is not None:  # it reads the values of ties, for all ranks
             untied = _untied(plain, mine[0])
+            generation = _generation_config(mine[0]) if asked.home is None else None
+            warning = _other_config(plain, source, asked)
     plain_fit = None if mine is None else {**asdict(mine[1]), "initialised": sorted(mine[1].initialised)}
-    untied, seen = broadcast_json([untied, plain_fit], holders[0], phase=_OPENING)
+    found = [untied, plain_fit, generation, warning]
+    untied, seen, generation, warning = broadcast_json(found, holders[0], phase=_OPENING)
     weights, fit = mine or (
         None,
         ModelFit(initialised=frozenset(seen["initialised"]), grown=seen["grown"], notes=tuple(seen["notes"])),
     )
-    return _FoundSource(weights=weights, fit=fit, absent=error, untied=tuple(untied))
+    return _FoundSource(
+        weights=weights,
+        fit=fit,
+        absent=error,
+        untied=tuple(untied),
+        generation=generation,
+        warning=warning,
+    )
+
+
+def _other_config(plain: _SourcelessModel, source: str | RankSource, asked: PrepareOptions) -> str | None:
+    """Return a warning if config or tokenizer mean something else than those of the checkpoint; what was passed counts."""
+    try:
+        home = asked.open(source, asked.revision).home
+        inner = transformers_model(plain.model)
+        if home is None or (asked.home is None and inner is None) or _is_same(home, asked.home):
+            return None
+        live = json.loads(inner.config.to_json_string()) if asked.home is None else read_config(asked.home)
+        config, files = read_config(home) or {}, (home, asked.home or home)
+        if live is None or config.get("model_type") != live.get("model_type"):
+            return None
+        differing = config_differences(CONFIG, config, live)
+        generations = [read_json(place, GENERATION_CONFIG) or {} for place in files]
+        if all(generations) and not any(each.get("_from_model_config") for each in generations):
+            differing += generation_differences(GENERATION_CONFIG, *generations)
+        tokenizers = [reads_of(tokenizer_files(place)) for place in files]
+        if all(tokenizers) and not hasattr(
+            asked.tokenizer, "save_pretrained"
+        ):  # a live one is what `save` keeps
+            differing += [difference(*each) for each in tokenizer_differences(*tokenizers)]
+    except ShardkitError:  # whoever needs them says so
+        return None
+    if not differing:
+        return None
+    told = few([f"{each.key} {each.base}, there {each.checkpoint}" for each in differing], _MOST_NAMED, "; ")
+    return (
+        f"{escape(home)} says otherwise than what was passed, which counts: {escape(told)}; "
+        f"prepare({escape(home)!r}, ...) takes what is there"
+    )
+
+
+def _is_same(one: str, other: str | None) -> bool:
+    return other is not None and storage.realpath(one) == storage.realpath(other)
+
+
+def _generation_config(weights: Weights) -> dict[str, Any] | None:
+    """Return the generation config beside the config of a source; None if there is none that can be read."""
+    try:
+        home = next((place for place in weights.assets if read_config(place) is not None), None)
+        return None if home is None else read_json(home, GENERATION_CONFIG)
+    except ShardkitError:  # whoever copies the file says so
+        return None
 
 
 def _open(

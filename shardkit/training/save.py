@@ -39,6 +39,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shardkit._torch import describe_as_before, fsdp1_unit, is_fsdp1_part
+from shardkit.core.keywords import suggests_keywords
 from shardkit.core.result import Result
 from shardkit.core.text import count, escape, format_size, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError
@@ -50,11 +51,13 @@ from shardkit.formats.dcp import METADATA
 from shardkit.formats.torchsave.classes import is_known_class
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import transformers_model
+from shardkit.operations.ties import shared_record_notes
 from shardkit.training.extras.checkpointable import checkpointable
 from shardkit.training.extras.diagnose import diagnose
 from shardkit.training.fill.reading import HubNaming
 from shardkit.training.fill.source import recall
 from shardkit.training.kept import Kept
+from shardkit.training.objects import distributed_in_objects
 from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
 from shardkit.training.ranks.local import (
     fsdp1_units,
@@ -67,6 +70,7 @@ from shardkit.training.ranks.local import (
     with_root,
 )
 from shardkit.training.save_target import Lead, begin, expect, read_metadata, writing_to
+from shardkit.training.saved_layout import saved_layout
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
 _PHASE = "saving"
@@ -91,6 +95,7 @@ class SaveResult(Result):
         return f"saved {escape(self.path)}: {count(self.num_files, 'file')}, {format_size(self.file_bytes)}"
 
 
+@suggests_keywords
 def save(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -115,7 +120,7 @@ def save(
             the same names and values. A warning names values that differ: one rank's are saved.
         process_group: the ranks that save; None for all of them.
         overwrite: replace a checkpoint that is there, in one exchange; nothing that shardkit did not write
-            is ever replaced. In a store the old data stay until `shardkit gc` removes them.
+            is ever replaced. In a store the old data stay; `shardkit status` prints where they lie.
 
     Raises:
         UsageError: the destination exists, or holds what shardkit did not write. If that appeared during the save, the
@@ -139,9 +144,12 @@ def save(
                 files = stack.enter_context(writing_to(place))
                 state = stack.enter_context(checkpoint_state(model, optimizers, extra, aliases))
                 kept = Kept(model, _state_paths(model), state[MODEL]) if leads else None
+                layout = saved_layout(_leaves(state, ""), _world_size(group)) if leads else None
                 exchanged.mine = _digests(model, state)
                 if leads:
                     _warn_of_classes(state)
+                    _warn_of_objects(state)
+                    _warn_of_unused(model, optimizers)
             digests = exchanged.of_all
             writer = SaveWriter(place, aliases, files)
             _write(checkpointable(state), writer, group)
@@ -150,7 +158,9 @@ def save(
             with agreed(_PHASE, group):
                 if kept is not None:
                     _warn_of_ranks(digests)
-                    _describe(model, writer, aliases, form, group, kept.write(place))
+                    for note in shared_record_notes(place, aliases):
+                        warnings.warn(note, stacklevel=2)
+                    _describe(model, writer, aliases, form, group, kept.write(place), layout)
         with agreed(_PHASE, group) as exchanged:
             if lead is not None:
                 lead.commit(writer.metadata(), overwrite=overwrite, beside=writer.beside)
@@ -228,6 +238,34 @@ def _warn_of_classes(state: State) -> None:
             f"{escape(cls_name)}, whose values shardkit cannot take from a file again ({listed(names)}): stock dcp.load "
             "can, where the class is installed. Of an optimizer's state, reshard with no_optimizer=True leaves it out; "
             "consolidate and load_into need weights that are saved as plain tensors",
+            stacklevel=4,
+        )
+
+
+def _warn_of_objects(state: State) -> None:
+    """Warn of distributed tensors that torch pickles within an object: it finds tensors in dicts and lists only."""
+    lost = distributed_in_objects(state)
+    if lost:
+        warnings.warn(
+            f"{count(len(lost), 'value has', 'values have')} distributed tensors in a tuple, a set or another object, which torch "
+            f"saves as one rank has it: with that rank's rows alone, and for this mesh alone ({listed(lost)}). In a list or "
+            "a dict they are saved whole",
+            stacklevel=3,
+        )
+
+
+def _warn_of_unused(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn of parameters that an optimizer trains, and has no state of, although it has some of others."""
+    # LBFGS has all of its state under the first parameter.
+    used = [o for o in optimizers if o.state and not isinstance(o, torch.optim.LBFGS)]
+    trained = [(o, p) for o in used for p in stepped_by(o) if p.requires_grad]
+    lacking = {id(p) for o, p in trained if not o.state.get(p)}
+    names = [name for name, tensor in _state_names(model) if id(tensor) in lacking]
+    if names:
+        warnings.warn(
+            f"{len(lacking)} of {count(len(trained), 'trained parameter')} have no optimizer state, because no step has had a "
+            f"gradient for them: {listed(names)}. The state of a new optimizer has entries for them, so load it with "
+            "DefaultLoadPlanner(allow_partial_load=True)",
             stacklevel=3,
         )
 
@@ -267,7 +305,7 @@ def _warn_of_ranks(digests: Iterable[Mapping[str, int]]) -> None:
         warnings.warn(
             f"{count(len(differing), 'value differs', 'values differ')} between ranks, and only one rank's is saved: "
             f"{listed(differing)}; of extra, save a list of all ranks' (torch.distributed.all_gather_object)",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -333,6 +371,7 @@ def _describe(
     form: HubNaming,
     group: dist.ProcessGroup | None,
     others: tuple[manifest.File, ...],
+    layout: manifest.SavedLayout | None,
 ) -> None:
     """Check what all ranks wrote, then write the manifest; `others` lie beside the shards already."""
     forget()
@@ -353,9 +392,10 @@ def _describe(
     content = manifest.SavedState(
         tool=manifest.TOOL,
         model_class=diagnosis.model_class,
-        world_size=dist.get_world_size(group) if dist.is_initialized() else 1,
+        world_size=_world_size(group),
         meshes=tuple(sorted({unit.mesh for unit in diagnosis.units if unit.mesh})),
         units=tuple(manifest.Unit(path=unit.path, class_name=unit.class_name) for unit in diagnosis.units),
+        layout=layout,
         ties=tuple(tuple(sorted(group, key=lambda name: name not in form.tied)) for group in ties.values()),
         key_rules=form.key_rules,
         derived=tuple(manifest.Derived(name=fqn, made_of=made) for fqn, made in form.derived.items()) or None,
@@ -368,6 +408,10 @@ def _describe(
         others=others or None,
     )
     storage.write_file(os.path.join(writer.path, manifest.NAME), manifest.dump(content))
+
+
+def _world_size(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def _vocab_size(model: nn.Module) -> int | None:

@@ -9,7 +9,8 @@ import contextlib
 import io
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -27,7 +28,7 @@ from shardkit.files.shared import SharedStaging, remove_runs
 from shardkit.files.staging import Owner
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
-from shardkit.formats.owned import OutputKind, refusal
+from shardkit.formats.owned import Made, OutputKind, content_of, is_text, refusal
 from shardkit.operations.destination import check_destination
 from shardkit.operations.parts.agreement import SAVE, Agreement, Command
 from shardkit.operations.parts.foreign import foreign_in
@@ -51,6 +52,7 @@ class _DiskLead:
         plan = secrets.token_hex(8)
         self._staging = SharedStaging.of_plan(self.path, plan, foreign_in, is_run=True)
         self._staging.look = self._look
+        self._made: Made = {}
         self.place, self._is_kept = self._staging.data, False
         """The directory in which all ranks write, and whether it stays whatever happens."""
         try:
@@ -77,7 +79,9 @@ class _DiskLead:
             ResourceError: the system or the store refuses.
         """
         try:
-            check_destination(self.path, None, overwrite=overwrite)  # it may be somebody else's by now
+            self._made = self._texts()
+            # It may be somebody else's by now.
+            check_destination(self.path, None, overwrite=overwrite, made=self._made)
             with self._staging.workplace() as work:
                 is_made = self._staging.commit(work, storage.listdir(self.place), overwrite=overwrite)
         except UsageError as error:
@@ -87,14 +91,22 @@ class _DiskLead:
         if not is_made:
             raise ResourceError(f"{escape(self._staging.path)} was removed while the save wrote there")
         # The save is there, whatever stays beside it; the next one removes that.
-        with contextlib.suppress(ResourceError), self._staging.attended():
+        with contextlib.suppress(ResourceError):
             self._staging.remove()
         self._staging.leave(self._owner)
 
     def _look(self, path: str) -> None:
-        refused = refusal(path, escape(self.path), OutputKind.SHARDED, {})
+        refused = refusal(path, escape(self.path), OutputKind.SHARDED, self._made)
         if refused is not None:
             raise refused
+
+    def _texts(self) -> Made:
+        """Return the texts that this save writes; they are read now, as they move when they are committed."""
+        texts = dict[str, Callable[[], bytes]]()
+        for here, _, names in storage.walk(self.place):
+            for path in (os.path.join(here, name) for name in names if is_text(name)):
+                texts[os.path.relpath(path, self.place)] = partial(bytes, content_of(path)())
+        return texts
 
     def _kept(self, error: UsageError) -> UsageError:
         """Keep the new save whole, beside what appeared at the destination meanwhile, and return what says where."""
@@ -139,7 +151,7 @@ class _StoreLead:
             raise UsageError(
                 f"{escape(self.path)} {what} while it was being saved: it was not replaced; "
                 f"the new save is whole, and lies in {escape(self.place)}",
-                hint="read the new save from there, or save again; shardkit gc leaves it alone",
+                hint="read the new save from there, or save again",
             )
         stores.forget()
 
@@ -156,7 +168,7 @@ class _StoreLead:
     def discard(self) -> None:
         if self._is_kept:
             return
-        # What cannot be asked or removed stays: nobody sees it, and `shardkit gc` removes it.
+        # What cannot be asked or removed stays: nobody sees it, and `shardkit abort` removes it.
         with contextlib.suppress(ShardkitError, OSError):
             stored = writer_of(self._marker).get(self._marker)
             if stored is None or self._folder.encode() not in stored[0]:

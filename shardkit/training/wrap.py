@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardkit._torch import checkpointed, flattened, is_checkpointed
+from shardkit.core.keywords import suggests_keywords
 from shardkit.core.text import count, escape
 from shardkit.errors import MeshError, PolicyError, UsageError
 from shardkit.keys.names import clean_name
@@ -49,7 +50,6 @@ from shardkit.layout.units import (
     without_ties,
 )
 from shardkit.layout.wrap_policy import PolicyWording, list_candidates, parse_policy
-from shardkit.osft.layout import refuse_cuts
 from shardkit.osft.modules import osft_modules, placement_fn
 from shardkit.training.model.between import keep_changes
 from shardkit.training.ranks.local import buffer_places, local_tensor
@@ -125,6 +125,7 @@ def _is_fsdp1(strategy: object) -> bool:
     )
 
 
+@suggests_keywords
 def wrap(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -260,7 +261,12 @@ def _check_factors(model: nn.Module, mesh: DeviceMesh, experts: DeviceMesh | Non
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     axes = [name for name in (*_TENSOR_AXES, "pp", "ep") if sizes.get(name, 1) > 1]
     axes += ["ep"] if experts is not None and "ep" not in axes else []
-    refuse_cuts(axes or ["tp: the model is parallelised already"] * is_parallel(model))
+    axes = axes or ["tp: the model is parallelised already"] * is_parallel(model)
+    if axes:
+        raise MeshError(
+            f"OSFT: the factors of a layer are not cut over {' and '.join(axes)}",
+            hint="take a mesh of dp_replicate and dp_shard",
+        )
 
 
 def _meshes(model: nn.Module, mesh: DeviceMesh, experts: DeviceMesh | None) -> Meshes:

@@ -1,45 +1,30 @@
 """Comparing a source with the CRC-32s that its own files record, while its bytes move.
 
-A zip of torch has a CRC-32 for each entry, and an entry is a storage: several tensors may view it, and
-threads, bands and ranks each read a part of it. So every run of bytes that is read gives (entry, first byte,
-end, CRC-32). A run that is a whole entry is compared at once. Every other run has to be on a chain of runs
-that make up the entry, whatever order they came in (`chains`). What such chains lack is read at the end, if
-it is little. Otherwise the bytes of the run count as unchecked, with the reason.
+A zip of torch records a CRC-32 for each entry, and an entry is a storage: several tensors may view it, and threads, parts
+and ranks each read some of it. What they read is listed as (entry, first byte, end, CRC-32). These lists are plain data:
+notes of finished files contain them, ranks exchange them, and `judge` needs nothing else. Readings that tile an entry are
+compared with what is recorded for it. Otherwise its bytes count as unchecked, with the reason.
 """
 
 from __future__ import annotations
 
-import threading
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, groupby
-from operator import sub
-from typing import Any, NamedTuple, TypeGuard
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import NamedTuple, TypedDict, TypeGuard
 
-from shardkit.core.catalog import Catalog, Computed
+from shardkit.core.catalog import Catalog, Checksums, SourceFile
 from shardkit.core.text import count, escape, few
 from shardkit.errors import IntegrityError
-from shardkit.files.digest import crc32, crc32_combine
-from shardkit.transfer.chains import (
-    Difference,
-    Entries,
-    Entry,
-    Evidence,
-    Run,
-    Span,
-    Verdict,
-    covered,
-    gaps,
-    joined,
-    judge,
-)
+from shardkit.files.digest import combine, crc32, crc32_combine
 
 NOT_RECORDED = "no CRC-32 is recorded"
 NO_CHECKSUMS = "safetensors have no CRC-32"
 IN_PART = "only a part was needed"
 OVERLAPPING = "read in parts that overlap"
-SHORT_RUNS = "read in very short pieces"
+SHORT_READINGS = "read in very short pieces"
 NOT_READ = "blocks shared with the output, not read"
 
 OFF = (
@@ -48,27 +33,55 @@ OFF = (
 )
 """The warning for a person who switched comparing off."""
 
-_MAX_MORE = 0.05  # share of the wanted bytes: most that is read beside them to complete entries
-_FREE_NBYTES = 128 << 10  # the same in bytes: what Linux reads ahead of its own accord
-_SHORT_NBYTES = 4096
-_MAX_KEPT = 1 << 18  # runs that wait for others
+UNREAD, _SHORT = -1, -2
+_WITHOUT_CRC = {UNREAD: NOT_READ, _SHORT: SHORT_READINGS}
+"""By what stands for the CRC-32 of bytes: why it was not computed."""
+
+_MAX_MORE = 1 << 18  # readings, beyond one of each entry
 _MAX_NAMED = 3
-_UNREAD, _EQUAL, _DIFFERENT, _UNRECORDED = range(4)
-_IS_COMPARED = bytes(state in (_EQUAL, _DIFFERENT) for state in range(256))
-_IS_UNRECORDED = bytes(state == _UNRECORDED for state in range(256))
+_FILE_AND_ENTRY, _ENTRY_OF = itemgetter(0, 1), itemgetter(1)
+_TENSOR_OF, _START_OF = itemgetter(2), itemgetter(3)
 
 
-class Rest(NamedTuple):
-    """What is missing of an entry."""
+class Entry(NamedTuple):
+    """A stretch of a file with a recorded CRC-32."""
 
-    entry: int
-    gaps: list[Span]
-    """Each part that has to be read so that all runs are on chains."""
+    start: int
+    stop: int
+    crc: int
+    """As recorded; 0 where nothing is."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(stop - start for start, stop in self.gaps)
+
+class EntryReading(NamedTuple):
+    """Neighbouring bytes of an entry that were read for one tensor."""
+
+    file: str
+    """Label of the file; see `Entries`."""
+    entry: Entry
+    tensor: str
+    start: int
+    """First byte in the file. Where nothing is recorded, the whole entry counts as read."""
+    stop: int
+    crc: int
+    """Of these bytes, or a key of `_WITHOUT_CRC`."""
+
+
+class Readings(TypedDict):
+    """A list of readings as plain data."""
+
+    whole: dict[str, list[int]]
+    """By file, three numbers for each entry that was read at once and is right, or has no CRC-32: those of `Entry`."""
+    parts: dict[str, dict[str, list[int]]]
+    """All others by file and tensor, six numbers for each: those of `Entry`, then first byte, end and CRC-32."""
+
+
+class Damage(NamedTuple):
+    """An entry whose bytes are not as recorded."""
+
+    file: str
+    entry: Entry
+    line: str
+    """Says so: tensors, file, place, both CRC-32s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,539 +103,382 @@ class CheckedSource:
     unchecked: tuple[Unchecked, ...] = ()
 
     @classmethod
-    def of_all(cls, parts: Iterable[CheckedSource]) -> CheckedSource:
-        """Return the sum of what several readers found, each of its own part."""
+    def of_all(cls, sources: Iterable[CheckedSource]) -> CheckedSource:
+        """Return the sum of several."""
         counts, checked = _Counts(), 0
-        for part in parts:
-            checked += part.checked_bytes
-            for unchecked in part.unchecked:
-                counts.add(unchecked.reason, unchecked.entry_bytes, unchecked.num_entries)
+        for source in sources:
+            checked += source.checked_bytes
+            for part in source.unchecked:
+                counts.add(part.reason, part.entry_bytes, part.num_entries)
         return cls(checked_bytes=checked, unchecked=counts.listed())
 
 
-class SourceCheck:
-    """Collects what all threads read of a catalog's files.
+class Verdict(NamedTuple):
+    """What readings say about a source."""
 
-    Args:
-        catalog: a catalog of raw extents.
-    """
+    damaged: list[Damage]
+    checked: CheckedSource
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog, self._lock = catalog, threading.Lock()
-        self.entries = Entries(catalog)
-        self._states = bytearray(len(self.entries))
-        self._held: dict[int, dict[Span, int]] = {}
-        """By entry that was read in parts: the CRC-32 of each run."""
-        self._num_held, self._max_held = 0, _MAX_KEPT
-        self._verdicts: dict[int, Verdict] = {}
-        self._dropped: dict[int, int] = {}
-        """By entry: bytes of the runs for which there was no room."""
-        self._different: dict[int, Difference] = {}
-        self._fqns: dict[int, str] = {}
-        self._seen_bytes = 0
-        self._first_readers: dict[int, int] = {}
-        self._not_mine: set[int] = set()
-        self._left: set[int] = set()
-
-    def runs(self) -> Runs:
-        """Return where one thread reports its reads."""
-        return Runs(self)
-
-    def fqn_of(self, entry: int) -> str:
-        """Return a tensor that some of an entry was read for; empty where none is known."""
-        return self._fqns.get(entry, "")
-
-    # What was read
-
-    def add(self, runs: Sequence[Run]) -> Evidence:
-        """Take what was read, and return it. May be called from any thread."""
-        right, others = array("q"), list[Run]()
-        with self._lock:
-            for run, start, stop, recorded in self.entries.of_runs(runs):
-                if run.start != start or run.stop != stop:
-                    self._keep(run)
-                    others.append(run)
-                    continue
-                self._compare(run, recorded)
-                if run.crc == recorded and recorded:
-                    right.append(run.entry)
-                else:
-                    others.append(run)
-        return Evidence(right, others)
-
-    def _compare(self, run: Run, recorded: int) -> None:
-        """Take a run that is a whole entry."""
-        if not self._states[run.entry]:
-            self._seen_bytes += run.stop - run.start
-        if not recorded:
-            self._states[run.entry] = _UNRECORDED
-        elif recorded != run.crc:
-            self._differ(run.entry, Difference(run.start, run.stop, run.crc, recorded), run.fqn)
-        elif self._states[run.entry] != _DIFFERENT:
-            self._states[run.entry] = _EQUAL
-        elif run.fqn:  # a difference that came from a note has no tensor's name
-            self._fqns.setdefault(run.entry, run.fqn)
-
-    def _differ(self, entry: int, difference: Difference, fqn: str) -> None:
-        self._states[entry] = _DIFFERENT
-        self._different.setdefault(entry, difference)
-        if fqn:
-            self._fqns.setdefault(entry, fqn)
-
-    def _keep(self, run: Run, *, is_bounded: bool = True) -> None:
-        """Put a part of an entry beside the others."""
-        entry, start, stop, crc, fqn = run
-        if fqn:
-            self._fqns.setdefault(entry, fqn)
-        known = self._held.setdefault(entry, {}).get((start, stop))
-        if known is not None:
-            if known != crc:
-                self._differ(entry, Difference(start, stop, crc, known), fqn)
-            return
-        self._seen_bytes += stop - start
-        if is_bounded and self._num_held >= self._max_held and not self._has_made_room():
-            self._dropped[entry] = self._dropped.get(entry, 0) + stop - start
-            return
-        self._held.setdefault(entry, {})[start, stop] = crc
-        self._num_held += 1
-        self._verdicts.pop(entry, None)
-
-    def _has_made_room(self) -> bool:
-        """Forget the runs that are proved by now; False if too few are for another try to pay."""
-        if self._max_held < _MAX_KEPT:
-            return False
-        for entry in list(self._held):
-            verdict = self._verdict(entry)
-            if verdict is not None and verdict.has_chain and not verdict.loose and not verdict.wrong:
-                self._num_held -= len(self._held.pop(entry))
-                self._verdicts.pop(entry)
-                self._states[entry] = self._states[entry] or _EQUAL
-        if self._num_held > _MAX_KEPT // 2:
-            self._max_held = 0
-        return self._max_held > 0
-
-    def _verdict(self, entry: int) -> Verdict | None:
-        """Judge the runs of an entry that was read in parts; None if no CRC-32 is recorded."""
-        described = self.entries[entry]
-        if described.crc and entry not in self._verdicts:
-            verdict = self._verdicts[entry] = judge(self._held[entry], described)
-            if verdict.wrong is not None:
-                self._differ(entry, verdict.wrong, "")
-        return self._verdicts.get(entry)
-
-    # What is missing
-
-    def missing(self) -> list[Rest]:
-        """Return the entries to complete: nearly complete ones first, up to 5 % of what was read."""
-        budget, chosen = max(_MAX_MORE * self._seen_bytes, _FREE_NBYTES), list[Rest]()
-        for nbytes, rest in sorted((rest.nbytes, rest) for rest in self._rests()):
-            budget -= nbytes
-            if budget < 0:
-                break
-            chosen.append(rest)
-        return chosen
-
-    def missing_of_each(self) -> list[Rest]:
-        """Return the entries that lack at most 5 % of themselves, or a page. All readers decide alike."""
-        return [
-            rest
-            for rest in self._rests()
-            if rest.nbytes <= max(_MAX_MORE * _length(self.entries[rest.entry]), _SHORT_NBYTES)
-        ]
-
-    def _rests(self) -> Iterator[Rest]:
-        for entry, held in self._held.items():
-            verdict = self._verdict(entry)
-            if verdict is not None and verdict.loose and self.entries.file_of(entry) is not None:
-                yield Rest(entry, gaps(held, *self.entries[entry][:2]))
-
-    def complete(self, rest: Rest, crcs: Sequence[int]) -> None:
-        """Take the CRC-32 of each part that was missing of an entry."""
-        for (start, stop), crc in zip(rest.gaps, crcs, strict=True):
-            self._keep(Run(rest.entry, start, stop, crc, self.fqn_of(rest.entry)), is_bounded=False)
-
-    # What several ranks read
-
-    def parts(self) -> dict[str, list[int]]:
-        """Return the runs that are parts of entries, as plain data for others who read of the same files.
-
-        By file, four numbers for each run: the entry's first byte, the run's first byte and end, its CRC-32.
-        """
-        told: dict[str, list[int]] = {}
-        for entry, held in self._held.items():
-            file = self.entries.file_of(entry)
-            if file is not None:
-                numbers = told.setdefault(self._catalog.files[file].name, [])
-                for (start, stop), crc in held.items():
-                    numbers += (self.entries[entry].start, start, stop, crc)
-        return told
-
-    def take_parts(self, told: Sequence[Mapping[str, list[int]]], place: int) -> None:
-        """Take the runs that others read of entries that were read in part here.
-
-        Args:
-            told: `parts` of everybody, this one's included.
-            place: place of this one among them.
-        """
-        entries = {}
-        for entry in self._held:
-            file = self.entries.file_of(entry)
-            if file is not None:
-                entries[self._catalog.files[file].name, self.entries[entry].start] = entry
-        for reader, parts in enumerate(told):
-            for name, numbers in parts.items():
-                for begin, start, stop, crc in zip(*[iter(numbers)] * 4, strict=True):
-                    entry = entries.get((name, begin), -1)
-                    if entry >= 0:
-                        self._first_readers.setdefault(entry, reader)
-                        self._keep(Run(entry, start, stop, crc, self.fqn_of(entry)), is_bounded=False)
-        self._not_mine = self._left | {
-            entry for entry, reader in self._first_readers.items() if reader != place
-        }
-
-    def leave_chunks(self, rows: Iterable[int]) -> None:
-        """Let others count the entries that are whole chunks, which they read too."""
-        self._left.update(self._whole_chunks(rows))
-
-    def share_chunks(self, rows: Iterable[int]) -> None:
-        """Tell others of the entries that are whole chunks too: those of them that read one count it once."""
-        for entry in self._whole_chunks(rows):
-            start, stop, crc = self.entries[entry]
-            self._held.setdefault(entry, {})[start, stop] = crc
-
-    def _whole_chunks(self, rows: Iterable[int]) -> Iterator[int]:
-        """Yield the entries that are chunks and were read in one run."""
-        table = self._catalog.chunks
-        for row in rows:
-            entry, start = self.entries.holding_chunk(row), table.start[row]
-            if entry is not None and self.entries[entry][:2] == (start, start + table.nbytes[row]):
-                if self._states[entry] in (_EQUAL, _UNRECORDED):
-                    yield entry
-
-    def is_first_reader(self, entry: int) -> bool:
-        """True if no reader before this one read something of an entry."""
-        return entry not in self._not_mine
-
-    # What differs
-
-    def raise_differences(self, *, hint: str) -> None:
-        """Refuse a source that is not what its own files record.
+    def raise_damaged(self, *, hint: str) -> None:
+        """Refuse a source that is not as recorded.
 
         Raises:
-            IntegrityError: names tensor, file and place of every entry that differs.
+            IntegrityError: names tensors, file and place of every damaged entry.
         """
-        problems = self.differences()
+        num_ranges = len(self.damaged)
         IntegrityError.raise_for(
-            problems,
-            f"the source is damaged: {count(len(problems), 'stretch', 'stretches')} "
-            f"{'does' if len(problems) == 1 else 'do'} not have the CRC-32 recorded in the file",
+            [damage.line for damage in self.damaged],
+            f"the source is corrupt: {count(num_ranges, 'byte range')} "
+            f"{'fails its' if num_ranges == 1 else 'fail their'} CRC-32",
             hint=hint,
         )
 
-    def differences(self) -> list[str]:
-        """Return a line for each entry whose bytes are not the recorded ones."""
-        for entry in self._held:
-            self._verdict(entry)
-        if not self._different:
-            return []
-        owners = self._owners()
-        lines = []
-        for entry in sorted(self._different):
-            start, stop, crc, other = self._different[entry]
-            names = owners.get(entry) or [self._fqns.get(entry, "a tensor")]
-            shown = few([*map(escape, names)], _MAX_NAMED)
-            told = "recorded is" if (start, stop) == self.entries[entry][:2] else "in another reading it is"
-            where = f"{self.entries.name_of(entry)}: bytes {start} to {stop}"
-            lines.append(f"{shown}: {where} have CRC-32 {crc:08x}, {told} {other:08x}")
-        return lines
 
-    def _owners(self) -> dict[int, list[str]]:
-        """Return the tensors that lie in each entry that differs."""
-        table, owners = self._catalog.chunks, dict[int, list[str]]()
-        for fqn, tensor in self._catalog.tensors.items():
-            for row in tensor.chunk_ids:
-                if not self._catalog.files[table.file[row]].is_raw:
-                    continue
-                entry = self.entries.holding_chunk(row)
-                if entry is not None and entry in self._different:
-                    names = owners.setdefault(entry, [])
-                    if not names or names[-1] != fqn:
-                        names.append(fqn)
-        return owners
+# Judging
 
-    # How much was compared
 
-    def summary(self, names: Iterable[str], *, looks_for_unread: bool = False) -> CheckedSource:
-        """Return how much was compared.
+def judge(lists: Iterable[Readings]) -> Verdict:
+    """Compare all readings of a source with what is recorded, and readings of the same bytes with one another.
 
-        Args:
-            names: the catalog's tensors that were wanted.
-            looks_for_unread: whether bytes may have gone into the output without being read.
-        """
-        entries, counts, checked = self.entries, _Counts(), 0
-        states = bytearray(self._states)
-        for entry in (*self._not_mine, *self._held, *self._dropped):
-            states[entry] = _UNREAD
-        for first, table in zip(entries.firsts, entries.tables, strict=False):  # a million entries take 0.1 s
-            part = states[first : first + len(table)]
-            compared, unrecorded = part.translate(_IS_COMPARED), part.translate(_IS_UNRECORDED)
-            checked += sum(compress(map(sub, table.stops, table.starts), compared))
-            if number := sum(unrecorded):
-                nbytes = sum(compress(map(sub, table.stops, table.starts), unrecorded))
-                counts.add(NOT_RECORDED, nbytes, number)
-        for entry in self._held.keys() | self._dropped.keys():
-            checked += self._count_parts(entry, counts, looks_for_unread)
-        has_others = min(entries.table_of, default=0) < 0 or any(f.is_proved for f in self._catalog.files)
-        if looks_for_unread or has_others:
-            checked += self._count_others(names, counts, looks_for_unread)
-        return CheckedSource(checked_bytes=checked, unchecked=counts.listed())
-
-    def _count_parts(self, entry: int, counts: _Counts, looks_for_unread: bool) -> int:
-        """Count the unchecked bytes of an entry that was read in parts; return the checked ones."""
-        held, dropped = self._held.get(entry, {}), self._dropped.get(entry, 0)
-        start, stop, recorded = self.entries[entry]
-        verdict = self._verdict(entry) if held else None
-        loose = held if verdict is None else verdict.loose
-        has_chain = self._is_proved(entry)
-        nbytes = min(covered(loose) + dropped, stop - start)
-        if entry in self._not_mine:
-            return 0
-        if not recorded:
-            counts.add(NOT_RECORDED, stop - start if self._states[entry] else nbytes)
-            return 0
-        if nbytes and (has_chain or not looks_for_unread):  # otherwise counted with what was not read
-            is_whole = has_chain or covered(held) == stop - start
-            counts.add(SHORT_RUNS if dropped else OVERLAPPING if is_whole else IN_PART, nbytes)
-        return stop - start - nbytes if has_chain else 0
-
-    def _is_proved(self, entry: int) -> bool:
-        """True for an entry that some runs make up."""
-        verdict = self._verdict(entry) if entry in self._held else None
-        return self._states[entry] > 0 or (verdict is not None and verdict.has_chain)
-
-    def _count_others(self, names: Iterable[str], counts: _Counts, looks_for_unread: bool) -> int:
-        """Count chunks outside all entries, and unread ones; return the bytes that decoding proves."""
-        table, files, proved = self._catalog.chunks, self._catalog.files, 0
-        wanted, known = dict[int, int](), set[tuple[int, int]]()
-        for row in (row for name in names for row in self._catalog.tensors[name].chunk_ids):
-            file, start, nbytes = table.file[row], table.start[row], table.nbytes[row]
-            has_table, is_proved = self.entries.table_at(files[file].path) >= 0, files[file].is_proved
-            if not nbytes or (has_table and not looks_for_unread and not is_proved):
-                continue
-            if isinstance(files[file].made, Computed):  # counted where it is made from
-                continue
-            if (file, start) in known:  # a tied name
-                continue
-            known.add((file, start))
-            if is_proved:
-                proved += nbytes
-            elif not has_table:
-                has_none = files[file].path.endswith(".safetensors")
-                counts.add(NO_CHECKSUMS if has_none else NOT_RECORDED, nbytes)
-            elif looks_for_unread and files[file].is_raw:
-                entry = self.entries.holding_chunk(row)
-                if entry is not None and not self._is_proved(entry):
-                    wanted[entry] = wanted.get(entry, 0) + nbytes
-        for entry, nbytes in wanted.items():
-            is_read = entry in self._dropped or covered(self._held.get(entry, ())) >= nbytes
-            reason = (SHORT_RUNS if entry in self._dropped else IN_PART) if is_read else NOT_READ
-            counts.add(reason if self.entries[entry].crc else NOT_RECORDED, nbytes)
-        return proved
-
-    # What an interrupted run read
-
-    def dump(self, evidence: Evidence) -> dict[str, Any]:
-        """Return the evidence as plain data, for processes that may not have looked at the same records.
-
-        Returns:
-            files: by label, three lists. The first has three numbers for each entry that was read whole and is right: bytes
-                between the one before and it, its bytes, the recorded CRC-32. The second has six for every other run:
-                the entry's first byte, its bytes, the recorded CRC-32; the run's first byte within it, its bytes, its CRC-32.
-                The third has the tensor that each of these was read for.
-            unrecorded: stands for the files of which nothing was recorded.
-        """
-        whole, files = set(evidence.right), dict[str, tuple[list[int], list[int], list[str]]]()
-        for run, begin, end, recorded in self.entries.of_runs(joined(evidence.runs, self.entries.decoded)):
-            entry, start, stop, crc, fqn = run
-            if (begin, end) == (start, stop) and (crc == recorded or not recorded):
-                whole.add(entry)
+    An entry is checked if its readings tile it. It is damaged if they do not have the recorded CRC-32, if a single reading
+    of all of it does not, or if two readings of the same bytes differ.
+    """
+    by_file = dict[str, tuple[list[list[int]], list[dict[str, list[int]]]]]()
+    for each in lists:
+        for file, numbers in each["whole"].items():
+            by_file.setdefault(file, ([], []))[0].append(numbers)
+        for file, of_tensors in each["parts"].items():
+            by_file.setdefault(file, ([], []))[1].append(of_tensors)
+    damaged, counts, checked = list[Damage](), _Counts(), 0
+    for file, (wholes, parts) in sorted(by_file.items()):
+        whole = {entry for numbers in wholes for entry in _entries_of(numbers)}
+        in_parts = dict[Entry, list[_Span]]()
+        for of_tensors in parts:
+            for entry, part in _parts_of(of_tensors):
+                in_parts.setdefault(entry, []).append(part)
+        has_crcs = bool(in_parts) or any(entry.crc for entry in whole)
+        for entry in whole - in_parts.keys():
+            if entry.crc:
+                checked += entry.stop - entry.start
             else:
-                _, parts, names = files.setdefault(self.entries.label_of(entry), ([], [], []))
-                names.append(fqn)
-                parts += (begin, end - begin, recorded, start - begin, stop - start, crc)
-        # A million of them are small numbers, and in the order of their bytes.
-        ends = dict[str, int]()
-        for label, entries in groupby(sorted(whole), key=self.entries.label_of):
-            rows, before = files.setdefault(label, ([], [], []))[0], ends.get(label, 0)
-            for start, stop, recorded in self.entries.described(entries):
-                rows += (start - before, stop - start, recorded)
-                before = ends[label] = stop
-        return {"files": files, "unrecorded": self.entries.unrecorded}
+                is_bare = file.endswith(".safetensors") and not has_crcs
+                counts.add(NO_CHECKSUMS if is_bare else NOT_RECORDED, entry.stop - entry.start)
+        for entry, of_entry in sorted(in_parts.items()):
+            if entry in whole:
+                of_entry.append((*entry, ""))
+            difference, reason = _compare(entry, of_entry)
+            if difference is not None:
+                damaged.append(_damage(file, entry, of_entry, *difference))
+            elif reason:
+                counts.add(reason, _covered(of_entry))
+            else:
+                checked += entry.stop - entry.start
+    return Verdict(damaged, CheckedSource(checked_bytes=checked, unchecked=counts.listed()))
 
-    def load(self, told: object) -> bool:
-        """Take an earlier run's `dump`; False if it compared nothing, or with something else."""
-        runs = self._runs_of(told)
-        if runs is not None:
-            self.add(runs)
-        return runs is not None
 
-    def _runs_of(self, told: object) -> list[Run] | None:
-        """Return the runs of a `dump`; None if it is none, or something else was recorded by then."""
-        files = told.get("files") if isinstance(told, Mapping) else None
-        if not isinstance(told, Mapping) or not isinstance(files, Mapping):
-            return None
-        if told.get("unrecorded") != self.entries.unrecorded:
-            return None
-        runs = list[Run]()
-        for label, lists in files.items():
-            if not _are_lists(lists):
-                return None
-            for entry, offset, nbytes, crc, fqn in _rows_of(*lists):
-                number = self.entries.number_of(label, entry)
-                if number is None or not 0 <= offset < offset + nbytes <= entry.stop - entry.start:
-                    return None
-                runs.append(Run(number, entry.start + offset, entry.start + offset + nbytes, crc, fqn))
-        self._states.extend(bytes(len(self.entries) - len(self._states)))
-        return runs
+def have_read(readings: Readings, entries: Collection[tuple[str, Entry]]) -> bool:
+    """True if some of the readings are of one of the entries, which are given with their files."""
+    return any(
+        (file, entry) in entries
+        for file, numbers in readings["whole"].items()
+        for entry in _entries_of(numbers)
+    ) or any(
+        (file, entry) in entries
+        for file, of_tensors in readings["parts"].items()
+        for entry, _ in _parts_of(of_tensors)
+    )
 
-    def has_doubts(self, told: Mapping[str, Any]) -> bool:
-        """True if a `dump` that was loaded has to do with an entry that differs."""
-        return any(run.entry in self._different for run in self._runs_of(told) or ())
+
+_Span = tuple[int, int, int, str]
+"""(first byte, end, CRC-32, tensor) of a reading of an entry."""
+
+
+def _entries_of(numbers: Iterable[int]) -> Iterator[Entry]:
+    return map(Entry, *[iter(numbers)] * 3)
+
+
+def _parts_of(of_tensors: Mapping[str, list[int]]) -> Iterator[tuple[Entry, _Span]]:
+    """Yield the readings of a file that `Readings` lists as parts."""
+    for tensor, numbers in of_tensors.items():
+        for begin, end, recorded, start, stop, crc in zip(*[iter(numbers)] * 6, strict=True):
+            yield Entry(begin, end, recorded), (start, stop, crc, tensor)
+
+
+class _Difference(NamedTuple):
+    start: int
+    stop: int
+    crc: int
+    other: int
+    """As recorded for a whole entry, else of another reading."""
+
+
+def _compare(entry: Entry, parts: Iterable[_Span]) -> tuple[_Difference | None, str]:
+    """Compare the readings of an entry; return what differs, and why the entry is unchecked if it is."""
+    crcs, reason = dict[tuple[int, int], int](), ""
+    for start, stop, crc, _ in parts:
+        if crc < 0:
+            reason = _WITHOUT_CRC[crc]
+        elif (other := crcs.setdefault((start, stop), crc)) != crc:
+            return _Difference(start, stop, crc, other), ""
+    whole = crcs.get((entry.start, entry.stop), entry.crc)
+    ordered = sorted(crcs.items())
+    starts, stops = [span[0] for span, _ in ordered], [span[1] for span, _ in ordered]
+    if [*starts, entry.stop] == [entry.start, *stops]:
+        whole = combine((crc, stop - start) for (start, stop), crc in ordered)
+    elif not reason:
+        reason = OVERLAPPING if _covered(parts) == entry.stop - entry.start else IN_PART
+    if whole != entry.crc:
+        return _Difference(entry.start, entry.stop, whole, entry.crc), ""
+    return None, reason
+
+
+def _damage(
+    file: str, entry: Entry, parts: Iterable[_Span], start: int, stop: int, crc: int, other: int
+) -> Damage:
+    tensors = [*dict.fromkeys(escape(tensor) for *_, tensor in sorted(parts) if tensor)]
+    source = "recorded is" if (start, stop) == entry[:2] else "in another reading it is"
+    where = f"{few(tensors, _MAX_NAMED)}: {escape(file)}: bytes {start} to {stop}"
+    return Damage(file, entry, f"{where} have CRC-32 {crc:08x}, {source} {other:08x}")
+
+
+def _covered(parts: Iterable[_Span]) -> int:
+    """Return the number of bytes that some readings of an entry cover."""
+    nbytes = reached = 0
+    for start, stop, *_ in sorted(parts):
+        nbytes += max(stop - max(start, reached), 0)
+        reached = max(reached, stop)
+    return nbytes
 
 
 class _Counts:
     """Entries and bytes by reason."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[int]] = {}
+        self._numbers: dict[str, list[int]] = {}
 
-    def add(self, reason: str, nbytes: int, number: int = 1) -> None:
-        numbers = self._found.setdefault(reason, [0, 0])
-        numbers[0] += number
+    def add(self, reason: str, nbytes: int, num_entries: int = 1) -> None:
+        numbers = self._numbers.setdefault(reason, [0, 0])
+        numbers[0] += num_entries
         numbers[1] += nbytes
 
     def listed(self) -> tuple[Unchecked, ...]:
         return tuple(
             Unchecked(reason=reason, num_entries=number, entry_bytes=nbytes)
-            for reason, (number, nbytes) in sorted(self._found.items())
+            for reason, (number, nbytes) in sorted(self._numbers.items())
         )
 
 
-class Runs:
-    """What one thread reads. Neighbours are joined as they come.
+# Lists
+
+
+def pack(readings: Iterable[EntryReading]) -> Readings:
+    """Return readings as plain data, as few as possible."""
+    packed = Readings(whole={}, parts={})
+    for file, entry, tensor, *span, crc in joined(readings):
+        if (*span, crc) == entry:
+            packed["whole"].setdefault(file, []).extend(entry)
+        else:
+            packed["parts"].setdefault(file, {}).setdefault(tensor, []).extend((*entry, *span, crc))
+    return packed
+
+
+def joined(readings: Iterable[EntryReading]) -> list[EntryReading]:
+    """Return readings in order, neighbours of one tensor as one.
+
+    Those of a tensor that overlap in an entry stay as they are: each has to be judged. If there are far more readings than
+    entries, one without a CRC-32 stands for those of each entry.
+    """
+    result, num_entries = list[EntryReading](), 0
+    for _, of_entry in groupby(sorted(set(readings)), key=_FILE_AND_ENTRY):
+        num_entries += 1
+        for _, of_tensor in groupby(of_entry, key=_TENSOR_OF):
+            result += _joined(list(of_tensor))
+    if len(result) - num_entries > _MAX_MORE:
+        return [_hull(*of_entry) for _, of_entry in groupby(result, key=_FILE_AND_ENTRY)]
+    return result
+
+
+def _joined(readings: Sequence[EntryReading]) -> list[EntryReading]:
+    """Join the neighbours among the readings of an entry for one tensor."""
+    if any(before.stop > after.start for before, after in pairwise(readings)):
+        return [*readings]
+    result = [readings[0]]
+    for reading in readings[1:]:
+        last = result[-1]
+        if last.stop == reading.start and min(last.crc, reading.crc) >= 0:
+            crc = crc32_combine(last.crc, reading.crc, reading.stop - reading.start)
+            result[-1] = last._replace(stop=reading.stop, crc=crc)
+        else:
+            result.append(reading)
+    return result
+
+
+def _hull(*readings: EntryReading) -> EntryReading:
+    """Return one reading in place of several of an entry, without a CRC-32."""
+    first, stop = min(readings, key=_START_OF), max(reading.stop for reading in readings)
+    return first if len(readings) == 1 else first._replace(stop=stop, crc=_SHORT)
+
+
+def are_readings(value: object) -> TypeGuard[Readings]:
+    """True for what `pack` returns, read from a file."""
+    if not isinstance(value, dict) or value.keys() != Readings.__annotations__.keys():
+        return False
+    whole, parts = value["whole"], value["parts"]
+    if not isinstance(whole, dict) or not isinstance(parts, dict):
+        return False
+    return all(_are_rows(numbers, 3) for numbers in whole.values()) and all(
+        isinstance(of_tensors, dict) and all(_are_rows(numbers, 6) for numbers in of_tensors.values())
+        for of_tensors in parts.values()
+    )
+
+
+def _are_rows(value: object, length: int) -> bool:
+    return (
+        isinstance(value, list) and not len(value) % length and all(type(number) is int for number in value)
+    )
+
+
+# Collecting
+
+
+class Entries:
+    """The entries of a catalog's files.
+
+    Files at the same path share them. In a file that records nothing, chunks are entries without CRC-32.
 
     Args:
-        check: collects what all threads read.
+        catalog: a catalog of raw extents.
     """
 
-    def __init__(self, check: SourceCheck) -> None:
-        self._check, self._entries = check, check.entries
-        self._table, self._entry, self._start, self._stop, self._limit = -1, -1, 0, 0, 0
-        self._crc, self._fqn, self._has_crc = 0, "", False
-        self._ended: list[Run] = []
+    def __init__(self, catalog: Catalog) -> None:
+        self._tables: dict[str, Checksums] = {}
+        self._labels: dict[str, str] = {}
+        names = set[str]()
+        for number, file in enumerate(catalog.files):
+            if file.checksums is not None:
+                self._tables[file.path] = self._tables.get(file.path, file.checksums) | file.checksums
+            if file.is_raw and file.path not in self._labels:
+                self._labels[file.path] = file.name if file.name not in names else f"{file.name} ({number})"
+                names.add(file.name)
+        rows, table = dict[str, list[tuple[int, int, None]]](), catalog.chunks
+        for number, start, nbytes in zip(table.file, table.start, table.nbytes, strict=True):
+            file = catalog.files[number]
+            if file.is_raw and file.path not in self._tables:
+                rows.setdefault(file.path, []).append((start, nbytes, None))
+        self._tables |= {path: Checksums.of(chunks) for path, chunks in rows.items()}
 
-    def add(self, file: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
-        """Report bytes that were read; return their CRC-32, None if nothing is recorded."""
-        return self._add(self._entries.table_of[file], start, data, fqn)
+    def label_of(self, path: str) -> str:
+        """Return the name of a file by which all processes list it."""
+        return self._labels.get(path, path)
 
-    def read(self, path: str, start: int, data: memoryview, fqn: str) -> None:
-        """Report bytes of a file that were read to decode a tensor."""
-        self._add(self._entries.table_at(path), start, data, fqn)
-
-    def can_sum(self, file: int, start: int, stop: int) -> bool:
-        """True if one run can hold these bytes, and their entry has a CRC-32: the reader may take it."""
-        entry = self._entries.find(self._entries.table_of[file], start, stop)
-        return entry is not None and entry[2]
-
-    def add_summed(self, file: int, start: int, stop: int, crc: int, fqn: str) -> None:
-        """Report bytes that were read and for which `can_sum` is true, with their CRC-32."""
-        table = self._entries.table_of[file]
-        if table != self._table or start != self._stop or stop > self._limit:
-            self._begin(table, start, stop, fqn)
-        self._join(crc, stop)
-
-    def take_over(self, runs: Iterable[Run]) -> None:
-        """Report runs that another thread read and this one uses too."""
-        self._ended += runs
-
-    def _add(self, table: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
-        stop = start + len(data)
-        if (table != self._table or start != self._stop or stop > self._limit) and not self._begin(
-            table, start, stop, fqn
-        ):
-            # It lies in several entries: a byte entry of a checkpoint is a whole zip.
-            view = memoryview(data)
-            for begin, end in self._entries.find_all(table, start, stop):
-                self._begin(table, begin, end, fqn)
-                self._go_on(view[begin - start : end - start], end)
-            return None
-        return self._go_on(data, stop)
-
-    def _begin(self, table: int, start: int, stop: int, fqn: str) -> bool:
-        """Begin a run; False if no run can hold the range."""
-        entry = self._entries.find(table, start, stop)
-        self._end()
-        if entry is not None:
-            self._entry, self._limit, self._has_crc = entry
-            self._table, self._start, self._stop, self._crc, self._fqn = table, start, start, 0, fqn
-        return entry is not None
-
-    def _go_on(self, data: memoryview | bytes, stop: int) -> int | None:
-        if not self._has_crc:
-            self._stop = stop
-            return None
-        crc = crc32(data)
-        self._join(crc, stop)
-        return crc
-
-    def _join(self, crc: int, stop: int) -> None:
-        first, self._stop = self._stop, stop
-        self._crc = crc if first == self._start else crc32_combine(self._crc, crc, stop - first)
-
-    def _end(self) -> None:
-        if self._entry >= 0 and self._stop > self._start:
-            self._ended.append(Run(self._entry, self._start, self._stop, self._crc, self._fqn))
-        self._table = self._entry = -1
-
-    def collect(self) -> list[Run]:
-        """Return the runs that were read since the last call, and hand nothing over."""
-        self._end()
-        runs, self._ended = self._ended, []
-        return runs
-
-    def take(self) -> Evidence:
-        """Hand over what was read since the last call, and return it."""
-        ended = self.collect()
-        return self._check.add(joined(ended, self._entries.decoded)) if ended else Evidence(array("q"), [])
+    def within(self, path: str, start: int, stop: int) -> Iterator[tuple[Entry, int, int]]:
+        """Yield each entry that a range of a file has bytes of, and the first of these bytes and their end."""
+        table = self._tables.get(path)
+        if table is not None:
+            first = max(bisect_right(table.starts, start) - 1, 0)
+            for row in range(first, bisect_left(table.starts, stop)):
+                entry = Entry(table.starts[row], table.stops[row], table.crcs[row])
+                begin, end = max(start, entry.start), min(stop, entry.stop)
+                if begin < end:
+                    yield entry, begin, end
 
 
-def _length(extent: Sequence[int]) -> int:
-    return extent[1] - extent[0]
+def decoded_reading(source: SourceFile, content: memoryview, tensor: str) -> EntryReading:
+    """Return a reading that stands for bytes that were decoded where nothing was listed; decoding may have compared them."""
+    entry = Entry(0, len(content), crc32(content) if source.is_proved else 0)
+    return EntryReading(source.name, entry, tensor, *entry)
 
 
-def _rows_of(
-    whole: Sequence[int], parts: Sequence[int], names: Sequence[str]
-) -> Iterator[tuple[Entry, int, int, int, str]]:
-    """Yield the runs of a file of a `dump`: entry, first byte within it, bytes, CRC-32, the tensor."""
-    stop = 0
-    for step, nbytes, recorded in zip(*[iter(whole)] * 3, strict=True):
-        stop += step + nbytes
-        yield Entry(stop - nbytes, stop, recorded), 0, nbytes, recorded, ""
-    rows = zip(*[iter(parts)] * 6, strict=True)
-    for (start, length, recorded, offset, nbytes, crc), fqn in zip(rows, names, strict=True):
-        yield Entry(start, start + length, recorded), offset, nbytes, crc, fqn
+class ThreadReadings:
+    """Lists what one thread reads; neighbours are joined as they come.
+
+    Args:
+        entries: of the files that it reads.
+    """
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+        self._readings = list[EntryReading]()
+        self._num_before_joining = _MAX_MORE
+
+    def add(self, path: str, start: int, data: memoryview | bytes, tensor: str) -> int | None:
+        """List bytes of a file that were read; return their CRC-32, None if nothing is recorded for them."""
+        view, result = memoryview(data), None
+        stop = start + len(view)
+        for entry, begin, end in self._entries.within(path, start, stop):
+            crc = crc32(view[begin - start : end - start]) if entry.crc else 0
+            self._append(EntryReading(self._entries.label_of(path), entry, tensor, begin, end, crc))
+            if entry.crc and (begin, end) == (start, stop):
+                result = crc
+        return result
+
+    def can_sum(self, path: str, start: int, stop: int) -> bool:
+        """True if these bytes are of one entry with a CRC-32: the reader may compute theirs."""
+        return any(
+            entry.crc and (begin, end) == (start, stop)
+            for entry, begin, end in self._entries.within(path, start, stop)
+        )
+
+    def add_summed(self, path: str, start: int, stop: int, crc: int, tensor: str) -> None:
+        """List bytes without reading them again: `can_sum` is true for them, or `crc` is `UNREAD`."""
+        for entry, begin, end in self._entries.within(path, start, stop):
+            self._append(EntryReading(self._entries.label_of(path), entry, tensor, begin, end, crc))
+
+    def extend(self, readings: Iterable[EntryReading]) -> None:
+        """List what another thread read and this one uses too."""
+        self._readings += readings
+
+    def take(self) -> list[EntryReading]:
+        """Return what was read since the last call."""
+        readings, self._readings = self._readings, []
+        return readings
+
+    def _append(self, reading: EntryReading) -> None:
+        if not reading.entry.crc:
+            reading = EntryReading(*reading[:3], *reading.entry)
+        last = self._readings[-1:]
+        if last and last[0].stop == reading.start and last[0][:3] == reading[:3]:
+            self._readings[-1:] = _joined([*last, reading])
+        elif last != [reading]:
+            self._readings.append(reading)
+        if len(self._readings) > self._num_before_joining:
+            self._readings = joined(self._readings)
+            self._num_before_joining = len(self._readings) + _MAX_MORE
 
 
-def _are_lists(lists: object) -> bool:
-    """True for the lists of a file of a `dump`."""
-    if not isinstance(lists, list | tuple) or len(lists) != 3:
-        return False
-    whole, parts, names = lists
-    if not (_are_ints(whole) and _are_ints(parts) and isinstance(names, list)):
-        return False
-    is_text = all(isinstance(name, str) for name in names)
-    return is_text and not len(whole) % 3 and len(parts) == 6 * len(names)
+class SourceCheck:
+    """Collects what is read of a catalog's files. Its methods may be called from any thread.
 
+    Args:
+        catalog: a catalog of raw extents.
+    """
 
-def _are_ints(values: object) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int for value in values)
+    def __init__(self, catalog: Catalog) -> None:
+        self._entries = Entries(catalog)
+        self._by_output: dict[str, Readings] = {}
+        self._more = list[EntryReading]()
+        self._verdict: Verdict | None = None
+
+    def readings(self) -> ThreadReadings:
+        """Return where one thread lists what it reads."""
+        return ThreadReadings(self._entries)
+
+    def add(self, readings: Iterable[EntryReading]) -> None:
+        """Add what was read."""
+        self._more.extend(readings)
+        self._verdict = None
+
+    def put(self, output: str, readings: Readings) -> None:
+        """Keep what was read for an output file, in place of what was read for it before."""
+        if self._by_output.get(output) is not readings:
+            self._by_output[output], self._verdict = readings, None
+
+    def packed(self) -> list[Readings]:
+        """Return all readings as plain data."""
+        return [*self._by_output.values(), pack(self._more)]
+
+    def judge(self) -> Verdict:
+        """Compare all readings with what is recorded."""
+        if self._verdict is None:
+            self._verdict = judge(self.packed())
+        return self._verdict

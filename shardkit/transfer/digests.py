@@ -11,17 +11,8 @@ from shardkit.files import storage
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.stream import read_back
 
-VERSIONS = "versions"
-"""In notes: the versions of packages under which what they are about was written."""
 _CHECK_BUFFER = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
-
-
-def parse_versions(entry: object) -> dict[str, str]:
-    """Return versions by package from their plain data; nothing if there are none, or they are damaged."""
-    if not isinstance(entry, dict):
-        return {}
-    return {name: version for name, version in entry.items() if isinstance(version, str)}
 
 
 def parse_digest(entry: Mapping[str, object]) -> FileDigest | None:

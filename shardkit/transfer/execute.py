@@ -27,14 +27,13 @@ from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.location import location_of
 from shardkit.files.uploads import NUM_SENDERS, part_nbytes
-from shardkit.transfer.chains import Evidence
-from shardkit.transfer.checks import CheckedSource, SourceCheck
+from shardkit.transfer.checks import EntryReading, Readings, SourceCheck, pack
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.fill import CrcPiece, Filler, Scatter, TaskOutput, crc_of, image_crc
 from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan, plan_reading
 from shardkit.transfer.sources import SourceFiles, is_far
-from shardkit.transfer.stream import Controls, Differs, compared
+from shardkit.transfer.stream import Controls
 
 _log = logging.getLogger("shardkit")
 
@@ -44,7 +43,7 @@ _BAND_BYTES = 16 * MIB
 # twice.
 _RECENT_BYTES = 16 * MIB
 _STORE_JOBS, _MIN_JOB_BYTES = 4, 2 * MIB
-SYNC_THREADS = 8
+_SYNC_THREADS = 8
 """Threads that wait for the disk, while others move bytes. Syncs that wait together share one commit of the
 file system's log."""
 DAMAGED = "use another copy of the checkpoint; --check-source off takes the damaged bytes as they are"
@@ -191,7 +190,7 @@ class Execution:
         on_finished: told of each file once it is on disk, and of what was read for it; called from any
             thread.
         progress: told of the bytes, and that the phase ends with the last of them.
-        check: compares what is read with what the source records. It knows what was read for the finished
+        check: compares what is read with what the source records. It has what was read for the finished
             files.
     """
 
@@ -205,7 +204,7 @@ class Execution:
         left: Collection[str] = (),
         scattered: Mapping[str, int | None] = MappingProxyType({}),
         read_for: Mapping[str, str] = MappingProxyType({}),
-        on_finished: Callable[[FileDigest, Evidence], None],
+        on_finished: Callable[[FileDigest, Readings], None],
         progress: Progress,
         check: SourceCheck | None = None,
     ) -> None:
@@ -224,8 +223,8 @@ class Execution:
         """CRC-32 of every scattered tensor that is known so far, None for one that has none."""
         self.pieces: dict[str, list[CrcPiece] | None] = {}
         """What was read of each scattered tensor; None where its chunks are not runs of it."""
-        self._scattered_runs: dict[str, list[Evidence]] = {}
-        self._sync_pool = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="shardkit-sync")
+        self._scattered_readings: dict[str, list[EntryReading]] = {}
+        self._sync_pool = ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="shardkit-sync")
         self._syncs: list[Future[None]] = []
 
     def run(self) -> tuple[dict[str, FileDigest], dict[str, int]]:
@@ -262,7 +261,7 @@ class Execution:
                     self._sync_pool.shutdown()  # whole files are worth keeping for the next run
                 finally:
                     self._is_over.set()  # on a second Ctrl-C threads may still be there
-            sources.finish(hint=DAMAGED, completes=not self._left)
+            sources.finish(hint=DAMAGED)
         self._progress.finish()  # what comes now, such as waiting for a model's class, is not moving
         return self._digests, {fqn: crc for fqn, crc in self.scattered.items() if crc is not None}
 
@@ -299,15 +298,16 @@ class Execution:
                 return
             dtype = self.plan.scattered[fqn][0][1].dtype
             # What others have holes for, they read.
-            pieces, runs = scatter.run(fqn, dtype, holes, reads_all=is_read or not self._left)
+            pieces, readings = scatter.run(fqn, dtype, holes, reads_all=is_read or not self._left)
             nbytes = self.plan.catalog.tensors[fqn].num_elements * dtype.itemsize
+            names = {images[n].name for n, _ in holes} | ({self._read_for[fqn]} if is_read else set())
             with self._lock:
                 self.pieces[fqn] = pieces
                 self.scattered[fqn] = None if pieces is None else crc_of(pieces, nbytes)[0]
-                for name in {images[n].name for n, _ in holes} | (
-                    {self._read_for[fqn]} if is_read else set()
-                ):
-                    self._scattered_runs.setdefault(name, []).append(runs)
+                for name in names:
+                    self._scattered_readings.setdefault(name, []).extend(readings)
+            if not names and self._source_check is not None:
+                self._source_check.add(readings)
 
         def one_by_one(fqns: Sequence[str]) -> None:
             for fqn in fqns:
@@ -386,8 +386,11 @@ class Execution:
         )
         if self._is_over.is_set():  # nobody waits for it any more
             raise CancelledError
-        read = [*(stretch.read for stretch in stretches), *self._scattered_runs.get(image.name, ())]
-        self._on_finished(digest, Evidence.of_all(read))
+        of_stretches = (stretch.read for stretch in stretches)
+        readings = pack(chain(self._scattered_readings.get(image.name, ()), *of_stretches))
+        if self._source_check is not None:
+            self._source_check.put(image.name, readings)
+        self._on_finished(digest, readings)
         with self._lock:
             self._digests[image.name] = digest
 
@@ -406,11 +409,11 @@ class Execution:
         _log.debug("wrote %s, %s", escape(image.name), format_size(image.size))
 
     @contextlib.contextmanager
-    def _opened(self, image: Image, flags: int = 0, access: int = os.O_RDWR) -> Iterator[int]:
+    def _opened(self, image: Image, flags: int = 0) -> Iterator[int]:
         """Open an image for reading and writing; errors name the file."""
         path = os.path.join(self._directory, image.name)
         try:
-            fd = storage.open_fd(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
+            fd = storage.open_fd(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
             try:
                 yield fd
             finally:
@@ -429,65 +432,3 @@ class Execution:
 
     def _in_threads(self, jobs: Sequence[Callable[[], None]]) -> None:
         run_all(jobs, self._options.jobs, self._stop, name="shardkit")
-
-
-class ComparingExecution(Execution):
-    """The same over files that are there: nothing is written, and what would be is compared with them, byte by byte.
-
-    `run` raises `Differs` at the first difference, and then nothing more is read. What somebody has computed cannot be
-    compared (`TransferPlan.without_computed`).
-    """
-
-    def _create_files(self) -> None:
-        for image in self.plan.images:
-            if image.name in self._skipped:
-                continue
-            try:
-                with self._opened(image) as fd:
-                    is_same = storage.fstat(fd).st_size == image.size
-            except ResourceError:
-                is_same = False
-            if not is_same:
-                raise Differs(image.name, "")
-            if len(image) == 0:
-                self._submit_finish(image, _ImageState())
-
-    def _settle(self, image: Image) -> None:
-        pass
-
-    @contextlib.contextmanager
-    def _opened(self, image: Image, flags: int = 0, access: int = os.O_RDONLY) -> Iterator[int]:
-        with super()._opened(image, 0, access) as fd, compared(fd):
-            yield fd
-
-
-class ReadingExecution(Execution):
-    """The same of files that lie where they are known to be whole: the source is read for their digests, nothing is written.
-
-    No tensor may be scattered (`TransferPlan.in_order`).
-    """
-
-    def _create_files(self) -> None:
-        for image in self.plan.images:
-            if len(image) == 0:
-                self._submit_finish(image, _ImageState())
-
-    def _settle(self, image: Image) -> None:
-        pass
-
-    @contextlib.contextmanager
-    def _opened(self, image: Image, flags: int = 0, access: int = os.O_RDWR) -> Iterator[int]:
-        fd = storage.open_fd(os.devnull, access | os.O_CLOEXEC)
-        try:
-            yield fd
-        finally:
-            storage.close_fd(fd)
-
-
-def compared_with(check: SourceCheck | None, plan: TransferPlan, options: ExecuteOptions) -> CheckedSource:
-    """Return how much of a plan's source was compared with what it records; nothing without a check."""
-    if check is None:
-        return CheckedSource()
-    made_of = plan.made_of
-    names = dict.fromkeys(made_of.get(holes.source, holes.source) for holes in plan.images.tensors())
-    return check.summary(names, looks_for_unread=options.share_extents and not options.digests)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -33,7 +32,7 @@ from shardkit.core.text import KIB
 from shardkit.files import storage
 from shardkit.files.digest import combine, crc32, crc32_combine, zeros
 from shardkit.files.storage import BLOCK, shared_part
-from shardkit.transfer.chains import Evidence
+from shardkit.transfer.checks import EntryReading
 from shardkit.transfer.convert import Converter, make_converter
 from shardkit.transfer.images import Hole, Image, Piece
 from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
@@ -56,7 +55,7 @@ class TaskOutput:
     """Everything but the gaps, in file order."""
     data_crcs: list[int] = field(default_factory=list)
     """CRC-32 of each hole's bytes, in file order."""
-    read: Evidence = field(default_factory=partial(Evidence.of_all, ()))
+    read: list[EntryReading] = field(default_factory=list)
     """What was read for it, to be compared with the source's checksums."""
 
 
@@ -104,7 +103,7 @@ class Filler:
                 self._write_piece(piece, index, image, stream, stretch)
             stream.flush()
             self._share(image.name)
-            stretch.read = self._reader.take_runs()
+            stretch.read = self._reader.take_readings()
         return stretch
 
     def _write_piece(
@@ -222,12 +221,15 @@ class Filler:
         refused = []
         with self._controls.cloning:
             for clone in reversed(self._clones):  # the other threads read the same files front to back
-                (file, start, nbytes), position, _ = clone
+                (file, start, nbytes), position, fqn = clone
                 self._check()
                 try:
                     storage.clone_range(self._reader.descriptor(file), start, self._fd, position, nbytes)
                 except OSError:
                     refused.append(clone)
+                    continue
+                if not self._digests:  # else they were read for the digest
+                    self._reader.list_unread(file, start, nbytes, fqn)
         for (file, start, nbytes), position, fqn in refused:
             stream = Stream(self._fd, name, position, self._buffer)
             stream.fqn = fqn
@@ -326,7 +328,7 @@ class Scatter:
 
     def run(
         self, fqn: str, target: DType, holes: Sequence[tuple[int, Hole]], *, reads_all: bool
-    ) -> tuple[list[CrcPiece] | None, Evidence]:
+    ) -> tuple[list[CrcPiece] | None, list[EntryReading]]:
         """Fill the given holes of a tensor.
 
         Where no hole is left to fill (a resumed run), the tensor is only read, for the digest and to compare
@@ -346,7 +348,7 @@ class Scatter:
         """
         entry, table, pieces = self._catalog.tensors[fqn], self._catalog.chunks, list[CrcPiece]()
         if not (holes or self._controls.digests or self._sources.check):
-            return [CrcPiece(0, entry.num_elements * target.itemsize, 0)], Evidence.of_all(())
+            return [CrcPiece(0, entry.num_elements * target.itemsize, 0)], []
         itemsize = entry.dtype.itemsize
         regions = table.regions(entry.chunk_ids)
         are_runs = all(is_contiguous(region, entry.shape) for region in regions)
@@ -370,7 +372,7 @@ class Scatter:
             crc, _ = crc_of(pieces, entry.num_elements * target.itemsize)
             if crc is not None:
                 pieces = [CrcPiece(0, entry.num_elements * target.itemsize, crc)]
-            return pieces if are_runs else None, reader.take_runs()
+            return pieces if are_runs else None, reader.take_readings()
 
     def _read(
         self,

@@ -9,19 +9,16 @@ A hole is filled in one of three ways:
   put in its place;
 - *scattered* if a tensor is being cut along a later dim, or its bytes have to be decoded: the source is read
   once, block by block, and every block's part is put into each hole that wants it.
-
-What is computed before anything moves, as factors are, is there by then: the plan reads it like anything else.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
-from types import MappingProxyType
 from typing import NamedTuple
 
 from shardkit.core.catalog import MIN_COLUMNS, MIN_TOTAL, Catalog, Computed, Decoded, TensorEntry
@@ -101,8 +98,6 @@ class TransferPlan:
     """Tensors whose holes are gathered, by the source's name."""
     scattered: dict[str, tuple[tuple[int, Hole], ...]]
     """(image index, hole) of every hole that is scattered, by the source's name."""
-    made_of: Mapping[str, str]
-    """Tensors that somebody computes before anything moves -> what they are computed from; both in the catalog."""
     needs_torch: bool
     """torch computes something."""
     read_bytes: int
@@ -121,27 +116,14 @@ class TransferPlan:
         again = sum(
             hole.region.num_elements * self.catalog.tensors[name].dtype.itemsize
             for name, holes in self.scattered.items()
-            if name not in self.made_of
             for _, hole in holes
         )
         return replace(
             self, gathered=self.gathered | self.scattered.keys(), read_bytes=self.read_bytes + again
         )
 
-    def without_computed(self) -> TransferPlan:
-        """Return the plan for files that have what somebody computed: that stays as it is, and only its digests are taken."""
-        computed = self.made_of.keys()
-        return replace(
-            self,
-            streamed={name: flat for name, flat in self.streamed.items() if name not in computed},
-            gathered=self.gathered - computed,
-            scattered={name: holes for name, holes in self.scattered.items() if name not in computed},
-        )
 
-
-def build_plan(
-    images: ImageSet, catalog: Catalog, made_of: Mapping[str, str] = MappingProxyType({})
-) -> TransferPlan:
+def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
     """Return the plan that fills every hole of `images` from `catalog`.
 
     Every hole names a tensor of the catalog and lies inside it: the maker of the images has checked that.
@@ -149,7 +131,6 @@ def build_plan(
     Args:
         images: with the holes.
         catalog: the source.
-        made_of: tensors of the catalog that somebody computes before anything moves -> what they are computed from.
     """
     by_source: dict[str, list[TensorHoles]] = {}
     for holes in images.tensors():
@@ -176,20 +157,13 @@ def build_plan(
         streamed=streamed,
         gathered=frozenset(gathered),
         scattered=scattered,
-        made_of=made_of,
         needs_torch=any(
             isinstance(file.made, Computed) and file.made.codec.needs_torch for file in catalog.files
         ),
-        read_bytes=sum(catalog.tensors[name].nbytes for name in _read(every, made_of)),
+        read_bytes=sum(catalog.tensors[holes.source].nbytes for holes in every),
         written_bytes=sum(image.size for image in images),
         hole_bytes=sum(holes.nbytes for holes in every),
     )
-
-
-def _read(every: Iterable[TensorHoles], made_of: Mapping[str, str]) -> Iterator[str]:
-    """Yield what is read for some holes: once for each tensor, and once for all factors of a weight."""
-    yield from (holes.source for holes in every if holes.source not in made_of)
-    yield from dict.fromkeys(made_of.values())
 
 
 def _are_runs(sizes: Iterable[Shape], shape: Shape) -> bool:

@@ -1,4 +1,4 @@
-"""Files of ranks to be written: holes for regions of tensors, and literal bytes before, between and behind them."""
+"""Files of ranks to be written: a header, then holes for regions of tensors."""
 
 from __future__ import annotations
 
@@ -35,24 +35,20 @@ class Content(NamedTuple):
     """What one file holds."""
 
     name: str
+    header: bytes
     placed: Sequence[PlacedRegion]
     """One or more, in the order of their bytes."""
-    before: Sequence[bytes]
-    """The literal bytes before each of them."""
-    after: bytes = b""
-    """The literal bytes behind the last."""
 
 
 class _HoleFrame(NamedTuple):
-    """The bytes around a hole; they do not depend on what fills it."""
+    """The bytes before a hole. There are none behind it."""
 
     prefix: bytes
     prefix_crc: int
-    after: bytes
 
     def suffix(self, data_crc: int, /) -> bytes:
-        """Return the bytes behind the hole."""
-        return self.after
+        """Return no bytes."""
+        return b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +67,7 @@ class RankImage:
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield the first byte and the end of every piece."""
         for frame, hole in zip(self.frames, self.holes, strict=True):
-            yield hole.start - len(frame.prefix), hole.start + hole.nbytes + len(frame.after)
+            yield hole.start - len(frame.prefix), hole.start + hole.nbytes
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """Yield the pieces `start .. stop`."""
@@ -118,12 +114,9 @@ class RankImages(ImageList[RankImage]):
 
 
 def _make_image(content: Content) -> RankImage:
-    frames, holes, offset = list[_HoleFrame](), list[Hole](), 0
-    last = len(content.placed) - 1
-    for number, (placed, before) in enumerate(zip(content.placed, content.before, strict=True)):
-        after = content.after if number == last else b""
-        offset += len(before)
-        frames.append(_HoleFrame(before, crc32(before), after))
+    header, holes, offset = content.header, list[Hole](), len(content.header)
+    for placed in content.placed:
         holes.append(Hole(placed.source, placed.region, placed.dtype, offset, placed.nbytes))
-        offset += placed.nbytes + len(after)
-    return RankImage(content.name, offset, tuple(frames), tuple(holes), tuple(content.placed))
+        offset += placed.nbytes
+    frames = (_HoleFrame(header, crc32(header)), *[_HoleFrame(b"", 0)] * (len(holes) - 1))
+    return RankImage(content.name, offset, frames, tuple(holes), tuple(content.placed))

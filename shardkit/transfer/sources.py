@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import dropwhile, islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardkit.core.catalog import Catalog, Computed, Decoded, OnRead, SourceFile, TensorEntry
+from shardkit.core.catalog import Catalog, Computed, Decoded, SourceFile, TensorEntry
 from shardkit.core.regions import (
     Region,
     Shape,
@@ -33,8 +33,7 @@ from shardkit.files.digest import crc32
 from shardkit.files.location import location_of
 from shardkit.files.storage import BLOCK
 from shardkit.files.strict_json import stamp_at, stamp_of
-from shardkit.transfer.chains import Evidence, Run
-from shardkit.transfer.checks import Rest, Runs, SourceCheck
+from shardkit.transfer.checks import UNREAD, EntryReading, SourceCheck, decoded_reading
 from shardkit.transfer.codecs.boxes import fill_computed
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ READ_NBYTES = 8 << 20
 """Bytes of a tensor that one system call reads. Storage over a network takes a request for each call, or for as much of
 it as it sends at once. The CRC-32 is taken after the call, out of the cache that the cores share: with pieces of 1 MiB,
 which fit a core's own, reading warm memory and comparing it takes 4 % less of a processor."""
-_GAP_NBYTES = 1 << 20  # read at a time to complete an entry
 DROPPED_NBYTES = 16 << 10
 """Most bytes between two parts that are read at once: they are as expensive as another call."""
 MOST_PARTS = 512
@@ -98,8 +96,7 @@ class SourceFiles:
     Args:
         files: the catalog's files.
         recent_bytes: most bytes kept from small reads.
-        check: told of everything that is read.
-        on_read: told of what is read of each file, as it lies on disk.
+        check: collects what is read.
         opened: descriptors by path, of which it takes out and closes what it reads.
     """
 
@@ -109,17 +106,16 @@ class SourceFiles:
         recent_bytes: int = 0,
         *,
         check: SourceCheck | None = None,
-        on_read: OnRead | None = None,
         opened: dict[str, int] | None = None,
     ) -> None:
-        self.check, self.on_read = check, on_read
+        self.check = check
         self.recent = _RecentBlocks(recent_bytes)
         self._files = files
         self._lock = threading.Lock()
         self._open: dict[int, int] = {}
         self._users: dict[int, int] = {}
         self._stamps = {file: source.stamp for file, source in enumerate(files) if source.stamp}
-        self._decoded: dict[int, tuple[memoryview, list[Run]]] = {}
+        self._decoded: dict[int, tuple[memoryview, list[EntryReading]]] = {}
         self._expected: Mapping[int, Sequence[tuple[int, int]]] = {}
         self._num_places = 1
         self._opened = {} if opened is None else opened
@@ -161,9 +157,9 @@ class SourceFiles:
         """Return a reader for one thread; `release` it when the thread's stretch is done.
 
         Args:
-            compares: report what it reads to `check`.
+            compares: list what it reads, for `check`.
         """
-        return Reader(self, self.check.runs() if self.check is not None and compares else None)
+        return Reader(self, self.check if compares else None)
 
     def path(self, file: int) -> str:
         """Return where a file lies."""
@@ -235,64 +231,40 @@ class SourceFiles:
                 with suppress(ResourceError, IntegrityError):
                     self._open[other] = self._open_checked(other, is_soon=True)
 
-    def decoded(self, file: int, fqn: str) -> tuple[memoryview, list[Run]]:
-        """Return the bytes of a file that has to be decoded for a tensor, and the runs read for them."""
+    def decoded(self, file: int, fqn: str) -> tuple[memoryview, list[EntryReading]]:
+        """Return the bytes of a file that has to be decoded for a tensor, and what was read for them."""
         with self._lock:
             decoded = self._decoded.get(file)
             if decoded is None:
-                made, runs = self._files[file].made, None if self.check is None else self.check.runs()
-                assert isinstance(made, Decoded)
-                if file in self._stamps and stamp_at(self._files[file].path) != self._stamps[file]:
-                    raise changed([self._files[file].name])
+                source, readings = self._files[file], None if self.check is None else self.check.readings()
+                assert isinstance(source.made, Decoded)
+                if file in self._stamps and stamp_at(source.path) != self._stamps[file]:
+                    raise changed([source.name])
 
-                def tell(path: str, start: int, data: memoryview) -> None:
-                    if self.on_read is not None:
-                        self.on_read(path, start, data)
-                    if runs is not None:
-                        runs.read(path, start, data, fqn)
+                def on_read(path: str, start: int, data: memoryview) -> None:
+                    if readings is not None:
+                        readings.add(path, start, data, fqn)
 
                 self._decoded.clear()  # one tensor at a time: decoding may have had to copy it
-                content = made.decode(tell)
-                decoded = self._decoded[file] = content, [] if runs is None else runs.collect()
+                content = source.made.decode(on_read)
+                listed = (
+                    [] if readings is None else readings.take() or [decoded_reading(source, content, fqn)]
+                )
+                decoded = self._decoded[file] = content, listed
             return decoded
 
-    def finish(self, *, hint: str, completes: bool = True) -> None:
-        """Read what little is missing to compare entries, and refuse a source that changed or differs.
+    def finish(self, *, hint: str) -> None:
+        """Refuse a source that changed, or is not what it records.
 
         Args:
             hint: what to do about damaged bytes.
-            completes: read what is missing; otherwise others do, or whoever puts together what was read.
 
         Raises:
             IntegrityError: names every file that changed, or every entry that is not what was recorded.
-            ResourceError: the system cannot read a file.
         """
-        if self.check is not None and completes:
-            for rest in self.check.missing():
-                self.check.complete(rest, self.read_gaps(rest))
         self.check_unchanged()
         if self.check is not None:
-            self.check.raise_differences(hint=hint)
-
-    def read_gaps(self, rest: Rest) -> list[int]:
-        """Return the CRC-32 of each part that is missing of an entry.
-
-        Raises:
-            IntegrityError, ResourceError: as `Reader.read_into`.
-        """
-        assert self.check is not None
-        file, fqn, crcs = self.check.entries.file_of(rest.entry), self.check.fqn_of(rest.entry), list[int]()
-        assert file is not None
-        buffer = memoryview(bytearray(min(rest.nbytes, _GAP_NBYTES)))
-        with self.reader(compares=False) as reader:
-            for start, stop in rest.gaps:
-                crc = 0
-                for offset in range(start, stop, len(buffer)):
-                    part = buffer[: stop - offset]
-                    reader.read_into(file, part, offset, fqn)
-                    crc = crc32(part, crc)
-                crcs.append(crc)
-        return crcs
+            self.check.judge().raise_damaged(hint=hint)
 
     def check_unchanged(self) -> None:
         """Compare every file with what it was when its description was read, or when it was first opened.
@@ -324,35 +296,38 @@ class Reader:
 
     Args:
         sources: the files.
-        runs: told of what is read, so that it can be compared.
+        check: gets what is read and was not taken before, on exit.
     """
 
-    def __init__(self, sources: SourceFiles, runs: Runs | None = None) -> None:
-        self._sources, self._recent, self._runs = sources, sources.recent, runs
+    def __init__(self, sources: SourceFiles, check: SourceCheck | None = None) -> None:
+        self._sources, self._recent, self._check = sources, sources.recent, check
+        self._readings = None if check is None else check.readings()
         self._borrowed: dict[int, int] = {}
-        self._decoded_runs: list[Run] | None = None
+        self._decoded_readings: list[EntryReading] | None = None
 
     def __enter__(self) -> Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
-        self.take_runs()
+        if self._check is not None:
+            self._check.add(self.take_readings())
 
-    def take_runs(self) -> Evidence:
-        """Hand over what was read, so that it can be compared, and return it."""
-        self._decoded_runs = None
-        return Evidence.of_all([]) if self._runs is None else self._runs.take()
+    def take_readings(self) -> list[EntryReading]:
+        """Return what was read since the last call."""
+        self._decoded_readings = None
+        return [] if self._readings is None else self._readings.take()
 
-    def tell(self, file: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
-        """Report that bytes of a file on disk were read for a tensor.
+    def list_unread(self, file: int, start: int, nbytes: int, fqn: str) -> None:
+        """List bytes that a tensor has of a file, and that nobody read."""
+        if self._readings is not None:
+            self._readings.add_summed(self._sources.path(file), start, start + nbytes, UNREAD, fqn)
 
-        Returns:
-            CRC-32 of the bytes, where it was taken.
-        """
-        if self._sources.on_read is not None:
-            self._sources.on_read(self._sources.path(file), start, memoryview(data))
-        return None if self._runs is None else self._runs.add(file, start, data, fqn)
+    def _list(self, file: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
+        """List bytes that were read; return their CRC-32 where it was computed."""
+        return (
+            None if self._readings is None else self._readings.add(self._sources.path(file), start, data, fqn)
+        )
 
     def release(self) -> None:
         """Let others have the descriptors."""
@@ -393,7 +368,7 @@ class Reader:
             view = memoryview(bytearray(nbytes))
             self.read_into(file, view, start, fqn)
             return bytes(view)
-        self.tell(file, start, data, fqn)
+        self._list(file, start, data, fqn)
         return data
 
     def _read_block(self, file: int, number: int) -> bytes:
@@ -424,17 +399,18 @@ class Reader:
                 fill_computed(made, self, start, buffer, fqn)
                 return None
             if made is not None:
-                content, runs = self._sources.decoded(file, fqn)
+                content, readings = self._sources.decoded(file, fqn)
                 buffer[:] = content[start : start + size]
-                if self._runs is not None and self._decoded_runs is not runs:
-                    self._decoded_runs = runs
-                    self._runs.take_over(runs)
+                if self._readings is not None and self._decoded_readings is not readings:
+                    self._decoded_readings = readings
+                    self._readings.extend(readings)
                 return None
             fd = self.descriptor(file)
-        if self._runs is None or size <= READ_NBYTES:
+        if self._readings is None or size <= READ_NBYTES:
             self._fill(fd, file, buffer, start, fqn)
-            return self.tell(file, start, buffer, fqn)
-        if self._sources.on_read is not None or not self._runs.can_sum(file, start, start + size):
+            return self._list(file, start, buffer, fqn)
+        path = self._sources.path(file)
+        if not self._readings.can_sum(path, start, start + size):
             for offset in range(0, size, READ_NBYTES):
                 self.read_into(file, buffer[offset : offset + READ_NBYTES], start + offset, fqn)
             return None
@@ -443,7 +419,7 @@ class Reader:
             part = buffer[offset : offset + READ_NBYTES]
             self._fill(fd, file, part, start + offset, fqn)
             crc = crc32(part, crc)
-        self._runs.add_summed(file, start, start + size, crc, fqn)
+        self._readings.add_summed(path, start, start + size, crc, fqn)
         return crc
 
     def read_neighbours(self, file: int, parts: Sequence[Neighbour]) -> None:
@@ -458,7 +434,7 @@ class Reader:
         """
         if len(parts) > 1 and not self.is_decoded(file) and self._read_at_once(file, parts):
             for part in parts:
-                self.tell(file, part.start, part.buffer, part.fqn)
+                self._list(file, part.start, part.buffer, part.fqn)
             return
         for part in parts:
             self.read_into(file, part.buffer, part.start, part.fqn)

@@ -6,9 +6,8 @@ and out again. So a rank's file is written sequentially, whatever it is made of.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shardkit.core.dtypes import DType
@@ -127,39 +126,12 @@ class Stream:
             storage.settle(self._fd, self._settles, self._at)
 
 
-class Differs(Exception):
-    """A file that is compared holds other bytes than would be written."""
-
-    def __init__(self, name: str, fqn: str) -> None:
-        super().__init__(name, fqn)
-        self.name, self.fqn = name, fqn
-
-
-_compared: set[int] = set()
-"""Descriptors of files that are compared with what would be written."""
-
-
-@contextlib.contextmanager
-def compared(fd: int) -> Iterator[None]:
-    """Let what is written to a descriptor be compared with what is there instead, which raises `Differs`."""
-    _compared.add(fd)
-    try:
-        yield
-    finally:
-        _compared.discard(fd)
-
-
 def write_all(fd: int, data: memoryview, start: int, name: str, fqn: str, *, hint: str = _FREE) -> None:
     """Write `data` at byte `start`, however many calls it takes.
 
     Raises:
         ResourceError: names the file and the offset, and has the hint.
-        Differs: the file is `compared`, and holds something else there.
     """
-    if fd in _compared:
-        if not data == storage.pread(fd, len(data), start):
-            raise Differs(name, fqn)
-        return
     done = 0
     while done < len(data):
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -28,6 +29,7 @@ RESULT = ConsolidateResult(
     weights="model",
     root="app.model",
     stripped=(("app.model.", 20), ("_orig_mod", 18)),
+    split=(),
     renamed=(("model.visual.", "visual.", 8), ("net.", "", 1), ("", "transformer.", 2)),
     skipped=(
         SkippedPart(what="optimizer", where="app.optim", num_tensors=60, num_objects=2),
@@ -36,6 +38,7 @@ RESULT = ConsolidateResult(
     candidates=("ema",),
     base="org/model",
     model_class="LlamaForCausalLM",
+    library="transformers",
     assets=("config.json", "tokenizer.json"),
     ties=(("embed.weight", "lm_head.weight"),),
     untied=(("wte.weight", "head.weight"),),
@@ -65,7 +68,7 @@ RESULT = ConsolidateResult(
 HUMAN = """\
 wrote /run/step-10-hf
   found     DCP checkpoint
-  took      /run/step-10: the highest step
+  using     /run/step-10: the highest step
   weights   model, everything below app.model; also there: ema
   stripped  app.model. from 20 names
             _orig_mod from 18 names
@@ -107,6 +110,7 @@ BARE = replace(
     root="",
     stripped=(),
     renamed=(),
+    split=(),
     skipped=(),
     candidates=(),
     base=None,
@@ -125,6 +129,10 @@ def test_text(result, text):
     ("changes", "line"),
     [
         ({"model_class": None}, "transformers.AutoModel.from_pretrained('/run/step-10-hf')"),
+        (
+            {"model_class": "AutoModelForCausalLM"},  # which only code of its own has
+            "transformers.AutoModelForCausalLM.from_pretrained('/run/step-10-hf', trust_remote_code=True)",
+        ),
         (
             {"kind": "adapter", "assets": ("adapter_config.json",)},
             "peft.PeftModel.from_pretrained(model, '/run/step-10-hf')",
@@ -160,7 +168,7 @@ def test_options_reach_the_library(run, monkeypatch):
         lambda *args, **options: seen.update(options, args=args) or RESULT,
     )
     flags = (
-        "--base org/m --base-revision r --dtype base --dtype-rule g*=fp32 --max-shard-size 1GB --single-file --weights ema --root a.b "
+        "--base org/m --base-revision r --config base --dtype base --dtype-rule g*=fp32 --max-shard-size 1GB --single-file --weights ema --root a.b "
         "--strip-prefix p --strip-prefix q --add-prefix z --rename a=b --rename c=d --include i* --exclude e* "
         "--fill-from-base v* --tokenizer t --allow-missing --allow-unexpected --keys k.toml --ask-class off --dequantize --keep-factors --merge-lora --adapter-config f --manifest --push-to-hub me/m "
         "--private --branch dev --overwrite --strict --follow-links -n --no-resume --digest none --jobs 3 --max-memory 1GB --json"
@@ -173,6 +181,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "args": ("last.ckpt", "out"),
         "base": "org/m",
         "base_revision": "r",
+        "config": "base",
         "tokenizer": "t",
         "dtype": "base",
         "dtype_rules": ("g*=fp32",),
@@ -201,6 +210,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "private": True,
         "branch": "dev",
         "overwrite": True,
+        "exist_ok": False,
         "dry_run": True,
         "strict": True,
         "follow_links": True,
@@ -231,6 +241,7 @@ def test_real_run(run, checkpoint):
     assert written["file_bytes"] == [os.path.getsize("last-hf/model.safetensors")]
     changing = {
         "dry_run": 0,
+        "names": 0,
         "elapsed_s": 0,
         "moving_s": 0,
         "free_bytes": 0,
@@ -269,16 +280,26 @@ def test_a_newer_checkpoint_that_was_passed_over(run, tiny):
     result = run("consolidate", "run", "out")
     assert result.exit_code == 0
     first, *others = result.stderr.splitlines()
-    assert first.startswith("warning: passed over step-2, which is newer than step-1: ")
+    assert first.startswith("warning: passed over step-2: ")
     assert "__1_0.distcp" in first
     assert not any("passed over" in line for line in others)
-    assert "  took     run/step-1: it has the highest step, of those that are complete\n" in result.stdout
+    assert "  using    run/step-1: it has the highest step of those that are whole\n" in result.stdout
     result = run("consolidate", "run", "strict", "--strict")
     assert result.exit_code == 3
-    assert "step-2, which is newer" in result.stderr
-    assert "name the one to take: run/step-1" in result.stderr
+    assert "passed over step-2: " in result.stderr
+    assert "give run/step-1 by its path" in result.stderr
     assert not (tiny.parent / "strict").exists()
-    assert run("verify", "tiny", "--against", "run").exit_code == 0
-    refused = run("verify", "tiny", "--against", "run", "--strict")
+    assert run("diff", "tiny", "run").exit_code == 0
+    refused = run("diff", "tiny", "run", "--strict")
     assert refused.exit_code == 3
     assert refused.stderr == result.stderr
+
+
+def test_a_dry_run_shows_what_would_be_uploaded_where(run, tiny):
+    """Nobody is logged in, and nobody is asked."""
+    run("preshard", "tiny", "sharded", "--world-size", "2", "--layout", "declared")
+    typed = ["consolidate", "sharded", "--dry-run", "--push-to-hub", "me/m"]
+    shown = " ".join(run(*typed).stdout.split())
+    assert re.search(r"to upload at most [\d.]+ \w+ to me/m, its default branch; if .* public, unless", shown)
+    shown = " ".join(run(*typed, "--branch", "dev", "--private").stdout.split())
+    assert "to me/m, branch dev; if the repo is new, it is private" in shown

@@ -32,12 +32,9 @@ OPTIONS = {
 }
 FUNCTIONS = {
     **{verb: getattr(shardkit, verb) for verb in OPTIONS if verb != "prepare"},
+    "abort": shardkit.abort,
     "commit": shardkit.commit,
-    "gc": shardkit.gc,
     "inspect": shardkit.inspect,
-    "keys check": shardkit.check_keys,
-    "keys show": shardkit.show_keys,
-    "manifest": shardkit.write_manifest,
     "status": shardkit.status,
 }
 OF_A_COMMAND = {"as_json", "quiet", "verbose", "no_progress", "html_file", "picture"}
@@ -45,8 +42,6 @@ OF_A_COMMAND = {"as_json", "quiet", "verbose", "no_progress", "html_file", "pict
 OF_PYTHON = {"progress", "on_warning", "on_step", "holdings"}
 """What only callers of the library have."""
 OTHERWISE = {
-    # One plan in Python is several options of the command.
-    "preshard": {"osft_targets", "osft_ranks", "osft_svd"},
     # Of the page.
     "diff": {"overwrite"},
     "inspect": {"overwrite"},

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import json
+import os
+import pty
+import struct
 import sys
+import termios
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -118,11 +124,69 @@ def test_a_phase_without_bytes_shows_when_it_takes_long(terminal, clock):
     assert screen.getvalue().endswith("\r")  # and is gone
 
 
+@pytest.mark.parametrize("columns", [0, 60])
+def test_a_terminal_that_does_not_know_its_width_has_a_bar_of_80_columns(monkeypatch, columns):
+    """As of `script`, `kubectl exec` and `ssh -tt`."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 0, columns, 0, 0))
+    with os.fdopen(slave, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        bar = ByteBar()
+        bar.start(400 * MIB, "preshard")
+        bar.advance(100 * MIB)
+        bar.finish()
+    shown = b""
+    with contextlib.suppress(OSError):  # how Linux ends what a closed terminal was sent
+        while part := os.read(master, 10_000):
+            shown += part
+    os.close(master)
+    drawn = shown.decode().strip().rpartition("\r")[2]
+    assert drawn.startswith("preshard:  25%|")
+    assert len(drawn) == (columns or 80) - 1
+
+
+def test_what_has_no_bar_shows_a_clock_on_a_terminal(terminal, clock):
+    screen = terminal()
+    out = Output(shows_bars=True)
+    out.watch()
+    clock[0] += 2
+    out._bar._redraw()
+    assert screen.getvalue() == "\r  00:02"
+    out.step("tracing A ...")
+    clock[0] += 70
+    out._bar._redraw()
+    assert screen.getvalue().endswith("tracing A ...\n\r  01:10")
+    bar = out.progress()
+    bar.start(400 * MIB, "preshard")
+    drawn = len(screen.getvalue())
+    out.step("asking B ...")  # what is done beside the bytes ends no bar
+    bar.advance(400 * MIB)
+    bar.finish()
+    assert "asking B ..." in screen.getvalue()[drawn:]
+    assert "preshard: 100%" in screen.getvalue()[drawn:]
+    out.watch()
+    out._bar._redraw()
+    out.lines(["the result"])
+    assert screen.getvalue().endswith("\r")  # the clock is gone before
+
+
+def test_no_clock_where_nobody_watches(terminal, monkeypatch, clock):
+    screen = terminal()
+    Output().watch()
+    assert screen.getvalue() == ""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    out = Output(shows_bars=True)
+    out.watch()
+    assert "_bar" not in vars(out)
+
+
 def test_lines_say_how_far_it_is(clock):
     lines = ByteLines(print)
     assert lines.line(100) == ""
     lines.start(0, "tracing A")
-    assert lines.line(clock[0] + 70) == "tracing A for 70 s"
+    assert lines.line(clock[0] + 0.2) == "tracing A"
+    assert lines.line(clock[0] + 70) == "tracing A (70 s elapsed)"
     lines.start(10 * 1024 * MIB, "preshard")
     lines.advance(1024 * MIB)
     assert lines.line(110) == "preshard: 1.0 GiB of 10.0 GiB, 10%, 102.4 MiB/s, 90 s left"
@@ -167,7 +231,7 @@ def test_a_run_without_a_terminal_says_that_files_go_to_the_disk(run, tiny, monk
     monkeypatch.setattr(Execution, "_settle", wait_and_settle)
     result = run("preshard", "tiny", "out", "--world-size", "2", "--wrap", "none")
     assert result.exit_code == 0
-    assert "\nsyncing for " in f"\n{result.stderr}"
+    assert "\nsyncing\n" in f"\n{result.stderr}"
     assert "syncing" not in result.stdout
     assert result.stdout.startswith("wrote ")
 

@@ -15,10 +15,10 @@ import pytest
 
 import shardkit
 from shardkit.cli import preshard as preshard_command
+from shardkit.keys.expressions import FusedTensors
 from shardkit.operations.parts.results import Converted
 from shardkit.operations.preshard import PreshardResult
-from shardkit.osft.cost import OsftKind, OsftResult
-from shardkit.osft.plan import OsftPlan
+from tests.cases import but_first
 
 ARGS = ["preshard", "tiny", "--world-size", "4", "--wrap", "none"]
 
@@ -41,6 +41,7 @@ RESULT = PreshardResult(
     file_bytes=(2 << 30, 2 << 30, 2 << 30, 1 << 30),
     imbalance=1.1429,
     num_tensors_with_empty_shards=2,
+    fused=(FusedTensors(are_experts=True, num_stored=72, num_tensors=6),),
     shares_extents=False,
     peak_memory_bytes=128 << 20,
     download_bytes=0,
@@ -55,7 +56,6 @@ RESULT = PreshardResult(
     omitted=(("ids", "a buffer"),),
     copied=("config.json", "tokenizer\x1b.json"),
     skipped=(),
-    osft=None,
     notes=("a note",),
     warnings=("a \x1b warning",),
 )
@@ -66,6 +66,7 @@ wrote /data/model-dp_shard4
   mesh     dp_shard=4; world size 4
   layout   traced from the model, 3 units
   read     20 tensors, 8.0 GiB
+  fused    72 expert tensors into 6
   write    4 shard files, 8.0 GiB
   copy     2 files: config.json, tokenizer\\x1b.json
   balance  the largest file is 1.14 times the mean
@@ -74,7 +75,7 @@ wrote /data/model-dp_shard4
   omitted  ids: a buffer
   time     4.00 s; bytes moved in 2.00 s: 4.0 GiB/s
 
-load it on every rank, into a model on meta (without to_empty()) that is wrapped for this mesh:
+load it on every rank, into a meta-device model already wrapped for this mesh (do not call to_empty()):
   import shardkit
   shardkit.load_into(model, '/data/model-dp_shard4')  # parameters and buffers
 """
@@ -86,6 +87,7 @@ dry run: nothing was written to /data/model-dp_shard4
   layout     traced from the model, 3 units
   to fetch   6.0 GiB from the Hub; so far only headers were read
   to read    20 tensors, 8.0 GiB
+  fused      72 expert tensors into 6
   to write   4 shard files, 8.0 GiB
   to copy    2 files: config.json, tokenizer\\x1b.json
   balance    the largest file is 1.14 times the mean
@@ -114,59 +116,13 @@ def test_text(dry_run, text):
     assert "\n".join(lines) + "\n" == text
 
 
-OSFT = OsftResult(
-    kinds=(
-        OsftKind(
-            name="layers.*.up",
-            num_targets=32,
-            rows=12288,
-            columns=4096,
-            rank=2867,
-            factor_bytes=8 << 30,
-            num_operations=46 * 10**12,
-            memory_bytes=2 << 30,
-            expected_s=3840.0,
-        ),
-    ),
-    num_workers=2,
-    memory_bytes=4 << 30,
-    expected_s=1920.0,
-    operations_per_s=12e9,
-    num_resumed=3,
-    record_bytes=0,
-    max_error=4e-8,
-    max_orthogonality=2e-8,
-)
-
-
-def test_factors_are_told():
-    lines = preshard_command.render(replace(RESULT, dry_run=True, osft=replace(OSFT, max_error=None)))
-    assert [line.strip() for line in lines if "actors" in line or "kind" in line or "computing" in line] == [
-        "factors    32 weights, 8.0 GiB",
-        "kind       32 x layers.*.up [12288, 4096]: 2867 of 4096 directions frozen; 8.0 GiB, 4.6e+13 operations, "
-        "2.0 GiB of memory, 64 min",
-        "computing  2 processes, 4.0 GiB of memory, about 32 min at 12e9 operations/s for each core",
-    ]
-    lines = preshard_command.render(replace(RESULT, num_tensors=6 * 32 + 7, osft=OSFT))
-    assert "  read     39 tensors, 8.0 GiB" in lines
-    assert "  factors  32 weights, 8.0 GiB; error at most 4.0e-08, orthogonal to 2.0e-08" in lines
-    assert "  resumed  3 weights had been computed before" in lines
-    assert "  context = shardkit.prepare('org/model', '/data/model-dp_shard4')" in lines
-
-
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--osft 1", "full fine-tuning"),
-        ("--osft 0", "nothing would be trained"),
-        ("--osft-svd exact", "without --osft"),
-        ("--osft 0.3 --osft-rank a=b", "GLOB=RATIO"),
-    ],
+    "option", ["--osft=0.3", "--osft-targets=auto", "--osft-rank=*.o=7", "--osft-svd=exact"]
 )
-def test_options_of_factors_are_refused(run, flags, said):
-    found = run(*ARGS, *flags.split())
+def test_factors_are_computed_in_a_job(run, option):
+    found = run(*ARGS, option)
     assert found.exit_code == 2
-    assert said in found.stderr
+    assert "prepare(model, model, osft=0.3) and finalize compute the factors" in found.stderr
 
 
 def test_streams(run, monkeypatch):
@@ -184,7 +140,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "shardkit.operations.preshard.preshard",
         lambda *args, **options: seen.update(options, args=args) or RESULT,
     )
-    flags = "--mesh dp_shard=4 --parallel-rule *.q=colwise --stages m:f --layout declared --keys k.toml --names hub --profile lightning --attribute net --osft 0.3 --osft-targets auto,!*.k --osft-rank *.o=7 --osft-svd fp32 --dtype bf16 --revision r --variant v --overwrite -n --no-resume --digest none"
+    flags = "--mesh dp_shard=4 --parallel-rule *.q=colwise --stages m:f --layout declared --keys k.toml --names hub --profile lightning --attribute net --dtype bf16 --revision r --variant v --overwrite -n --no-resume --digest none"
     run(*ARGS, "out", *flags.split(), "--jobs", "3", "--max-memory", "1GB", "--trust-remote-code", "--json")
     assert type(seen.pop("progress")).__name__ == "NoProgress"
     assert callable(seen.pop("on_warning"))
@@ -202,14 +158,13 @@ def test_options_reach_the_library(run, monkeypatch):
         "names": "hub",
         "profile": "lightning",
         "attribute": "net",
-        "device": None,
-        "osft": OsftPlan(ratio=0.3, targets="auto,!*.k", ranks={"*.o": 7}, svd="fp32"),
         "dtype_rules": (),
         "dequantize": False,
         "dtype": "bf16",
         "revision": "r",
         "variant": "v",
         "overwrite": True,
+        "exist_ok": False,
         "dry_run": True,
         "resume": False,
         "executor": None,
@@ -234,6 +189,7 @@ def test_real_run(run, tiny):
     assert written["file_bytes"] == [os.path.getsize(f"tiny-dp_shard4/__{n}_0.distcp") for n in range(4)]
     changing = {
         "dry_run": 0,
+        "names": 0,
         "elapsed_s": 0,
         "moving_s": 0,
         "free_bytes": 0,
@@ -306,7 +262,7 @@ signal.signal, SharedStaging.write_note = hearing, write_note
 """Of a `sitecustomize.py`: the run stops when a file has a note, until it hears a signal."""
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "code"), but_first([(signal.SIGINT, 130), (signal.SIGTERM, 143)]))
 def test_signal_then_resume(start, tmp_path, tmp_path_factory, signum, code):
     write_sparse_model(tmp_path / "big model", 200 << 20)
     flags = ["--world-size", "64", "--wrap", "none", "--jobs", "1", "--no-resume"]

@@ -18,16 +18,13 @@ SCHEMAS = runpy.run_path(str(ROOT / "scripts" / "schemas.py"))
 COMMANDS = {
     "preshard": ["preshard", "tiny", "sharded", "--world-size", "2", "--layout", "declared"],
     "inspect": ["inspect", "sharded", "--tensors"],
-    "manifest": ["manifest", "tiny"],
     "verify": ["verify", "sharded", "--full"],
     "consolidate": ["consolidate", "sharded", "hub"],
     "reshard": ["reshard", "sharded", "third", "--world-size", "3"],
     "diff": ["diff", "tiny", "hub", "--stats"],
-    "keys": ["keys", "show", "tiny"],
-    "cache": ["cache"],
     "env": ["env"],
-    "gc": ["gc", ".", "--dry-run"],
     "status": ["status", "parts"],
+    "abort": ["abort", "parts"],
     "commit": ["commit", "parts"],
     "error": ["inspect", "gone"],
 }

@@ -47,9 +47,6 @@ def shell(tmp_path, run):
         (["shardkit", "preshard", "model", "--world"], ["--world-size"]),
         (["shardkit", "preshard", "--dtype", "f"], ["fp16", "fp32"]),
         (["shardkit", "completion", ""], ["bash", "zsh", "fish"]),
-        (["shardkit", "keys", "ch"], ["check"]),
-        (["shardkit", "help", "con"], ["consolidate"]),
-        (["shardkit", "help", "keys", "ch"], ["check"]),
         (["shardkit", "preshard", "--profile", "light"], ["lightning", "lightning-mp"]),
         (["shardkit", "preshard", "--dtype", "bfl"], ["bfloat16"]),
         (["shardkit", "consolidate", "--keys", "a"], ["auto"]),
@@ -57,7 +54,7 @@ def shell(tmp_path, run):
             ["shardkit", "consolidate", "--keys", "torchtune"],
             ["torchtune-llama", "torchtune-qwen2", "torchtune.toml"],
         ),
-        (["shardkit", "keys", "check", "megatron-q"], ["megatron-qwen-moe"]),
+        (["shardkit", "preshard", "--keys", "megatron-q"], ["megatron-qwen-moe"]),
     ],
 )
 def test_bash(shell, typed: list[str], words: list[str]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
-import shlex
 import shutil
 import signal
 
@@ -43,11 +41,11 @@ def test_nothing_wrong(run, sharded):
     size = sum(os.path.getsize(sharded / f"__{n}_0.distcp") for n in range(2))
     assert result.stdout == (
         "out: no problem found\n"
-        "  checkpoint    shardkit\n"
-        "  level         full\n"
-        "  holds         4 tensors, 7 chunks, 116 B in 2 files\n"
-        "  held against  shardkit.json\n"
-        f"  compared      {size / 1024:.1f} KiB: 7 chunks, 2 whole files\n"
+        "  checkpoint       shardkit\n"
+        "  level            full\n"
+        "  holds            4 tensors, 7 chunks, 116 B in 2 files\n"
+        "  checked against  shardkit.json\n"
+        f"  compared         {size / 1024:.1f} KiB: 7 chunks, 2 whole files\n"
     )
 
 
@@ -62,7 +60,7 @@ def test_nothing_to_compare_with_is_the_first_thing_said(run, sharded):
 def test_the_last_line_says_which_files_to_bring_again(run, sharded):
     damage(sharded / SHARD, data_of(sharded, "embed.weight"))
     os.remove(sharded / "__0_0.distcp")
-    assert run("verify", "out", "--full").stdout.endswith("\n\nbring again: __{0,1}_0.distcp\n")
+    assert run("verify", "out", "--full").stdout.endswith("\n\ncopy these files again: __{0,1}_0.distcp\n")
 
 
 def test_problems_and_exit_code(run, sharded):
@@ -82,11 +80,11 @@ def test_problems_and_exit_code(run, sharded):
 def test_json(run, sharded):
     at = data_of(sharded, "embed.weight")
     damage(sharded / SHARD, at)
-    result = run("verify", "out", "--read", "100%", "--seed", "4", "--json")
+    result = run("verify", "out", "--full", "--json")
     assert (result.exit_code, result.stderr) == (1, "")
     content = json.loads(result.stdout)
-    assert (content["ok"], content["level"], content["seed"]) == (False, "sample", 4)
-    assert content["read_bytes"] == content["tensor_bytes"] == 116
+    assert (content["ok"], content["level"]) == (False, "full")
+    assert content["read_bytes"] > content["tensor_bytes"] == 116
     (problem,) = content["problems"]
     assert (problem["file"], problem["tensor"]) == (SHARD, "embed.weight")
     assert problem["region"] == [[3, 0], [2, 3]]
@@ -122,16 +120,13 @@ def test_warnings_and_notes_are_on_stderr(run, sharded):
         (("absent",), 3),
         (("empty",), 3),
         ((".",), 0),  # what it holds is taken, as in the directory of a run
-        (("tiny", "--read", "x"), 2),
-        (("tiny", "--read", "5%", "--full"), 2),
+        (("tiny", "--read", "5%"), 2),
         (("tiny",), 0),
         (("tiny", "--jobs", "0"), 2),
         (("tiny", "--revision", "main"), 2),
         (("tiny", "--manifest", "absent"), 3),
-        (("tiny", "--against", "absent"), 3),
-        (("tiny", "--against", "tiny"), 0),
-        (("tiny", "--against", "tiny", "--strict"), 0),
-        (("tiny", "--strict"), 2),
+        (("tiny", "--against", "tiny"), 2),
+        (("tiny", "--strict"), 0),
     ],
 )
 def test_exit_codes(run, tiny, args, code):
@@ -143,19 +138,6 @@ def test_names_of_files_cannot_act_on_a_terminal(run, sharded):
     result = run("verify", "out")
     assert "\x1b" not in result.stdout + result.stderr
     assert "\\x1b[31m.distcp" in result.stderr
-
-
-def test_against(run, sharded, tiny):
-    same = run("verify", "out", "--against", "tiny")
-    assert same.exit_code == 0
-    assert "  compared with  tiny: 4 tensors\n" in same.stdout
-    damage(sharded / SHARD, data_of(sharded, "embed.weight"))
-    other = run("verify", "tiny", "--against", "out")
-    assert other.exit_code == 1
-    assert other.stdout.splitlines()[-1] == (
-        "  embed.weight: it is not that of out (1 of 15 elements differ, the first at [3, 0]), though equal after "
-        "rounding out's to bf16; --rounded accepts it"  # the damaged bit is one that bf16 lacks
-    )
 
 
 def test_files_that_cannot_be_read(run, sharded, monkeypatch):
@@ -231,16 +213,6 @@ def deep(tiny):
     return make
 
 
-def test_layers_that_differ_are_one_line(run, deep):
-    deep("a"), deep("b", 0.1)
-    result = run("verify", "a", "--against", "b")
-    line = "  model.layers.{0..11}.up.weight: it is not that of b (12 of 12 elements differ, the first at [0, 0])"
-    assert line in result.stdout.splitlines()
-    assert "more" not in result.stdout
-    assert run("verify", "a", "--against", "b", "-v").stdout.count("it is not that of b") == 12
-    assert len(json.loads(run("verify", "a", "--against", "b", "--json").stdout)["problems"]) == 12
-
-
 def test_tensors_past_the_end_are_one_line(run, deep):
     file = deep("a") / "model.safetensors"
     size = os.path.getsize(file)
@@ -275,11 +247,12 @@ def test_each_thing_is_said_once(run, tiny):
     assert stdout.count("model.safetensors:") == 1
 
 
-def test_a_manifest_that_is_missing_is_made_where_it_is_looked_for(run, tiny):
-    asked = ("verify", "tiny", "--manifest", "the manifest.json", "--full")
-    (command,) = re.findall("`(.*)`", run(*asked).stderr)
-    assert run(*shlex.split(command)[1:]).exit_code == 0
-    assert run(*asked).exit_code == 0
+def test_a_manifest_that_is_missing_is_named(run, tiny):
+    missing = run("verify", "tiny", "--manifest", "the manifest.json", "--full")
+    assert missing.exit_code == 3
+    assert missing.stderr == (
+        "error: the manifest.json: no such file\nhint: name an existing manifest, or leave --manifest out\n"
+    )
 
 
 def test_a_stray_file_of_weights_is_said_once(run, tiny):
@@ -288,6 +261,6 @@ def test_a_stray_file_of_weights_is_said_once(run, tiny):
     (tiny / "optimizer.pt").write_bytes(b"x")
     said = run("verify", "tiny").stderr
     assert "warning: stray.safetensors: not among the model's weight files\n" in said
-    assert "warning: consolidated.safetensors: a copy of the model in its authors' own form\n" in said
+    assert "warning: consolidated.safetensors: not among the model's weight files\n" in said
     assert (said.count("stray"), said.count("consolidated")) == (1, 1)
-    assert "note: not read: optimizer.pt: state of the optimizer\n" in said
+    assert "note: not read: optimizer.pt: state of the trainer\n" in said

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import pytest
 
 from shardkit.core.factored import FACTORS, Target, factored_names, target_of
@@ -20,7 +18,6 @@ def test_names_and_shapes() -> None:
         "a.b.osft_params.S_low": (5,),
         "a.b.osft_params.V_low": (5, 16),
     }
-    assert target.factors_nbytes == 4 * sum(map(prod, target.shapes.values()))
     assert target_of("a.b", target.shapes) == target
     with pytest.raises(LayoutError, match="do not fit each other"):
         target_of("a.b", {**target.shapes, "a.b.osft_params.V_low": (4, 16)})

@@ -158,7 +158,7 @@ def test_parses(text: str | None, world_size: int | None, axes: tuple[tuple[str,
     [
         (None, None, "no mesh given"),
         (None, 0, "at least 1"),
-        ("dp_shard=4", 8, "has 4 ranks, world_size says 8"),
+        ("dp_shard=4", 8, "has 4 ranks, --world-size says 8"),
         ("", None, "not a mesh axis"),
         ("dp_shard", None, "not a mesh axis"),
         ("dp_shard=-1", None, "not a mesh axis"),

@@ -15,12 +15,13 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -28,7 +29,9 @@ from torch import nn
 
 import shardkit
 from shardkit.errors import IntegrityError
-from shardkit.transfer.checks import SourceCheck
+from shardkit.training.fill import reading
+from shardkit.transfer import checks
+from shardkit.transfer.checks import Entries, Entry, EntryReading, Readings, Verdict, pack
 from tests.corruption.outputs import make, weights
 from tests.corruption.sweep import SCRATCH
 from tests.worlds.processes import run_script
@@ -112,23 +115,36 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
 @contextmanager
 def compared() -> Iterator[list[Stretch]]:
     """Note what the operations inside compare, and find right."""
-    found: list[Stretch] = []
-    summary = SourceCheck.summary
+    found, paths, judge, label_of = list[Stretch](), dict[str, str](), checks.judge, Entries.label_of
 
-    def noted(check: SourceCheck, *args: Any, **kwargs: Any) -> Any:
-        entries = check.entries
-        for path, table, first in zip(entries._paths, entries.tables, entries.firsts, strict=False):
-            for row in range(len(table)):
-                verdict = check._verdict(first + row) if first + row in check._held else None
-                if check._is_proved(first + row) and not (verdict and verdict.loose):
-                    found.append(Stretch(path, table.starts[row], table.stops[row]))
-        return summary(check, *args, **kwargs)
+    def noted_label(entries: Entries, path: str) -> str:
+        label = label_of(entries, path)
+        paths[label] = path
+        return label
 
-    SourceCheck.summary = noted  # type: ignore[method-assign]
-    try:
+    def noted(lists: Iterable[Readings]) -> Verdict:
+        lists = list(lists)
+        by_entry = defaultdict[tuple[str, Entry], list[EntryReading]](list)
+        for each in lists:
+            for file, numbers in each["whole"].items():
+                for entry in map(Entry, *[iter(numbers)] * 3):
+                    by_entry[file, entry].append(EntryReading(file, entry, "", *entry))
+            for file, of_tensors in each["parts"].items():
+                for tensor, numbers in of_tensors.items():
+                    for begin, end, crc, *rest in zip(*[iter(numbers)] * 6, strict=True):
+                        entry = Entry(begin, end, crc)
+                        by_entry[file, entry].append(EntryReading(file, entry, tensor, *rest))
+        for (file, entry), readings in by_entry.items():
+            if judge([pack(readings)]).checked.checked_bytes and file in paths:
+                found.append(Stretch(paths[file], entry.start, entry.stop))
+        return judge(lists)
+
+    with (
+        mock.patch.object(checks, "judge", noted),
+        mock.patch.object(reading, "judge", noted),
+        mock.patch.object(Entries, "label_of", noted_label),
+    ):
         yield found
-    finally:
-        SourceCheck.summary = summary  # type: ignore[method-assign]
 
 
 class Moves:

@@ -19,6 +19,7 @@ import shardkit
 from shardkit.core.placements import Placement
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.preshard import job as preshard_job
+from tests.manifests import write_file_list
 from tests.worlds.processes import run_script
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -128,7 +129,7 @@ def _save(work: Path, out: Path) -> None:
 
 def _foreign_with_manifest(work: Path, out: Path) -> None:
     _trainer(out)
-    shardkit.write_manifest(out, inside=True)
+    write_file_list(out, inside=True)
 
 
 OURS: dict[str, Callable[[Path, Path], object]] = {

@@ -23,7 +23,10 @@ from tests.corruption.sweep import DATA, HEADER, METADATA, RECORD, Extent, Place
 NUM_CHANGES, SHARD = 140, "__0_0.distcp"
 
 # torch's own: a save without a process group.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.prove,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -35,6 +36,8 @@ from tests.distributed.training import (
     train,
 )
 from tests.worlds.ranks import Ranks
+
+pytestmark = pytest.mark.prove
 
 two = Ranks(__name__, 2)
 one = Ranks(__name__, 1)

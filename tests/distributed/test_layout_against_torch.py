@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch.distributed.checkpoint as dcp
 
 from shardkit.core.catalog import TensorEntry
@@ -20,6 +21,8 @@ from tests.distributed.meshes import Shape, axes, mesh_text
 from tests.distributed.models import EDGES, MODELS, SHAPES, Model, build, shard
 from tests.worlds.processes import fork, wait
 from tests.worlds.ranks import Ranks
+
+pytestmark = pytest.mark.prove
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

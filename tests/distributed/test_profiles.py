@@ -26,6 +26,8 @@ from tests.distributed.models import LLAMA, build
 from tests.worlds.processes import forked_trace
 from tests.worlds.ranks import Ranks
 
+pytestmark = pytest.mark.prove
+
 CONFIG = {**LLAMA, "head_dim": 4, "num_hidden_layers": 3}
 WORLD = 2
 PROFILES = ("accelerate", "lightning", "lightning-mp", "transformers")

@@ -27,6 +27,8 @@ from tests.distributed.training import (
 )
 from tests.worlds.ranks import Ranks
 
+pytestmark = pytest.mark.prove
+
 two = Ranks(__name__, 2)
 one = Ranks(__name__, 1)
 three = Ranks(__name__, 3)

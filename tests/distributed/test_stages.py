@@ -1,6 +1,6 @@
 """Pipeline parallelism: each stage finds the tensors of its own layers, sharded over its own ranks.
 
-transformers 5.23 splits a model into stages, but combines that with nothing else: for tp it fails, fsdp it refuses.
+transformers 5.24 splits a model into stages, but combines that with nothing else: for tp it fails, fsdp it refuses.
 """
 
 from __future__ import annotations
@@ -156,16 +156,19 @@ def test_what_is_lost_within_a_stage_is_named(out: Path) -> None:
     with pytest.raises(shardkit.IntegrityError) as caught:
         shardkit.finalize(context.model, context)
     assert mesh.size() == 8
-    assert "model.norm.weight: was prepared and is not in the wrapped model" in str(caught.value)
+    text = "\n".join((caught.value.message, *caught.value.problems))  # `str` is one line on other ranks
+    assert "model.norm.weight: was prepared and is not in the wrapped model" in text
 
 
 def wrapped_stage(model: Any, case: Case) -> DeviceMesh:
     """Leave a model with the layers of this rank's stage, and shard them over the ranks of the stage."""
     mesh = made_mesh("cpu", (case.parsed.pp, *case.parsed.shape), mesh_dim_names=("pp", *case.parsed.names))
     stage, num_stages = mesh.get_local_rank("pp"), case.parsed.pp
-    for at in range(5):
-        if min(at // (5 // num_stages), num_stages - 1) != stage:
-            del model.model.layers._modules[str(at)]
+    layers = {2: [range(3), range(3, 5)], 4: [range(2), range(2, 3), range(3, 4), range(4, 5)]}[num_stages][
+        stage
+    ]
+    for at in set(range(5)) - set(layers):
+        del model.model.layers._modules[str(at)]
     if stage > 0:
         del model.model.embed_tokens
     if stage < num_stages - 1:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.worlds.processes import run_script
 
-pytestmark = [pytest.mark.dist, pytest.mark.parametrize("size", [3, 1])]
+pytestmark = [pytest.mark.prove, pytest.mark.dist, pytest.mark.parametrize("size", [3, 1])]
 
 
 def run_trainers(package: str, base: Path) -> Path:

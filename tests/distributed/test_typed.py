@@ -10,7 +10,7 @@ import pytest
 
 from tests.worlds.processes import ROOT, run_script
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.prove, pytest.mark.dist]
 
 # A job of eight GPUs becomes one of two processes.
 CHANGES = {'"cuda"': '"cpu"', "(8,)": "(2,)", "dp_shard8": "dp_shard2", "Qwen/Qwen3-8B": "./my-model"}

@@ -8,6 +8,8 @@ import pytest
 
 from tests.engines.harness import Job
 
+pytestmark = pytest.mark.prove
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost", "--nproc-per-node")
 
 

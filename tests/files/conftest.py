@@ -27,7 +27,7 @@ class Model(nn.Module):
         self.last = nn.Linear(4, 4)
 
 
-@pytest.fixture(scope="module", params=servers.SERVERS)
+@pytest.fixture(scope="module", params=servers.PARAMS)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[servers.Served]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardkit.files import cache
-from shardkit.files.cache import Cache, Usage, home
+from shardkit.files.cache import Cache, home
 from tests.worlds.processes import fork, wait
 
 ONE, TWO, THREE = "1" * 64, "2" * 64, "3" * 64
@@ -101,7 +101,6 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path) -> None:
     nowhere = Cache(str(tmp_path / "file" / "shardkit" / "traces"))
     nowhere.keep(ONE, b"content")
     assert nowhere.find(ONE) is None
-    assert nowhere.usage() == nowhere.clear() == Usage(0, 0)
 
 
 def test_a_disk_that_is_full_leaves_nothing(kept: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,13 +130,14 @@ def test_the_oldest_go_and_what_is_too_large_is_not_kept(
     assert os.listdir(kept.directory) == [ONE]
 
 
-def test_clear_removes_entries_and_what_killed_writers_left_alone(kept: Cache) -> None:
+def test_what_killed_writers_left_goes_and_files_of_a_person_stay(
+    kept: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "MAX_ENTRIES", 1)
     file_of(kept, f"{TWO}.{'0' * 16}").write_bytes(b"half")
     file_of(kept, "mine.txt").write_text("of a person")
-    nbytes = file_of(kept).stat().st_size + 4
-    assert kept.usage() == Usage(2, nbytes)
-    assert kept.clear() == Usage(2, nbytes)
-    assert os.listdir(kept.directory) == ["mine.txt"]
+    kept.keep(THREE, b"content")
+    assert sorted(os.listdir(kept.directory)) == [THREE, "mine.txt"]
 
 
 def test_processes_write_one_entry_at_a_time(kept: Cache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,8 +40,7 @@ def begun(place: Path) -> SharedStaging:
 def commit(run: SharedStaging, *, overwrite: bool = False) -> None:
     with run.workplace() as work:
         assert run.commit(work, storage.listdir(run.data), overwrite=overwrite)
-    with run.attended():
-        run.remove()
+    run.remove()
 
 
 def names(directory: Path) -> list[str]:

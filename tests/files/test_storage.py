@@ -55,8 +55,6 @@ ELSEWHERE = {
     "cli/__init__.py": {"open"},
     "formats/torchsave/bin.py": {"open"},
     "operations/environment.py": {"open"},
-    "osft/compute.py": {"open"},
-    "osft/workers.py": {"os.ftruncate", "os.read"},
     "training/extras/memory.py": {"open"},
     # memory without a name, which is behind the calls of storage
     "files/uploads.py": {"os.fstat", "os.ftruncate", "os.pread", "os.preadv", "os.pwrite"},
@@ -129,6 +127,22 @@ def test_a_tree_is_removed_and_what_its_links_lead_to_stays(tmp_path: Path) -> N
     assert not tree.exists()
     assert (kept / "deep" / "file").read_text() == "x"
     storage.remove_tree(str(tree))  # a second time: nothing to do
+
+
+def test_scratch_of_killed_processes_is_removed(tmp_path: Path) -> None:
+    above = tmp_path / "cache/scratch"
+    with storage.scratch_directory(str(above)) as path:
+        (Path(path) / "folder").mkdir()
+        (above / "scratch-dead").mkdir()
+        (above / "scratch-dead/file").write_bytes(b"half")
+        (above / "other").mkdir()
+        with storage.scratch_directory(str(above)) as another:
+            assert {each.name for each in above.iterdir()} == {
+                *map(os.path.basename, (path, another)),
+                "other",
+            }
+        assert os.listdir(path) == ["folder"]
+    assert os.listdir(above) == ["other"]
 
 
 def test_directories_are_made_where_they_are_missing(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import stores
 from shardkit.files.remote import contract, kinds, ranges
 from shardkit.files.remote.cloud import answer_of
+from tests.cases import but_first
 from tests.contents import contents
 from tests.files.conftest import S3, Model, client, make
 from tests.operations.reshard.test_left_out import save_pair, veomni
@@ -95,6 +96,7 @@ def test_reports_are_the_same(served: servers.Served) -> None:
     assert shardkit.diff(f"{S3}/dcp", served.home / "hub").is_equal
 
 
+@pytest.mark.prove
 def test_a_whole_bucket_may_be_a_checkpoint(tmp_path: Path) -> None:
     """Its manifest is not looked for beside it: another bucket may have that name."""
     make(tmp_path)
@@ -176,7 +178,7 @@ def settle() -> None:
         assert memory.changed.wait_for(lambda: not memory.num_under_way, timeout=600)
 
 
-@pytest.mark.parametrize("fault", ["500", "503", "reset", "short"])
+@pytest.mark.parametrize("fault", but_first(["500", "503", "reset", "short"]))
 def test_a_fault_that_passes_is_tried_again(served: servers.Served, tmp_path: Path, fault: str) -> None:
     served.proxy.faults[:] = [fault] * 2
     shardkit.consolidate(f"{S3}/dcp", tmp_path / "out")
@@ -207,14 +209,16 @@ def test_an_object_that_changes_is_refused(served: servers.Served) -> None:
     stores.close_number(number)
 
 
-@pytest.mark.parametrize("is_removed", [False, True])
+@pytest.mark.parametrize("is_removed", but_first([False, True]))
 @pytest.mark.parametrize(
     "read",
-    [
-        lambda path, out: shardkit.consolidate(path, out),
-        lambda path, _: shardkit.verify(path),
-        lambda path, _: shardkit.verify(path, full=True),
-    ],
+    but_first(
+        [
+            lambda path, out: shardkit.consolidate(path, out),
+            lambda path, _: shardkit.verify(path),
+            lambda path, _: shardkit.verify(path, full=True),
+        ]
+    ),
     ids=["consolidate", "verify", "full"],
 )
 def test_a_checkpoint_that_changes_is_not_called_damaged(
@@ -391,6 +395,7 @@ assert shardkit.inspect(path + "/hub").tensors
 """
 
 
+@pytest.mark.prove
 def test_a_fork_is_refused_instead_of_waiting_for_ever(served: servers.Served) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORK, S3], capture_output=True, text=True, check=False, timeout=600

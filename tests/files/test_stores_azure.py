@@ -17,6 +17,8 @@ from tests.contents import contents
 from tests.files.conftest import Model, make
 from tests.worlds import stores as servers
 
+pytestmark = pytest.mark.prove
+
 AZ = "az://bucket/try"
 
 

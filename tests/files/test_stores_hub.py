@@ -117,7 +117,7 @@ def test_the_address_of_a_page_is_read_like_that_of_its_repo(hub: Any, run: Run)
         ("inspect", page, None, {}),
         ("inspect", file, None, {}),
         ("diff", page, f"{page}/tree/v1", {}),
-        ("verify", page, None, {"against": "hf://org/model"}),
+        ("verify", page, None, {}),
     )
     assert by_page["path"] == "hf://org/model"
     assert by_file["path"] == "hf://org/model@v1/sub/model.safetensors"

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardkit
-from shardkit.errors import UsageError
 from shardkit.files import stores
 from shardkit.files.digest import crc32
 from shardkit.files.remote.writers import writer_of
@@ -30,7 +29,7 @@ class Model(nn.Module):
         self.a, self.b = nn.Linear(8, 6, bias=False), nn.Linear(4, 4)
 
 
-@pytest.fixture(scope="module", params=servers.SERVERS)
+@pytest.fixture(scope="module", params=servers.PARAMS)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[servers.Served]:
@@ -59,7 +58,7 @@ def test_every_verb_reads_it(served: servers.Served, tmp_path: Path) -> None:
     path, want = f"{S3}/one", load_file(served.home / "hub/model.safetensors")
     servers.upload(served.home / "nested", path)
     assert shardkit.inspect(path).kind == "presharded"
-    report = shardkit.verify(path, full=True, against=str(served.home / "hub"))
+    report = shardkit.verify(path, full=True)
     assert (report.problems, report.warnings, report.manifests) == ((), (), ("shardkit.json",))
     assert shardkit.diff(path, served.home / "flat").is_equal
     for name, source in (("far", path), ("near", str(served.home / "flat"))):
@@ -86,57 +85,56 @@ def test_a_run_is_searched(served: servers.Served, tmp_path: Path) -> None:
     assert shardkit.diff(tmp_path / "out", served.home / "hub").is_equal
 
 
-def test_what_nobody_names_is_removed(served: servers.Served) -> None:
+def test_what_nobody_names_is_shown_and_removed(served: servers.Served) -> None:
     path = f"{S3}/old"
     servers.upload(served.home / "nested", path)
     before = keys(path)
-    assert [each.name for each in shardkit.gc(path).young] == [OLDER]
+    stored = shardkit.status(path).stored
+    assert stored is not None
+    assert stored.prefixes == (f"{path}/{OLDER}/",)
     assert keys(path) == before
-    assert shardkit.gc(path, older_than=0, dry_run=True).removed_bytes > 1000
-    result = shardkit.gc(path, older_than=0)
-    assert [each.name for each in result.removed] == [OLDER]
+    assert shardkit.abort(path).stored == stored
     assert keys(path) == {key for key in before if OLDER not in key}
     assert shardkit.verify(path, full=True).problems == ()
     stores.delete([f"{path}/.metadata"])
-    with pytest.raises(UsageError, match="nothing was committed there"):
-        shardkit.gc(path, older_than=0)
-    shardkit.gc(path, older_than=0, uncommitted=True)
+    shardkit.abort(path)
     assert keys(path) == set()
 
 
 def test_uploads_that_nobody_completed_are_ended(served: servers.Served) -> None:
-    """As a save leaves them whose rank was killed; one that a run may be at work with is left alone."""
+    """As a save leaves them whose rank was killed."""
     path = f"{S3}/killed"
     place = f"{path}/data-{'a' * 16}/__0_0.distcp"
     other = f"{path}/elsewhere/file"
     begun = [writer_of(each).begin(each) for each in (place, place, other)]
     writer_of(place).send_part(place, begun[0], 1, b"part", int(crc32(b"part")))
-    with pytest.raises(UsageError, match="nothing was committed there") as refused:
-        shardkit.gc(path, older_than=0)
-    assert refused.value.problems == (f"data-{'a' * 16}",)
-    # For moto all uploads began in 2010.
-    assert shardkit.gc(path, uncommitted=True, older_than="99999d").num_ended == 0
-    assert shardkit.gc(path, uncommitted=True, older_than=0, dry_run=True).num_ended == 2
-    assert len(writer_of(path).uploads(path)) == 3
-    assert shardkit.gc(path, uncommitted=True, older_than=0).num_ended == 2
+    stored = shardkit.status(path).stored
+    assert stored is not None
+    assert (stored.num_uploads, stored.prefixes) == (2, ())
+    shardkit.abort(path)
     assert [each.path for each in writer_of(path).uploads(path)] == [other]
     writer_of(other).abort(other, begun[2])
 
 
-def test_outputs_that_replaced_others_are_cleaned_up(served: servers.Served) -> None:
-    """What preshard and consolidate write is what readers and gc take."""
+def test_the_prefix_of_replaced_data_is_printed(served: servers.Served) -> None:
     hub, shards, model = str(served.home / "hub"), f"{S3}/replaced/shards", f"{S3}/replaced/model"
-    for world_size in (2, 3):
-        shardkit.preshard(hub, shards, world_size=world_size, wrap="none", overwrite=True)
-        shardkit.consolidate(
-            str(served.home / "flat"), model, overwrite=True, dtype="fp32" if world_size == 2 else "bf16"
+    for size in (2, 3):
+        sharded = shardkit.preshard(hub, shards, world_size=size, wrap="none", overwrite=True)
+        merged = shardkit.consolidate(
+            str(served.home / "flat"), model, overwrite=True, dtype="fp32" if size == 2 else "bf16"
         )
-    for path, marker in ((shards, ".metadata"), (model, "model.safetensors.index.json")):
-        result = shardkit.gc(path, older_than=0)
-        assert (result.marker, len(result.kept), len(result.removed)) == (marker, 1, 1)
-        assert shardkit.gc(path, older_than=0).removed == ()
+        if size == 2:
+            assert sharded.replaced == merged.replaced == ()
+    for path, result in ((shards, sharded), (model, merged)):
+        stored = shardkit.status(path).stored
+        assert stored is not None
+        assert result.replaced == stored.prefixes
+        (prefix,) = stored.prefixes
+        assert f"{prefix}* stays for its readers" in str(result)
+        shardkit.abort(path)
+        assert not [key for key in keys(path) if f"{path}/{key}".startswith(prefix)]
         report = shardkit.verify(path, full=True)
         assert (report.problems, report.warnings) == ((), ())
     assert shardkit.inspect(shards).world_size == 3
     assert shardkit.diff(shards, hub).is_equal
-    assert shardkit.verify(model, against=hub).num_rounded_tensors == 3
+    assert shardkit.diff(hub, model, as_dtype="bf16").is_equal

@@ -19,7 +19,10 @@ UNCLEAR = ("lost", "late 500")
 Place = tuple[servers.Proxy, StoreWriter, str]
 
 
-@pytest.fixture(scope="module", params=[*servers.SERVERS, "google", "azure"])
+@pytest.fixture(
+    scope="module",
+    params=[*servers.PARAMS, *(pytest.param(each, marks=pytest.mark.prove) for each in ("google", "azure"))],
+)
 def reached(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with servers.reached(request.param, tmp_path_factory.mktemp("stores")) as proxy:
         root = servers.ROOTS[request.param]

@@ -18,6 +18,7 @@ from shardkit.errors import LayoutError, UsageError
 from shardkit.files import manifest
 from tests.bits import raw
 from tests.formats.dcp.samples import quiet
+from tests.manifests import write_file_list
 from tests.models.quantised import (
     COMPRESSED,
     EXPORTED,
@@ -60,7 +61,7 @@ def test_without_the_option_it_is_refused(method: str, move: str, tmp_path: Path
     ) as caught:
         MOVES[move](source, tmp_path / "out")
     assert method in caught.value.message
-    is_known, way = method in ("fp8", "mxfp4"), "make plain" if move == "reshard" else "dequantize=True"
+    is_known, way = method in ("fp8", "mxfp4"), "make plain" if move == "reshard" else "--dequantize"
     assert (way in str(caught.value.hint)) == is_known
     assert not (tmp_path / "out").exists()
 
@@ -77,7 +78,7 @@ def test_what_cannot_be_made_plain_is_refused_all_the_same(method: str, move: st
 def test_what_only_describes_it_goes_on(method: str, tmp_path: Path) -> None:
     source = source_of(method, tmp_path / "hub")
     assert shardkit.inspect(source).tensors
-    shardkit.write_manifest(source)
+    write_file_list(source)
     assert shardkit.verify(source).ok
     assert shardkit.diff(source, source).is_equal
 
@@ -127,7 +128,6 @@ def test_consolidate_makes_a_plain_hub_model_of_nvfp4(writer: str, tmp_path: Pat
     assert not (out / "hf_quant_config.json").exists()
     assert json.loads((out / manifest.NAME).read_text())["dequantized"] == "nvfp4"
     assert shardkit.diff(source, out).is_equal
-    assert shardkit.verify(out, against=source).ok
     with quiet():
         dcp.save({"model": expected}, checkpoint_id=tmp_path / "run", no_dist=True)
     shardkit.consolidate(tmp_path / "run", tmp_path / "again", base=source)
@@ -164,7 +164,7 @@ def test_int4_of_compressed_tensors_is_refused(is_mixed: bool, tmp_path: Path) -
     for name in ("preshard", "consolidate"):
         with pytest.raises(LayoutError, match=r"^quantised: .*\(compressed-tensors") as caught:
             MOVES[name](source, tmp_path / "out", dequantize=True)
-        assert "dequantize=True" not in str(caught.value.hint)
+        assert "--dequantize" not in str(caught.value.hint)
     assert not (tmp_path / "out").exists()
 
 
@@ -213,5 +213,5 @@ def test_rules_give_some_tensors_another_dtype(tmp_path: Path) -> None:
         "fp8",
         (("*.q_proj.weight", "fp32"), ("model.norm.weight", "fp16")),
     )
-    with pytest.raises(UsageError, match="1 glob of dtype_rules matches no floating tensor"):
+    with pytest.raises(UsageError, match="1 glob of --dtype-rule matches no floating tensor"):
         shardkit.consolidate(source, tmp_path / "other", dequantize=True, dtype_rules=["lost*=fp32"])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
+import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from shardkit.files import manifest
-from shardkit.formats.owned import Claim, Made, OutputKind, Whose, find_foreign, is_text, whose
+from shardkit.formats.owned import Claim, Made, OutputKind, Whose, find_foreign, is_text, refusal, whose
 
 OURS, UNCHANGED, NOBODYS, PERSONS = Whose.OURS, Whose.OURS_UNCHANGED, Whose.NOBODYS, Whose.PERSONS
 LEFT_BEHIND = (
@@ -28,7 +29,7 @@ LEFT_BEHIND = (
 def claim(kind: OutputKind, *, listed: tuple[str, ...] = (), by_format: bool = False) -> Claim:
     return Claim(
         kind=kind,
-        listed=dict.fromkeys(listed),
+        listed=listed,
         by_format=by_format,
         folders=("2_Dense",),
         made=("2_Dense/whole.words",),
@@ -88,7 +89,7 @@ def test_of_a_hub_model_without_a_manifest(name: str, to: Whose) -> None:
     [
         ("config.json", OURS),
         ("scheduler.pt", OURS),
-        ("args.yaml", UNCHANGED),
+        ("args.yaml", OURS),
         ("README.md", UNCHANGED),
         ("tokenizer.json", PERSONS),
         ("__9_0.distcp", PERSONS),
@@ -119,18 +120,18 @@ def test_of_a_dcp_directory_without_a_manifest(name: str, to: Whose) -> None:
 
 
 def test_what_people_write() -> None:
-    texts = [
-        "README.md",
-        "readme.txt",
-        "LICENSE-MIT",
-        "run.sh",
-        "my.yaml",
-        "a/b.py",
-        "notes.txt",
-        "tokenization.py",
-    ]
+    texts = ["README.md", "readme.txt", "LICENSE-MIT", "NOTICE", "a/b.py", "tokenization.py"]
     assert [name for name in texts if not is_text(name)] == []
-    assert not any(map(is_text, ("vocab.txt", "merges.txt", "config.json", "latest", "chat_template.jinja")))
+    others = (
+        "vocab.txt",
+        "merges.txt",
+        "config.json",
+        "latest",
+        "chat_template.jinja",
+        "args.yaml",
+        "run.sh",
+    )
+    assert not any(map(is_text, others))
 
 
 def hub(path: Path, others: Mapping[str, str]) -> Path:
@@ -144,16 +145,10 @@ def found(path: Path, made: Made | None) -> list[str]:
     return find_foreign(str(path), OutputKind.HUB, made)
 
 
-def test_texts_are_ours_if_they_are_what_we_make_or_made(tmp_path: Path) -> None:
-    path = hub(
-        tmp_path, {"README.md": "by hand", "handler.py": "x", "LICENSE": "MIT", "modeling_a.py": "old"}
-    )
-    made = {
-        "README.md": [lambda: b"card"],
-        "LICENSE": [lambda: b"MIT"],
-        "modeling_a.py": [lambda: b"new", lambda: b"old"],
-    }
-    wrote = "it is not what shardkit wrote there"
+def test_texts_are_ours_if_they_are_what_the_run_writes(tmp_path: Path) -> None:
+    path = hub(tmp_path, {"README.md": "by hand", "handler.py": "x", "LICENSE": "MIT"})
+    made = {"README.md": lambda: b"card", "LICENSE": lambda: b"MIT"}
+    wrote = "it is not what this run writes there"
     assert found(path, made) == [f"README.md: {wrote}", f"handler.py: {wrote}"]
     assert found(path, None) == []  # not known yet
 
@@ -174,10 +169,10 @@ def test_without_weights_a_tokenizer_is_somebodys(tmp_path: Path) -> None:
     assert find_foreign(str(tmp_path), OutputKind.HUB, {}, may_be_begun=True) == []
 
 
-def listing(path: Path, *, with_digests: bool) -> None:
+def listing(path: Path) -> None:
     """Write the manifest of a Hub model that lists all that lies there."""
     files = [
-        manifest.describe_bytes(each.name, each.read_bytes(), digest=with_digests, sha256=False)
+        manifest.describe_bytes(each.name, each.read_bytes(), digest=True, sha256=False)
         for each in path.iterdir()
     ]
     weights = [each for each in files if each.name == "model.safetensors"]
@@ -191,7 +186,7 @@ def listing(path: Path, *, with_digests: bool) -> None:
         key_rules=(),
         ties=(),
         dtype="keep",
-        digest="crc32" if with_digests else "none",
+        digest="crc32",
         tensors={},
         files=tuple(weights),
         others=tuple(each for each in files if each not in weights),
@@ -199,23 +194,31 @@ def listing(path: Path, *, with_digests: bool) -> None:
     (path / manifest.NAME).write_bytes(manifest.dump(content))
 
 
-@pytest.mark.parametrize("with_digests", [True, False])
-def test_a_listed_text_is_ours_until_somebody_edits_it(tmp_path: Path, with_digests: bool) -> None:
+def test_a_listed_file_is_ours_whoever_edited_it_and_a_listed_text_if_the_run_writes_it(
+    tmp_path: Path,
+) -> None:
     path = hub(tmp_path, {"README.md": "card", "tokenizer.json": "{}"})
-    listing(path, with_digests=with_digests)
-    assert found(path, {}) == []
+    listing(path)
     (path / "config.json").write_text(json.dumps({"edited": True}))
-    assert found(path, {}) == []
-    (path / "README.md").write_text("mine")
-    after = (path / manifest.NAME).stat().st_mtime_ns + 1
-    os.utime(path / "README.md", ns=(after, after))
-    assert found(path, {}) == ["README.md: it is not what shardkit wrote there"]
-    assert found(path, {"README.md": [lambda: b"mine"]}) == []
+    assert found(path, {"README.md": lambda: b"card"}) == []
+    for made in ({}, {"README.md": lambda: b"another"}):
+        assert found(path, made) == ["README.md: it is not what this run writes there"]
+
+
+def test_the_hint_moves_the_first_of_them(tmp_path: Path) -> None:
+    path = hub(tmp_path / "a b", {"README.md": "by hand", "config.json": "{}"})
+    refused = refusal(str(path), str(path), OutputKind.HUB, {})
+    assert refused is not None
+    command = re.search("`(.*)`", str(refused.hint))
+    assert command is not None
+    subprocess.run(command[1], shell=True, check=True)
+    assert (tmp_path / "a b-README.md").read_text() == "by hand"
+    assert refusal(str(path), str(path), OutputKind.HUB, {}) is None
 
 
 def test_an_early_manifest_lists_weights_alone(tmp_path: Path) -> None:
     path = hub(tmp_path, {"tokenizer.json": "{}"})
-    listing(path, with_digests=True)
+    listing(path)
     content = json.loads((path / manifest.NAME).read_text())
     del content["others"]
     (path / manifest.NAME).write_bytes(manifest.sign(content))
@@ -224,7 +227,7 @@ def test_an_early_manifest_lists_weights_alone(tmp_path: Path) -> None:
 
 def test_a_manifest_of_another_kind_claims_nothing(tmp_path: Path) -> None:
     path = hub(tmp_path, {})
-    listing(path, with_digests=True)
+    listing(path)
     assert find_foreign(str(path), OutputKind.SHARDED, {}) == ["config.json", "model.safetensors"]
 
 

@@ -119,7 +119,7 @@ NOTHING = {
     "no metadata": (["__0_0.distcp"], "without it"),
     "orbax": (["_CHECKPOINT_METADATA"], "Orbax"),
     "nothing": ([], "is an empty directory"),
-    "flax": (["flax_model.msgpack", "config.json"], "a model of Flax only, which is not read"),
+    "tensorflow": (["tf_model.h5", "config.json"], "a model of TensorFlow, which is not read"),
     "strange": (["notes\x1b[2J.txt"], r"it holds: notes\\x1b\[2J\.txt"),
 }
 
@@ -151,19 +151,12 @@ def test_no_hub_model(tmp_path, names, message):
         formats.open(str(tmp_path))
 
 
-def test_run_directory_names_its_checkpoints(save_dcp, weights, tmp_path):
+def test_a_directory_that_is_none_is_listed(save_dcp, weights, tmp_path):
     save_dcp(weights, tmp_path / "step-2")
-    with pytest.raises(SourceError, match="holds one: step-2"):
+    torch.save(weights, tmp_path / "weights.pt")
+    with pytest.raises(SourceError, match="is not a checkpoint") as caught:
         formats.open(str(tmp_path))
-
-
-def test_directory_names_its_file_of_torch_save(weights, tmp_path):
-    for name in ("weights.pt", "optimizer.pt"):
-        torch.save(weights, tmp_path / name)
-    (tmp_path / "notes.pt").write_text("mine")
-    with pytest.raises(SourceError, match=r"holds one: weights\.pt") as caught:
-        formats.open(str(tmp_path))
-    assert caught.value.hint == f"give it by its own path: {tmp_path}/weights.pt"
+    assert caught.value.problems[0] == "it holds: step-2, weights.pt"
 
 
 def test_nothing_there(tmp_path):

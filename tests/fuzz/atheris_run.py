@@ -1,6 +1,6 @@
 """Run a fuzz target guided by coverage: `python -m tests.fuzz.atheris_run TARGET -- -runs=1000000 -seed=1`.
 
-What follows `--` goes to libFuzzer. Needs `pip install 'shardkit[fuzz]'`. Inputs that break a promise are kept
+What follows `--` goes to libFuzzer. Needs `pip install --group fuzz`. Inputs that break a promise are kept
 under `tests/fuzz/found/`.
 """
 

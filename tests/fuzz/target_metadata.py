@@ -1,17 +1,14 @@
-"""`.metadata` of DCP and of ByteCheckpoint, held against Python's unpickler, and with and without the shortcut."""
+"""`.metadata` of DCP, held against Python's unpickler, and with and without the shortcut."""
 
 from __future__ import annotations
 
 import pickle
 import pickletools
-import sys
-import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from random import Random
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -31,8 +28,6 @@ from shardkit.errors import ShardkitError
 from shardkit.formats.dcp import metadata as dcp_metadata
 from shardkit.formats.dcp.metadata import DcpMetadata, join_fields, parse_metadata
 from shardkit.formats.dcp.vocabulary import Metadata, metadata_names, metadata_vocabulary
-from shardkit.formats.torchsave.record import parse_tensor
-from shardkit.formats.trainers.bytecheckpoint import ByteMetadata, _pickles, bytecheckpoint_vocabulary
 from shardkit.pickles import columns
 from shardkit.pickles.policies import Strict
 from tests.formats.dcp.samples import our_metadata
@@ -40,9 +35,6 @@ from tests.fuzz.mutate import pick
 from tests.fuzz.mutate_pickle import change_pickle
 from tests.fuzz.reference import Fields, Top, Unpickler
 from tests.fuzz.target import Target, attempt
-from tests.fuzz.target_record import pickle_seeds
-
-_BYTE_MODULE = "bytecheckpoint.checkpointer.meta_type"
 
 
 def check_metadata(data: bytes) -> bool:
@@ -101,39 +93,6 @@ def _parse_slowly(data: bytes) -> DcpMetadata:
     return join_fields(top.fields, ".metadata")
 
 
-def check_bytecheckpoint(data: bytes) -> bool:
-    """The same for ByteCheckpoint's own classes; the pickles inside are read too."""
-
-    def read(in_columns: bool = False) -> tuple[DcpMetadata, Any]:
-        top = Strict(data, bytecheckpoint_vocabulary(len(data)), in_columns=in_columns).run(".metadata")
-        if not isinstance(top, ByteMetadata):
-            raise ShardkitError("of another class")
-        table = _pickles(top.fields.get("all_tensor_metadata"))
-        for inner in table.pickles:
-            parse_tensor(inner, "inner")
-        return join_fields(top.fields, ".metadata"), table
-
-    found = attempt(read)
-    with _eager():
-        in_columns = attempt(lambda: read(in_columns=True))
-    if found is None:
-        assert in_columns is None, "the shortcut accepts what is refused"
-        return False
-    metadata, table = found
-    # In columns some spellings are refused that are right: `parse_in_columns` reads them once more.
-    assert in_columns is None or _plain(in_columns[0]) == _plain(metadata), "the shortcut changes the outcome"
-    fields = _fields(Unpickler(_without_frames(data), _names()).load())
-    _compare(metadata, fields)
-    numbered = {number: inner for inner, number in table.pickles.items()}
-    stored = _by_place((fields.get("all_tensor_metadata") or {}).items())
-    held = {key: value for key, value in stored.items() if value is not None}
-    assert {key: numbered[number] for key, number in table.numbers.items()} == {
-        (fqn, None if offset is None else torch.tensor(offset, dtype=torch.int64).numpy().tobytes()): value
-        for (fqn, offset), value in held.items()
-    }
-    return True
-
-
 def _plain(metadata: DcpMetadata | None) -> object:
     """Everything that a metadata says, comparable."""
     if metadata is None:
@@ -150,7 +109,7 @@ def _plain(metadata: DcpMetadata | None) -> object:
 def _names() -> dict[tuple[str, str], Any]:
     """Stand-ins for every name that is allowed; dtypes and sizes are torch's."""
     names: dict[tuple[str, str], Any] = {}
-    for module, name in [*metadata_names(0), (_BYTE_MODULE, "Metadata"), (_BYTE_MODULE, "_StorageInfo")]:
+    for module, name in metadata_names(0):
         base = Top if name == "Metadata" else Fields
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         names[module, name] = getattr(torch, name) if is_dtype else type(name, (base,), {})
@@ -213,14 +172,12 @@ def _compare_chunks(
     assert rows == list(dict.fromkeys(expected))
 
 
-def _sample(number: int, *, classes: Any = None, world: int = 0) -> Any:
+def _sample(number: int, *, world: int = 0) -> Any:
     """Return a `Metadata` of a few tensors, cut for a few ranks."""
     rng = Random(number)
     entries: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
-    inner: dict[MetadataIndex, Any] = {}
     paths: dict[str, Any] = {}
-    info = classes._StorageInfo if classes else _StorageInfo
     is_long, world = bool(world), world or 1 + number % 3
     options = {"transform_descriptors": ["stream.zstd/1"]} if number % 9 == 3 else {}
     for i in range(1 + number % 2):
@@ -233,25 +190,17 @@ def _sample(number: int, *, classes: Any = None, world: int = 0) -> Any:
             chunks.append(ChunkStorageMetadata(offsets, torch.Size([shape[0] // world, *shape[1:]])))
             index = MetadataIndex(fqn, offsets, rank)
             place = {"relative_path": f"__{rank}_0.distcp", "offset": i * 70000, "length": 1000 + i}
-            storage[index] = info(**place, **options)
-            # What is fetched again later does not come in columns.
-            inner[MetadataIndex(fqn, offsets, rank) if number % 2 else index] = pickle_seeds()[
-                rng.randrange(2)
-            ]
+            storage[index] = _StorageInfo(**place, **options)
         entries[fqn] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
         paths[fqn] = (fqn,) if number % 2 else ("model", "layers", i, "weight")
     for fqn in ("optimizer.step", "rng")[: number % 3]:
         entries[fqn] = BytesStorageMetadata()
-        storage[MetadataIndex(fqn)] = info(relative_path="__0_0.distcp", offset=9, length=99)
+        storage[MetadataIndex(fqn)] = _StorageInfo(relative_path="__0_0.distcp", offset=9, length=99)
         paths[fqn] = (fqn,)
     # Units are only taken in columns where the file goes on for a while behind them.
     path = "/a/b" * (500 if is_long else 1)
     if is_long:  # nor where any opcode could fetch what is in a unit: the first 256 slots of the memo
         paths |= {f"k{i}": (f"k{i}",) for i in range(130)}
-    if classes:
-        fields = {"planner_data": paths, "state_dict_metadata": entries, "storage_data": storage}
-        more = {"bytecheckpoint_version": "0.0.2", "user_defined_dict": {"path": path}}
-        return classes.Metadata(**fields, all_tensor_metadata=inner, **more)
     meta = StorageMeta(checkpoint_id=path, save_id="c") if number % 4 else None
     metadata = TorchMetadata(entries, None if number == 6 else paths, storage, meta)
     if is_long:
@@ -272,30 +221,12 @@ def runs_seeds() -> list[bytes]:
     return [*torchs, *(our_metadata(num_ranks, 2) for num_ranks in (6, 20, 40))]
 
 
-@cache
-def bytecheckpoint_seeds() -> list[bytes]:
-    """As the package pickles it: its classes are put together here, the package is not needed."""
-    module = types.ModuleType(_BYTE_MODULE)
-    for name in ("Metadata", "_StorageInfo"):
-        body = {"__module__": _BYTE_MODULE, "__init__": lambda self, **fields: self.__dict__.update(fields)}
-        setattr(module, name, type(name, (), body))
-    parents = ("bytecheckpoint", "bytecheckpoint.checkpointer")
-    modules = {_BYTE_MODULE: module, **{name: types.ModuleType(name) for name in parents}}
-    with mock.patch.dict(sys.modules, modules):
-        return [
-            pickle.dumps(_sample(number, classes=module, world=world), 4)
-            for number in range(12)
-            for world in (0, 6 + number)
-            if not world or number % 4
-        ]
-
-
 _WORDS = (
     *("state_dict_metadata", "storage_data", "planner_data", "version", "1.0.0", "offsets", "sizes"),
     *("offset", "length", "relative_path", "transform_descriptors", "fqn", "index", "properties", "size"),
     *("chunks", "torch", "__1_0.distcp", "../x.distcp", "float16", "Size", "os", "system"),
     *("torch.distributed.checkpoint.metadata", "MetadataIndex", "ChunkStorageMetadata"),
-    *("BytesStorageMetadata", "all_tensor_metadata", "model.layers.0.weight"),
+    *("BytesStorageMetadata", "model.layers.0.weight"),
 )
 
 
@@ -307,5 +238,4 @@ def mutate(rng: Random, seeds: Sequence[bytes]) -> bytes:
 TARGETS = {
     "metadata": Target(check_metadata, metadata_seeds, mutate),
     "metadata_runs": Target(check_runs, runs_seeds, mutate),
-    "bytecheckpoint": Target(check_bytecheckpoint, bytecheckpoint_seeds, mutate),
 }

@@ -18,7 +18,7 @@ from shardkit.core.mesh import Mesh, parse_mesh
 from shardkit.core.placements import Placement
 from shardkit.core.text import format_size, parse_size
 from shardkit.formats.torchsave.file import StoredPlacement, local_region
-from shardkit.keys.select import Naming, apply_rules, parse_rules
+from shardkit.keys.select import Globs, Naming, apply_rules, parse_rules
 from shardkit.layout.wrap_policy import WrapPolicy, match_paths, parse_policy, unknown_names
 from tests.fuzz.mutate import BOUNDARIES, TEXTS, change_bytes, change_text, pick
 from tests.fuzz.target import Refusals, Target, attempt
@@ -45,18 +45,18 @@ def _words(words: Sequence[str]) -> Callable[[Random, Sequence[bytes]], bytes]:
 def check_rename(data: bytes) -> bool:
     """Five options: --rename, --strip-prefix, --add-prefix, --include, --exclude."""
     rename, strip, add, include, exclude = (_text(data).split(_SEPARATOR) + [""] * 5)[:5]
+    globs = Globs((include,) if include else (), (exclude,) if exclude else ())
 
     def read() -> tuple[dict[str, str], list[str]]:
         naming = Naming(
             rename=(rename,) if rename else (),
             strip_prefix=(strip,) if strip else (),
             add_prefix=add,
-            include=(include,) if include else (),
-            exclude=(exclude,) if exclude else (),
         )
         rules = parse_rules(naming)
-        kept, notes = apply_rules(rules, _NAMES)
-        return kept, notes
+        names, notes = apply_rules(rules, _NAMES)
+        globs.check(names.values())
+        return {stored: name for stored, name in names.items() if globs.take(name)}, notes
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python's, on brackets in brackets: what they mean may change
@@ -88,7 +88,7 @@ def rename_seeds() -> list[bytes]:
     return [
         _SEPARATOR.join((rename, *rest)).encode()
         for rename in renames
-        for rest in (("", "", "", ""), ("m", "model.", "m.*", "*.w"), ("m.", ".", "[a-z]*", "?"))
+        for rest in (("", "", "", ""), ("m", "model.", "m*", "*w*"), ("m.", ".", "[a-z]*", "n*"))
     ]
 
 

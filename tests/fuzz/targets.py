@@ -11,7 +11,6 @@ TARGETS = {
     "sharding_info": "target_safetensors",
     "metadata": "target_metadata",
     "metadata_runs": "target_metadata",
-    "bytecheckpoint": "target_metadata",
     "record": "target_record",
     "tensor_pickle": "target_record",
     "record_scan": "target_record",

@@ -18,11 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkit.formats.dcp import metadata
-from shardkit.formats.dcp.vocabulary import StorageTable
 from shardkit.pickles.columns import RunFinder
 from tests.fuzz.run import FOUND
 from tests.fuzz.target import Refusals
 from tests.fuzz.targets import TARGETS, load
+
+pytestmark = pytest.mark.prove
 
 _ROOT = Path(__file__).parents[2]
 _SHORT = {"manifest": 2, "chunk_list": 4, "metadata_runs": 4, "torch_file": 10}
@@ -140,13 +141,6 @@ def test_metadata_runs_are_taken_in_columns() -> None:
         assert all(map(target.check, target.seeds()))
     assert taken["runs"] >= 10
     assert taken["tensors"] >= 10
-
-
-def test_places_of_a_bytecheckpoint_are_taken_in_columns() -> None:
-    target, extend = load("bytecheckpoint"), StorageTable.extend
-    with mock.patch.object(StorageTable, "extend", autospec=True, side_effect=extend) as taken:
-        assert all(map(target.check, target.seeds()))
-    assert taken.call_count >= 3
 
 
 def test_the_runner_counts_and_repeats_itself(tmp_path: Path) -> None:

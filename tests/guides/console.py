@@ -2,16 +2,18 @@
 
     python -m tests.guides.console       puts what they print today into all pages
 
-A block of the language `console` has lines that begin with `$ `, each followed by what it prints. `shardkit` runs in this
-process, `torchrun` on ranks that are forked, and anything else in a shell.
+A block of the language `console` has lines that begin with `$ `, each followed by what it prints. `shardkit` and `python`
+run in this process, `torchrun` on ranks that are forked, and anything else in a shell.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -100,6 +102,10 @@ def run(command: str, home: Path) -> str:
             result = CliRunner().invoke(main, words[1:], prog_name="shardkit", env=quiet)
         assert result.exit_code in (0, 1), result.output
         said = result.output
+    elif words[0] == "python":
+        with mock.patch.object(sys, "argv", words[1:]), contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(str(SCRIPTS / words[1]), run_name="__main__")
+        said = printed.getvalue()
     elif words[0] == "torchrun":
         said = _launch(words, home)
     else:
@@ -177,7 +183,6 @@ def prepared(page: Path, home: Path) -> Iterator[None]:
             shutil.copytree(FIXTURES / written.fixture / "truth" / "hf", home / "my-model")
         elif page.stem == "moe":
             moe.make_large(home / "Qwen3-30B-A3B")
-            moe.make_small(home / "my-moe")
             stack.enter_context(mock.patch.object(storage, "disk_usage", _roomy))
         else:
             make_model(home / "my-model", dtype="bfloat16" if page.stem in IN_BF16 else "float32")

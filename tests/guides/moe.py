@@ -1,14 +1,14 @@
-"""The two models of docs/guides/moe.md: one with the names and shapes of Qwen3-30B-A3B, and a tiny one that can be trained."""
+"""The two models of docs/guides/moe.md: one with the names and shapes of Qwen3-30B-A3B, and a tiny one."""
 
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
-import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig
 
 LARGE = Qwen3MoeConfig(
     architectures=["Qwen3MoeForCausalLM"],
@@ -72,21 +72,6 @@ def make_large(directory: Path) -> None:
 
 
 def make_small(directory: Path) -> None:
-    """Save a model of the same class with random weights in bf16."""
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=67,
-        hidden_size=32,
-        intermediate_size=72,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-    )
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    """Save the tiny model that the page makes."""
+    script = Path(__file__).parents[2] / "examples" / "guides" / "moe_model.py"
+    runpy.run_path(str(script))["main"](str(directory))

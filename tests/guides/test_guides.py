@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ from tests.formats.dcp.samples import quiet
 from tests.guides import console
 from tests.test_examples import make_model
 
+pytestmark = pytest.mark.prove
+
 NEEDS = {"lightning-to-hub": "lightning", "trainer-to-hub": "accelerate"}
 GUIDES = [
     pytest.param(
@@ -43,7 +48,7 @@ GUIDES = [
 @pytest.mark.dist
 @pytest.mark.parametrize("page", GUIDES)
 def test_a_guide_prints_what_it_says(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast_trace: object, fast_factors: object
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast_trace: object
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with console.prepared(page, tmp_path):
@@ -67,6 +72,26 @@ def test_each_script_belongs_to_a_guide_and_each_guide_is_listed() -> None:
     assert not [name for name, text in pages.items() if "## What can go wrong" not in text]
     batch = {path.name: path.read_text() for path in console.SCRIPTS.glob("*.sbatch")}
     assert not [name for name, text in batch.items() if f"```bash\n{text}```" not in pages["moe.md"]]
+
+
+def made(text: str) -> set[str]:
+    """Return the names in the working directory that a page's commands make, or give to a script."""
+    names = set(re.findall(r"^wrote /data/([\w.-]+)", text, re.M))
+    for words in (
+        shlex.split(typed.command)
+        for block in console.BLOCK.findall(text)
+        for typed in console.commands(block)
+    ):
+        given = {"torchrun": words[4:], "cp": words[-1:]}.get(words[0], [])
+        names |= {word.partition("/")[0] for word in given if not word.isdigit()}
+    return names - {"my-model"}
+
+
+def test_guides_that_share_a_directory_do_not_meet() -> None:
+    of_pages = {page.name: made(page.read_text()) for page in console.PAGES.glob("*.md")}
+    counted = Counter(name for names in of_pages.values() for name in names)
+    assert {"trained", "ranks-run", "my-moe-dp_shard4-ep2", "copy"} <= counted.keys()
+    assert [name for name, number in counted.items() if number > 1] == []
 
 
 def test_a_page_that_says_something_else_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,24 +214,18 @@ def verl_weights(checkpoints: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.dist
 @needs("verl")
-def test_verl_starts_and_is_consolidated_as_it_does_itself(tmp_path: Path, fast_trace: object) -> None:
-    """Its actor is trained twice: from the Hub model, and from what preshard wrote. Its merger rounds to bf16."""
+def test_what_verl_saves_is_consolidated_as_it_does_itself(tmp_path: Path) -> None:
+    """Its merger rounds to bf16."""
     sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 72, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.Qwen2Config(**sizes, **heads, tie_word_embeddings=True)
     make_hub_model(tmp_path / "my-model", config)
-    shardkit.preshard(
-        tmp_path / "my-model", tmp_path / "verl-start", world_size=2, profile="verl", device="cpu"
-    )
-    script = (*TWO_PROCESSES, console.SCRIPTS / "verl_run.py", "my-model")
-    run(tmp_path, *script, "checkpoints")
-    run(tmp_path, *script, "again", "verl-start")
+    run(tmp_path, *TWO_PROCESSES, console.SCRIPTS / "verl_run.py", "my-model", "checkpoints")
     actor = tmp_path / "checkpoints" / "global_step_2" / "actor"
     merge = ("-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", actor)
     run(tmp_path, *merge, "--target_dir", tmp_path / "merged")
 
     trained = verl_weights(tmp_path / "checkpoints")
-    assert not unequal(verl_weights(tmp_path / "again"), trained)
     shardkit.consolidate(tmp_path / "checkpoints", tmp_path / "trained")
     found = load_file(tmp_path / "trained" / "model.safetensors")
     assert torch.equal(trained.pop("lm_head.weight"), trained["model.embed_tokens.weight"])

@@ -22,6 +22,7 @@ def sized(text: str) -> str:
     return _SIZE.sub(r"... \1", re.sub(r" [KMG]iB", " MiB", console.steady(text)))
 
 
+@pytest.mark.prove
 @pytest.mark.dist
 def test_the_commands_print_what_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast_trace: object

@@ -14,12 +14,12 @@ import pytest
 
 import shardkit
 from tests.integration.test_fixtures import HOME
+from tests.manifests import write_file_list
 from tests.operations.verify.test_verify import flipped
 
 # One of each kind of layout.
 NAMES = (
     "accelerate_fsdp1_nodcp_w2",
-    "bytecheckpoint_fsdp2_w2",
     "deepspeed_zero3_bf16_w2",
     "fsdp1_local_sd_w2",
     "fsdp2_tp_2x2",
@@ -50,10 +50,9 @@ def test_every_flipped_byte_is_found(name: str, tmp_path: Path) -> None:
         pass
     path, pick = tmp_path / given.name, random.Random(name)
     shutil.copytree(given, path)
-    result = shardkit.write_manifest(path)
+    write_file_list(path)
     assert shardkit.verify(path, full=True).problems == ()
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and os.path.getsize(file)]
-    assert result.num_files >= len(files)
     num_named = 0
     for file in files:
         for _ in range(3):

@@ -80,6 +80,22 @@ def test_names_as_peft_saves_them(held: str, saved: str) -> None:
     assert classify_peft([*LORA, held]).adapter_names[held] == saved
 
 
+ADAMSS: dict[str, str] = json.loads((Path(__file__).parents[1] / "data/peft/adamss.json").read_text())
+
+
+def test_adamss_which_numbers_its_parameters() -> None:
+    """PEFT needs scikit-learn for it, so its names are in a file."""
+    found = classify_peft([*ADAMSS, f"{P}q.base_layer.weight"])
+    assert (found.kind, found.adapter, found.methods) == ("base+adapter", "default", ("adamss",))
+    assert found.adapter_names == ADAMSS
+    assert classify_peft(ADAMSS.values()).adapter_names == {name: name for name in ADAMSS.values()}
+
+
+def test_deep_peanut_in_peft_s_own_file() -> None:
+    saved = [f"{P}q.peanut_A.weight", f"{P}q.peanut_encoders.0.weight", f"{P}q.peanut_encoders.1.weight"]
+    assert classify_peft(saved).adapter_names == {name: name for name in saved}
+
+
 def test_a_module_trained_in_full_replaces_the_original() -> None:
     original, trained = f"{P}lm_head.original_module.weight", f"{P}lm_head.modules_to_save.default.weight"
     found = classify_peft([*LORA, original, trained])
@@ -96,9 +112,12 @@ def test_several_adapters() -> None:
 
 
 def test_what_cannot_be_merged_is_named() -> None:
-    delta = f"{P}model.embed_tokens.token_adapter.trainable_tokens_delta.default"
+    delta = f"{P}model.embed_tokens.trainable_tokens_delta.default"
     assert classify_peft([*LORA, delta]).unmergeable == (delta,)
     assert classify_peft([*LORA, delta]).methods == ("lora", "trainable_tokens")
+    beside = f"{P}model.embed_tokens.token_adapter.trainable_tokens_delta.default"
+    assert classify_peft([*LORA, beside]).unmergeable == ()
+    assert classify_peft([*LORA, beside]).tokens == (("model.embed_tokens", None, beside),)
 
 
 ADAPTERS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data/peft/lora.json").read_text())

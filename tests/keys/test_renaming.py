@@ -197,13 +197,6 @@ class TestSelection:
             ("model.visual.", "visual."),
         ]
 
-    def test_globs_are_about_the_names_that_are_written(self) -> None:
-        keys, base = self.checkpoint()
-        found = select_model(
-            keys.tensors, keys.objects, keys.paths, naming=Naming(exclude=("visual.*",)), base_shapes=base
-        )
-        assert set(found.names.values()) == {name for name in base if not name.startswith("visual.")}
-
     def test_a_person_who_renames_has_the_say(self) -> None:
         keys, base = self.checkpoint()
         found = select_model(
@@ -315,6 +308,7 @@ def renamed(draw: st.DrawFn) -> tuple[Shapes, dict[str, str]]:
     return shapes, truth
 
 
+@pytest.mark.prove
 @settings(max_examples=400, deadline=None)
 @given(renamed())
 def test_random_renamings_are_undone_or_left_alone(case: tuple[Shapes, dict[str, str]]) -> None:

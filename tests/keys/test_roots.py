@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardkit.errors import ShardkitError, SourceError, UsageError, speaking_options
+from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.keys.select import Naming, select_model
 from shardkit.keys.tree import object_kind
 from tests.keys.key_sets import MODELS, entries, entry, optimizer
@@ -348,8 +348,7 @@ def test_a_root_in_a_hint_is_one_word_of_a_shell(part: str) -> None:
     stored = entries([*under(part, LLAMA), *under("other", LLAMA)])
     with pytest.raises(SourceError, match="holds 2 models") as caught:
         select_model(stored)
-    with speaking_options():
-        words = shlex.split(str(caught.value.hint).replace(";", ""))
+    words = shlex.split(str(caught.value.hint).replace(";", ""))
     root = words[words.index("--root") + 1]
     assert set(select_model(stored, naming=Naming(root=root)).names.values()) == set(LLAMA)
 

@@ -200,7 +200,9 @@ def test_a_tie_stands_for_a_name_that_is_missing_wherever_its_rule_is(rules: str
 
 def test_tensors_without_a_rule_and_rules_without_a_tensor_are_all_listed() -> None:
     text = ONE + '[[rule]]\nhub = "c"\nmodel = "d"\n'
-    said = problems(text, {"x.weight": (2,), "y": (3, 4)})
+    with pytest.raises(UsageError) as caught:
+        bound(text, {"x.weight": (2,), "y": (3, 4)})
+    said = caught.value.problems
     assert len(said) == 4
     assert "rule 1 (a.{i}.w = b.{i}.v): matches nothing" in said
     assert "rule 2 (c = d): matches nothing" in said

@@ -3,7 +3,7 @@
 import pytest
 
 from shardkit.errors import SourceError, UsageError
-from shardkit.keys.select import Naming, parse_rules, select_model
+from shardkit.keys.select import Globs, Naming, parse_rules, select_model
 from tests.keys.key_sets import MODELS, entries, optimizer
 
 LLAMA = MODELS["llama"]
@@ -63,11 +63,8 @@ def test_add_prefix_and_renames_in_order() -> None:
 
 
 def test_a_rename_that_changes_nothing_is_said() -> None:
-    selection = select_model(entries(STORED), naming=Naming(rename=("nothing=x",), exclude=("*.absent",)))
-    assert [note.split(" matches")[0] for note in selection.notes] == [
-        "--rename 'nothing=x'",
-        "--exclude '*.absent'",
-    ]
+    selection = select_model(entries(STORED), naming=Naming(rename=("nothing=x",)))
+    assert [note.split(" matches")[0] for note in selection.notes] == ["--rename 'nothing=x'"]
 
 
 def test_every_bad_option_is_listed() -> None:
@@ -77,18 +74,27 @@ def test_every_bad_option_is_listed() -> None:
 
 
 def test_include_and_exclude() -> None:
-    tensors = entries(STORED)
-    names = select_model(
-        tensors, naming=Naming(include=("*.layers.1.*", "app.model.lm_head.*"), exclude=("*layernorm*",))
-    )
-    assert list(names.names.values()) == [
+    names = list(select_model(entries(STORED)).names.values())
+    globs = Globs(("*.layers.1.*", "lm_head.*"), ("*layernorm*",))
+    globs.check(names)
+    assert list(filter(globs.take, names)) == [
         "lm_head.weight",
         "model.layers.1.mlp.up_proj.weight",
         "model.layers.1.self_attn.q_proj.weight",
     ]
-    assert [(part.kind, part.num_tensors) for part in names.skipped] == [("excluded", 9)]
     with pytest.raises(UsageError, match="leave none of 12"):
-        select_model(tensors, naming=Naming(exclude=("*",)))
+        Globs((), ("*",)).check(names)
+    with pytest.raises(UsageError, match="2 globs of --include and --exclude match no name") as caught:
+        Globs(("app.model.lm_head.*", "lm_head.*"), ("*.absent",)).check(names)
+    assert caught.value.problems[0].startswith("app.model.lm_head.*")
+    Globs((), ()).check([])
+
+
+def test_what_is_left_out_counts_as_excluded() -> None:
+    selection = select_model(entries(STORED))
+    some = selection.only({"app.model.lm_head.weight"})
+    assert list(some.names) == ["app.model.lm_head.weight"]
+    assert [(part.kind, part.num_tensors) for part in some.skipped] == [("excluded", 11)]
 
 
 def test_a_name_is_never_given_twice() -> None:

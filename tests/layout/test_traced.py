@@ -197,7 +197,7 @@ def test_a_tie_across_units_is_refused(model_dir: ModelDir) -> None:
     assert caught.value.problems == (
         "bert.embeddings.word_embeddings.weight (unit bert.embeddings) and cls.predictions.decoder.weight (unit root)",
     )
-    assert "wrap='BertLayer'" in (caught.value.hint or "")
+    assert "--wrap BertLayer" in (caught.value.hint or "")
 
 
 def test_two_ties_in_the_root_are_fine(model_dir: ModelDir) -> None:
@@ -350,7 +350,7 @@ def test_replicas_cannot_hold_parts(model_dir: ModelDir) -> None:
     mesh = parse_mesh("dp_replicate=2,dp_shard=2", None)
     with pytest.raises(LayoutError) as caught:
         trace(model_dir("llama", num_hidden_layers=1), mesh, "my_wrap:over_replicas")
-    assert "over ranks that hold copies in mesh='dp_replicate=2,dp_shard=2'" in caught.value.problems[0]
+    assert "over ranks that hold copies in --mesh dp_replicate=2,dp_shard=2" in caught.value.problems[0]
 
 
 def test_a_mesh_asks_for_plans_of_the_class(model_dir: ModelDir) -> None:
@@ -448,7 +448,7 @@ def test_own_code_runs_only_when_trusted(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(directory)
     with pytest.raises(CannotBuildError) as caught:
         trace(str(directory), MESH, "auto")
-    assert "trust_remote_code=True" in (caught.value.hint or "")
+    assert "--trust-remote-code" in (caught.value.hint or "")
     assert not mark.exists()
     layout = trace(str(directory), MESH, "auto", trust_remote_code=True)
     assert layout.units[1].class_name == "OwnBlock"
@@ -522,7 +522,7 @@ def test_names_with_another_prefix_need_key_rules(bert: Trace, prefix: str) -> N
     ) as caught:
         fit(bert, renamed(bert, lambda name: prefix + name))
     assert caught.value.hint is not None
-    for way in ("keys='RULES.toml'", "shardkit keys check RULES.toml SOURCE", "names='hub'"):
+    for way in ("--keys RULES.toml", "--dry-run", "--names hub"):
         assert way in caught.value.hint
 
 
@@ -567,10 +567,10 @@ def test_a_quantization_config_that_says_nothing_is_named(bert: Trace) -> None:
 def test_a_child_that_dies_or_hangs_is_an_error_of_the_environment(
     model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(payload: bytes, timeout_s: float, child: str) -> subprocess.CompletedProcess[bytes]:
+    def killed(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
         return subprocess.CompletedProcess([], -9, stdout=b"one\n\ntwo\x1b\n")
 
-    def slow(payload: bytes, timeout_s: float, child: str) -> subprocess.CompletedProcess[bytes]:
+    def slow(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
         raise subprocess.TimeoutExpired([], timeout_s, output=b"last words\n")
 
     directory = model_dir("llama")

@@ -21,6 +21,7 @@ def whole(model, mesh):
 """
 
 
+@pytest.mark.prove
 def test_the_child_is_shielded_from_the_launcher_and_the_directory(
     model_dir: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,6 +35,7 @@ def test_the_child_is_shielded_from_the_launcher_and_the_directory(
     assert [unit.path for unit in found.layout.units] == [""]
 
 
+@pytest.mark.prove
 def test_a_child_that_cannot_start_shows_its_last_lines() -> None:
     done = traced._spawn(b"not json", 60)
     assert isinstance(done, subprocess.CompletedProcess)

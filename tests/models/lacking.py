@@ -22,7 +22,6 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 import shardkit
-from shardkit.keys.check import find_gaps
 from shardkit.layout.classes import safe_creation
 from shardkit.layout.decided import ClassNames
 from shardkit.layout.naming import ask_model
@@ -95,16 +94,6 @@ def lacking_of(name: str) -> ClassNames | None:
     return None if built is None else ask_model(*built)
 
 
-def gaps_of(name: str) -> list[str] | None:
-    """Return what `verify` and `inspect` miss, by names and config alone, in what a class saves; None as above."""
-    built = saved_by(name)
-    if built is None:
-        return None
-    model, saved = built
-    config = {**json.loads(model.config.to_json_string()), "architectures": [name]}
-    return [gap.text for gap in find_gaps(saved, config)]
-
-
 def _check_classes(names: Iterable[str]) -> Iterator[str]:
     for name in names:
         found = lacking_of(name)
@@ -113,8 +102,6 @@ def _check_classes(names: Iterable[str]) -> Iterator[str]:
             continue
         if found.missing or found.misfits:
             yield f"{name}: {found.missing} {found.misfits}"
-        if gaps := gaps_of(name):
-            yield f"{name}: {gaps}"
 
 
 def _check_zoo(names: Iterable[str]) -> Iterator[str]:

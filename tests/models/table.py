@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from tests.models.outcomes import REASONS, expected
-from tests.models.zoo import IN_MAKE_TEST, ZOO
+from tests.models.zoo import IN_MAKE_PROVE, ZOO
 
 COLUMNS = {
     "preshard": ("preshard",),
@@ -37,7 +37,7 @@ Their weights are random, and no two tensors are alike. {passed} models [pass ev
   alone.
 - **logits**: the wrapped model's logits equal those of `from_pretrained` in one process, bit for bit.
 
-`make models` compares all of this with the table, and `make test` {tested} of the models. A model that begins to pass
+`make models` compares all of this with the table, and `make prove` {tested} of the models. A model that begins to pass
 fails the test like one that stops passing.
 
 A suffix distinguishes models of one type. `+fused` and `+live` are stored under the names of the model in memory, as
@@ -74,7 +74,7 @@ def render(version: str) -> str:
         _HEAD.format(
             count=len(ZOO),
             passed=len(passed),
-            tested=len(IN_MAKE_TEST),
+            tested=len(IN_MAKE_PROVE),
             types=len({each.model_type for each in ZOO.values()}),
             version=version,
         )

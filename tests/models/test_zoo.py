@@ -9,9 +9,11 @@ import transformers
 from tests.models import __main__ as zoo
 from tests.models.outcomes import check_table, expected, named
 from tests.models.table import render
-from tests.models.zoo import IN_MAKE_TEST, ZOO
+from tests.models.zoo import IN_MAKE_PROVE, ZOO
 from tests.models.zoo_world import difference
 from tests.worlds.processes import ROOT
+
+pytestmark = pytest.mark.prove
 
 EVERY_STEP = "test_every_step_ends_as_expected"
 
@@ -36,14 +38,14 @@ def _is_of_a_model(item: pytest.Item) -> bool:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", [name for name in ZOO if name in IN_MAKE_TEST])
+@pytest.mark.parametrize("name", [name for name in ZOO if name in IN_MAKE_PROVE])
 def test_every_step_ends_as_expected(results: dict[str, dict[str, str]], name: str) -> None:
     assert named(results[name], name) == expected(name)
 
 
 def test_the_table_is_of_the_zoo() -> None:
     check_table()
-    assert ZOO.keys() >= IN_MAKE_TEST
+    assert ZOO.keys() >= IN_MAKE_PROVE
     assert len({each.model_type for each in ZOO.values()}) >= 60
 
 

@@ -43,7 +43,7 @@ _REPOS = [architecture for architecture, _ in REPOS.values()]
 ZOO: dict[str, Architecture] = {each.name: each for each in (*_ALL, *_LIVE, *_REPOS, *NEWER)}
 """Name -> architecture."""
 
-IN_MAKE_TEST = frozenset(
+IN_MAKE_PROVE = frozenset(
     (
         *("llama+tied", "qwen3", "gemma3_text", "olmo3", "gpt2", "gpt_neo", "bloom", "falcon", "mpt"),
         "modernbert-decoder",

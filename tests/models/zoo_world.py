@@ -295,14 +295,17 @@ def consolidate_bare(home: Path) -> None:
 
 
 def consolidate(home: Path, saved: str) -> None:
-    shardkit.consolidate(home / saved, str(home / f"{saved}-hf"), base=str(home / "hub"))
+    """With the base's config, byte for byte; the live one of `save` means the same, in words of this transformers."""
+    base = home / "hub"
+    made = shardkit.consolidate(home / saved, str(home / f"{saved}-hf"), base=str(base), config="base")
     if is_quantised(home.name):
         compare_plain(home, saved)
         return
     compare(home, saved)
-    config = [json.loads((home / each / "config.json").read_text()) for each in ("hub", f"{saved}-hf")]
-    if config[0] != config[1]:
-        raise Wrong("config.json differs")
+    config = [json.loads((each / "config.json").read_text()) for each in (base, Path(made.output))]
+    own = shardkit.consolidate(home / saved, str(home / "own"), base=str(base), dry_run=True)
+    if config[0] != config[1] or own.differs_from_base:
+        raise Wrong(f"config.json differs: {own.differs_from_base}")
     if home.name in REPOS:
         compare_files(home / "hub", home / f"{saved}-hf")
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 import shardkit
 from shardkit.errors import ShardkitError, SourceError
 from tests.formats.dcp.samples import quiet
+from tests.manifests import write_file_list
 from tests.nested import place
 
 FOLDERS = ("data-abc", "data-abc/more")
@@ -126,7 +127,7 @@ def test_a_run_is_searched_for_it(kept: Path, tmp_path: Path) -> None:
 
 
 def test_a_manifest_lists_the_folders(made: Path) -> None:
-    shardkit.write_manifest(made / "deep", inside=True)
+    write_file_list(made / "deep", inside=True)
     assert shardkit.verify(made / "deep", full=True).problems == ()
     os.truncate(made / "deep/data-abc/__0_0.distcp", 100)
     assert shardkit.verify(made / "deep").problems

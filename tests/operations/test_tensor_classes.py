@@ -20,11 +20,11 @@ import shardkit
 from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.diff import diff
-from shardkit.operations.manifest import write_manifest
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
 from shardkit.operations.verify import verify
 from tests.formats.torchsave.classes import respell, unpacked
+from tests.manifests import write_file_list
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 WEIGHT = torch.arange(1.0, 65.0).reshape(8, 8)
@@ -71,7 +71,7 @@ def test_float8_weights_are_read_like_others(made: Path, tmp_path: Path) -> None
     result = consolidate(made / "float8", tmp_path / "hub")
     assert result.num_tensors == 1
     assert diff(made / "float8", tmp_path / "hub").is_equal
-    write_manifest(made / "float8", output=tmp_path / "manifest.json")
+    write_file_list(made / "float8", output=tmp_path / "manifest.json")
     assert verify(made / "float8", full=True, manifest=tmp_path / "manifest.json").ok
 
 
@@ -153,7 +153,7 @@ def test_quantised_state_is_left_out_by_a_name(made: Path, tmp_path: Path) -> No
         reshard(source, tmp_path / "out", world_size=4)
     assert all("torchao.optim.subclass_8bit.OptimState8bit" in each for each in caught.value.problems)
     assert [each.partition(":")[0] for each in caught.value.problems] == list(STATE)
-    assert "no_optimizer=True" in str(caught.value.hint)
+    assert "--no-optimizer" in str(caught.value.hint)
     with pytest.raises(SourceError, match="OptimState8bit"):
         diff(source, source, all_tensors=True)
     result = reshard(source, tmp_path / "out", world_size=4, no_optimizer=True)

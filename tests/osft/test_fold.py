@@ -93,6 +93,7 @@ print(json.dumps(high_water() - before))
 """
 
 
+@pytest.mark.prove
 def test_peak_memory(tmp_path: Path) -> None:
     """A tall weight and a wide one, 106 MiB each with its factors in float64: in 16 MiB, and the least that blocks take."""
     tensors = random(6144, 1024, 512)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardkit.errors import LayoutError, UsageError
-from shardkit.osft.plan import Candidate, OsftPlan, choose_targets, parse_ranks
+from shardkit.osft.plan import Candidate, OsftPlan, choose_targets
 
 BLOCK = {
     "model.embed_tokens.weight": Candidate((64, 16), "Embedding"),
@@ -139,10 +139,3 @@ def test_globs_that_match_nothing_are_named() -> None:
         chosen(OsftPlan(ratio=0.5, ranks={"lm_head": 3}))
     with pytest.raises(LayoutError, match="it is not known which layers of a model of type bert"):
         chosen(OsftPlan(ratio=0.5), {"encoder.query.weight": Candidate((8, 8), "Linear")}, "bert")
-
-
-def test_ranks_of_the_command_line() -> None:
-    assert parse_ranks(["*.up_proj=256", "a.b=0.5"]) == {"*.up_proj": 256, "a.b": 0.5}
-    with pytest.raises(UsageError, match=r"OsftPlan\.ranks") as caught:
-        parse_ranks(["nothing", "a=b", "=3"])
-    assert len(caught.value.problems) == 3

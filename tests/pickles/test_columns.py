@@ -174,6 +174,7 @@ def test_any_protocol(protocol: int, taken: list[int]) -> None:
     assert outcome(parse_metadata, data) == outcome(step_by_step, data)
 
 
+@pytest.mark.prove
 def test_no_changed_byte_is_taken_for_another(taken: list[int]) -> None:
     """Wherever bytes are changed, removed or repeated: what is read, and what is refused, stay the same."""
     sources = [

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import shardkit
 from shardkit.cli import main
@@ -141,7 +142,7 @@ def test_a_held_page_says_everything_without_its_script(run, tiny, tmp_path):
     assert found.data["cells"] == [list(row) for row in held.cells]
     assert found.inside("h1") == ["out"]
     assert "4 ranks share" in "".join(found.inside("p"))
-    assert any("cannot be cut for all ranks" in item for item in found.inside("li"))
+    assert any("too few rows for all ranks, so some ranks get none" in item for item in found.inside("li"))
     pictures = [each["data-picture"] for each in found.attributes if "data-picture" in each]
     assert pictures == ["naive", "ours", "matrix", "tensor", "strips"]
     canvases = [a for tag, a in zip(found.tags, found.attributes, strict=True) if tag == "canvas"]
@@ -170,10 +171,15 @@ def test_a_plan_has_the_page_of_its_output(run, tiny, tmp_path):
     assert {k: planned[k] for k in ("cells", "holders", "strips", "lanes", "cuts", "flow")} == {
         k: written[k] for k in ("cells", "holders", "strips", "lanes", "cuts", "flow")
     }
-    refused = run("preshard", "tiny", "more", "--world-size", "4", "--html", "page.html")
-    assert refused.exit_code == 2
-    assert "--dry-run" in refused.stderr
-    assert not (tmp_path / "more").exists()
+    at_once = run(
+        "preshard", "tiny", "more", "--world-size", "4", "--layout", "declared", "--html", "more.html"
+    )
+    assert at_once.exit_code == 0, at_once.output
+    assert page(tmp_path / "more.html").data["cells"] == written["cells"]
+    assert "nothing is written yet" not in (tmp_path / "more.html").read_text()
+    for wrong in (["--html", "more/page.html", "--overwrite"], ["--html", "a.html", "--executor", "ray"]):
+        refused = run("preshard", "tiny", "more", "--world-size", "4", "--layout", "declared", *wrong)
+        assert refused.exit_code == 2, refused.output
 
 
 def test_damage_lies_where_it_was_done(run, tiny, tmp_path):
@@ -219,7 +225,7 @@ def test_files_that_are_missing_or_short_are_on_the_page(run, tiny, tmp_path):
         assert lanes["__2_0.distcp"]["damage"][0][-1] == "missing"
         assert lanes["__2_0.distcp"]["missing"].endswith("KiB, 4 tensors")
         assert {each["name"]: each["tone"] for each in data["files"]}["__2_0.distcp"] == "missing"
-        assert "Bring 2 files again" in text or not name
+        assert "Copy 2 files again" in text or not name
         others[name] = lanes
         (tmp_path / "out" / "shardkit.json").unlink(missing_ok=True)
     start, nbytes, *_, tone = others["shardkit.json"]["__1_0.distcp"]["damage"][0]
@@ -240,6 +246,69 @@ def test_what_training_changed(run, tiny, tmp_path):
     assert table(text, "tensors")[cells[0][2][2]][0] == "model.layers.1.up.weight"
     assert run("diff", "tiny", "tiny", "--html", "page.html").exit_code == 0
     assert "verdict good" in (tmp_path / "page.html").read_text()
+
+
+MOVED = {2: {1, 3}, 5: {0, 1, 2, 3}}
+"""Layer -> the experts that training moved, of four."""
+
+
+def write_experts(folder, *, is_fused, is_tuned):
+    """A mixture of experts in layers 2, 5 and 7, each with a shared expert, which is none of them."""
+    torch.manual_seed(0)
+    tensors = {}
+    for layer in (2, 5, 7):
+        prefix = f"model.layers.{layer}.mlp"
+        tensors[f"{prefix}.shared_experts.up_proj.weight"] = torch.randn(6, 4) + is_tuned
+        up, down, bias = torch.randn(4, 6, 4), torch.randn(4, 4, 6), torch.randn(4, 6)
+        for expert in MOVED.get(layer, ()) if is_tuned else ():
+            (up if expert % 2 else down)[expert] += 0.5
+        if is_fused:
+            names = {"up_proj": up, "down_proj": down, "up_proj_bias": bias}
+            tensors |= {f"{prefix}.experts.{name}": tensor for name, tensor in names.items()}
+        else:
+            for name, stack in {"up_proj": up, "down_proj": down}.items():
+                singles = {f"{prefix}.experts.{n}.{name}.weight": one.clone() for n, one in enumerate(stack)}
+                tensors |= singles
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_which_experts_did_not_move(run, tmp_path, is_fused):
+    for name in ("base", "tuned"):
+        write_experts(tmp_path / name, is_fused=is_fused, is_tuned=name == "tuned")
+    result = run("diff", "base", "tuned", "--html", "page.html")
+    line = "6 of 12 are identical: 2 of 4 in layer 2 (0, 2); all of 4 in layer 7"
+    assert result.exit_code == 1
+    assert f"  experts  {line}\n" in result.stdout
+    html, experts = page(tmp_path / "page.html"), page(tmp_path / "page.html").data["experts"]
+    assert f"Experts: {line}." in (tmp_path / "page.html").read_text()
+    assert html.data["kind"] == "changes"
+    assert (experts["rows"], experts["columns"]) == (["layer 2", "layer 5", "layer 7"], [0, 1, 2, 3])
+    cells = [experts["cells"][at : at + 4] for at in range(0, 12, 4)]
+    moved = [{n for n, amount in enumerate(row) if amount} for row in cells]
+    assert moved == [{1, 3}, {0, 1, 2, 3}, set()]
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "tuned"))
+    before, after = (
+        each["model.layers.2.mlp.experts.up_proj"][3]
+        if is_fused
+        else each["model.layers.2.mlp.experts.3.up_proj.weight"]
+        for each in (one, two)
+    )
+    norm = torch.dist(before, after) / max(before.norm(), after.norm())
+    assert cells[0][3] == pytest.approx(float(norm), rel=1e-2)
+
+
+def test_no_expert_is_all_or_none_of_them(run, tmp_path):
+    write_experts(tmp_path / "base", is_fused=True, is_tuned=False)
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    for name, change in {"router": "shared_experts", "all": ".experts."}.items():
+        (tmp_path / name).mkdir()
+        moved = {key: value + 1 if change in key else value for key, value in tensors.items()}
+        save_file(moved, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    assert "  experts  all of 12 in 3 layers are identical\n" in run("diff", "base", "router").stdout
+    assert "  experts  none of 12 in 3 layers are identical\n" in run("diff", "base", "all").stdout
+    assert "experts " not in run("diff", "base", "base").stdout
 
 
 def test_a_page_says_nothing_of_what_was_not_compared(run, tiny, tmp_path):
@@ -282,6 +351,66 @@ def test_a_rank_gathers_what_tp_and_ep_leave_it(run, tmp_path, mesh, parts):
     held = shardkit.preshard("big", "out", **plan).holdings
     gathered = {unit.path: unit.gathered_bytes for unit in held.units}
     assert gathered["model.layers.0"] == 64 * 64 * 4 // parts + 4 * 4  # a norm is whole
+
+
+def test_ranks_without_an_expert_are_the_first_thing_to_see(run, tmp_path):
+    """FSDP cuts fused experts along dim 0: with fewer experts than ranks some ranks have none."""
+    tensors = {f"model.layers.{n}.mlp.experts.gate_up_proj": torch.ones(3, 8, 4) for n in range(2)}
+    tensors["model.norm.weight"] = torch.ones(5)
+    (tmp_path / "moe").mkdir()
+    save_file(tensors, tmp_path / "moe" / "model.safetensors", metadata={"format": "pt"})
+    assert run("preshard", "moe", "out", "--world-size", "8", "--layout", "declared").exit_code == 0
+    assert run("inspect", "out", "--html", "page.html").exit_code == 0
+    text, found = (tmp_path / "page.html").read_text(), page(tmp_path / "page.html")
+    (unusual,) = re.findall(r'<div class="unusual">.*?</div>', text)
+    assert "5 of 8 ranks hold no expert: experts are cut along dim 0, and there are 3." in unusual
+    assert "with ep in --mesh, or cut another dim with shard_placement_fn" in unusual
+    # torch's chunks without elements are no pieces.
+    pieces = {row[0]: row[-1] for row in table(text, "tensors")}
+    assert pieces == {name: "5" if "norm" in name else "3" for name in tensors}
+    assert {cut["num_pieces"] for cut in found.data["cuts"]} == {3, 5}
+    # One number for one fact: that of the command.
+    imbalance = f"{shardkit.inspect('out').imbalance:.2f}"
+    assert f"<dd>{imbalance} x</dd><dt>largest file over the mean</dt>" in text
+    assert f"the largest file is {imbalance} times the mean" in text
+    run("preshard", "moe", "three", "--world-size", "3", "--layout", "declared")
+    run("inspect", "three", "--html", "page.html")
+    assert "hold no expert" not in (tmp_path / "page.html").read_text()
+
+
+def test_a_result_writes_the_page_of_the_command(run, tiny, tmp_path):
+    made = shardkit.preshard("tiny", "out", world_size=4, layout="declared", check_source="off")
+    results = {
+        ("inspect", "out"): shardkit.inspect("out"),
+        ("verify", "out"): shardkit.verify("out", holdings=True),
+        ("diff", "tiny", "tuned"): shardkit.diff("tiny", "tuned"),
+    }
+    for typed, result in results.items():
+        run(*typed, "--html", "command.html")
+        result.save_html(tmp_path / "python.html")
+        texts = [
+            re.sub(r"[0-9.]+ m?s\b", "", (tmp_path / f"{name}.html").read_text())
+            for name in ("command", "python")
+        ]
+        assert texts[0] == texts[1]
+    made.save_html("made.html")
+    planned = shardkit.preshard("tiny", "plan", world_size=4, layout="declared", dry_run=True, holdings=True)
+    planned.save_html("plan.html")
+    assert page(tmp_path / "made.html").data["cells"] == page(tmp_path / "plan.html").data["cells"]
+
+
+def test_what_has_no_page_says_how_to_get_one(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    planned = shardkit.preshard("tiny", "plan", world_size=4, layout="declared", dry_run=True)
+    for result in (planned, shardkit.verify("tiny")):
+        with pytest.raises(shardkit.UsageError) as caught:
+            result.save_html("page.html")
+        assert "holdings=True" in caught.value.hint
+        assert "<iframe" not in result._repr_html_()
+    (tmp_path / "mine.html").write_text("<p>mine")
+    with pytest.raises(shardkit.UsageError):
+        shardkit.inspect("tiny").save_html("mine.html")
+    assert (tmp_path / "mine.html").read_text() == "<p>mine"
 
 
 def test_titles_have_no_absolute_paths(run, tiny, tmp_path):
@@ -334,9 +463,13 @@ def test_hostile_names_are_text(run, tmp_path, verb):
     for name, value in {"one": 1.0, "two": 2.0}.items():
         (tmp_path / name).mkdir()
         save_file({n: torch.full((4, 2), value) for n in NAMES}, tmp_path / name / "model.safetensors")
+    if verb == "verify":  # every tensor is damaged
+        run("preshard", "one", "out", "--world-size", "2", "--layout", "declared", "--wrap", "none")
+        for file in (tmp_path / "out").glob("*.distcp"):
+            file.write_bytes(file.read_bytes().replace(struct.pack("<4f", *[1.0] * 4), bytes(16)))
     arguments = {
         "inspect": ("inspect", "one"),
-        "verify": ("verify", "one", "--against", "two"),
+        "verify": ("verify", "out", "--full"),
         "diff": ("diff", "one", "two"),
     }
     result = run(*arguments[verb], "--html", "page.html")
@@ -361,25 +494,23 @@ def test_where_a_page_may_be_written(run, tiny, tmp_path):
     first = (tmp_path / "notes.html").read_bytes()
     assert run("inspect", "tiny", "--html", "notes.html").exit_code == 0  # a page replaces a page
     assert (tmp_path / "notes.html").read_bytes() == first  # the same input, the same bytes
-    assert run("inspect", "tiny", "--html", "notes.html", "--overwrite").exit_code == 0
-    assert run("inspect", "tiny", "--overwrite").exit_code == 2
     assert (tmp_path / "tiny" / "model.safetensors").read_bytes() == kept
     assert sorted(os.listdir(tmp_path)) == ["notes.html", "tiny", "tuned"]
 
 
-@pytest.mark.parametrize("more", [(), ("--overwrite",)])
 @pytest.mark.parametrize("typed", [
     ("inspect", "tiny", "--html"),
     ("verify", "tiny", "--html"),
     ("diff", "tiny", "tuned", "--html"),
     ("preshard", "tiny", "out", "--world-size", "2", "--layout", "declared", "--dry-run", "--html"),
-    ("manifest", "tiny", "--output"),
+    ("preshard", "tiny", "out", "--world-size", "2", "--layout", "declared", "--overwrite", "--html"),
     ("consolidate", "tiny", "out", "--manifest-file"),
+    ("consolidate", "tiny", "out", "--overwrite", "--manifest-file"),
 ])  # fmt: skip
-def test_no_verb_replaces_the_file_of_a_person(run, tiny, tmp_path, typed, more):
+def test_no_verb_replaces_the_file_of_a_person(run, tiny, tmp_path, typed):
     """Whatever the option is by which it is named."""
     (tmp_path / "notes").write_text("<html>mine</html>")
-    refused = run(*typed, "notes", *more)
+    refused = run(*typed, "notes")
     assert refused.exit_code == 2
     assert "notes exists" in refused.stderr
     assert (tmp_path / "notes").read_text() == "<html>mine</html>"

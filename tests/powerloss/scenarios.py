@@ -79,8 +79,8 @@ SCENARIOS = {
     "consolidate-resumed": Scenario(
         verb="consolidate", options={**SMALL_FILES, **NO_DIGEST}, source="trained", killed=(0.5,)
     ),
-    "manifest": Scenario(verb="write_manifest", source="trained"),
-    "manifest-overwrite": Scenario(verb="write_manifest", source="trained", replaces="trained2"),
+    "page": Scenario(verb="page", source="trained"),
+    "page-overwrite": Scenario(verb="page", source="trained", replaces="trained2"),
     "reshard": Scenario(verb="reshard", options={"world_size": 2, "jobs": 1}, source="trainer"),
     "reshard-overwrite": Scenario(
         verb="reshard", options={"world_size": 2, **TWO}, source="trainer", replaces="trainer2"

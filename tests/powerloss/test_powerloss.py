@@ -25,6 +25,8 @@ from tests.powerloss.recorder import CHANGING, READING, UNKNOWN
 from tests.powerloss.replay import Worker, recorded
 from tests.powerloss.scenarios import SCENARIOS
 
+pytestmark = pytest.mark.prove
+
 NUM_ON_DISK, NUM_AGAIN = 40, 3
 CAUGHT_IN = {
     "files_are_not_synced": "preshard",
@@ -68,7 +70,7 @@ def test_what_a_power_loss_leaves(worker: Worker, name: str) -> None:
     assert not found.wrong
     assert found.num_states >= 15
     assert found.num_again == NUM_AGAIN * (2 if name == "preshard-overwrite-aside" else 1)
-    assert bool(found.num_resumable) == (SCENARIOS[name].verb != "write_manifest")
+    assert bool(found.num_resumable) == (SCENARIOS[name].verb != "page")
     assert found.num_old if SCENARIOS[name].replaces else found.num_absent
 
 

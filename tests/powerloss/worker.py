@@ -52,8 +52,14 @@ def run(request: dict[str, Any], answer: int) -> None:
         os.write(answer, json.dumps(report).encode())
 
 
+def _write_page(source: str, output: str, *, overwrite: bool) -> None:
+    del overwrite  # a page always replaces a page
+    shardkit.inspect(source).save_html(output)
+
+
 def _carry_out(request: dict[str, Any]) -> None:
-    verb = partial(getattr(shardkit, request["verb"]), request["source"], request["output"])
+    function = _write_page if request["verb"] == "page" else getattr(shardkit, request["verb"])
+    verb = partial(function, request["source"], request["output"])
     for step in request.get("steps") or [None]:
         if step == "commit":
             shardkit.commit(request["output"])
@@ -99,7 +105,7 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for verb in ("preshard", "consolidate", "reshard", "write_manifest", "commit"):
+    for verb in ("preshard", "consolidate", "reshard", "commit", "inspect"):
         getattr(shardkit, verb)  # imported now, not by each fork
     for line in sys.stdin:
         print(json.dumps(serve(json.loads(line))), flush=True)

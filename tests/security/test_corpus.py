@@ -24,6 +24,8 @@ _UNPRINTABLE = re.compile(
 )
 Report = Mapping[str, Any]
 
+pytestmark = pytest.mark.prove
+
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:

@@ -50,7 +50,7 @@ def _lightning() -> Iterator[Case]:
 
 
 def _legacy() -> Iterator[Case]:
-    """`pytorch_model.bin`, which torch's weights-only loader reads."""
+    """`pytorch_model.bin`."""
     for name in (*_CODE, "numpy", "getattr", "partial"):
         yield Case(
             id=f"bin-code-{name}",

@@ -136,12 +136,12 @@ class Torture:
         )
 
     def reading(self) -> None:
-        """What `verify` and `manifest` read fails; `manifest` is killed."""
+        """What `verify` and `inspect` read fails; `inspect` is killed while it writes a page."""
         found = list[reading.Reading]()
         for name in BASIC:
             found += reading.plan(self._found[name], self._servers[0], self._home / "plan")
         self._all(
-            "verify and manifest",
+            "verify and inspect",
             self._chosen(found, 500),
             lambda one, server, path: reading.attempt(one, self._found[one.scenario], server, path),
             lambda one: one.label,

@@ -14,7 +14,6 @@ SCENARIOS = (
     "preshard two jobs",
     "preshard columns cast",
     "preshard no digests",
-    "preshard factors",
     "consolidate manifest",
     "consolidate",
     "reshard two jobs",

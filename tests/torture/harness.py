@@ -29,7 +29,6 @@ _OF_A_LARGER = {
 }
 """A file that an old output has, and the new one has not."""
 TWO_JOBS = ("--jobs", "2", "--max-memory", "2MiB")  # buffers that hold a part of a file, bands of a tensor
-FACTORS = ("--osft", "0.3", "--osft-targets", "layers.*", "--jobs", "2")
 ONE_JOB = ("--jobs", "1", "--max-memory", "2MiB")
 
 
@@ -196,7 +195,6 @@ def _scenarios(sources: Sources) -> Iterator[Scenario]:
         ("preshard columns", (*preshard, *TWO_JOBS), sources.hub, True, ".metadata"),
         ("preshard cast", (*preshard, *TWO_JOBS, "--dtype", "fp16"), sources.hub, False, ".metadata"),
         ("preshard columns cast", (*preshard, *TWO_JOBS, "--dtype", "bf16"), sources.hub, True, ".metadata"),
-        ("preshard factors", (*preshard, *FACTORS), sources.hub, False, ".metadata"),
         ("consolidate", (*consolidate, *ONE_JOB), sources.trained, False, index),
         ("consolidate manifest", (*consolidate, *TWO_JOBS, "--manifest"), sources.trained, False, index),
         ("consolidate no digests", (*consolidate, *TWO_JOBS, *none), sources.trained, False, index),
@@ -282,7 +280,8 @@ class Place:
 
     def check_ends_well(self, server: Server, *, overwrite: bool, **more: Any) -> Answer:
         """Running again ends with the right bytes and nothing else."""
-        answer = self.scenario.run(server, self.out, overwrite=overwrite, **more)
+        extra = () if overwrite else ("--exist-ok",)
+        answer = self.scenario.run(server, self.out, overwrite=overwrite, extra=extra, **more)
         assert answer.code == 0, f"running again: {answer.code} {answer.err}"
         self.check_is(self.scenario.expected)
         assert not self.staging(), f"left after running again: {[path.name for path in self.staging()]}"

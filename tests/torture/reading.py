@@ -1,4 +1,4 @@
-"""`verify` and `manifest`: what they read fails, and what manifest writes is killed."""
+"""`verify` and `inspect`: what they read fails, and whoever writes the page is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tests.torture.harness import STAGING, Scenario, Server, check_message, rest
 
 _NO, _SOURCE, _ENVIRONMENT = 1, 3, 5
 _OPENED = (*READS, "open_fd")
-_EARLIER = b'{"format": 1}'  # begins as a manifest does, so it may be replaced
+_EARLIER = (
+    b'<!doctype html><meta name="generator" content="shardkit'  # begins as a page does, so it may be replaced
+)
 KINDS = (
     ("errno", errno.EIO, _OPENED),
     ("errno", errno.EINTR, _OPENED),
@@ -31,7 +33,7 @@ class Reading:
     scenario: str
     """Whose output is read."""
     command: str
-    """"verify" or "manifest"."""
+    """"verify" or "inspect"."""
     do: str
     number: int
     of: tuple[str, ...] | None
@@ -45,13 +47,13 @@ class Reading:
 
 def _args(command: str, path: Path) -> list[str]:
     target = str(path / "checkpoint")
-    more = ["--full"] if command == "verify" else ["--output", str(path / "out"), "--overwrite"]
+    more = ["--full"] if command == "verify" else ["--html", str(path / "out")]
     return [command, target, *more, "--json", "--no-progress"]
 
 
 def plan(scenario: Scenario, server: Server, path: Path) -> Iterator[Reading]:
     """Yield an attempt for every call and kind."""
-    for command in ("verify", "manifest"):
+    for command in ("verify", "inspect"):
         restore(path / "checkpoint", scenario.expected)
         whole = server(_args(command, path))
         assert whole.code == 0, whole.err
@@ -86,8 +88,8 @@ def attempt(one: Reading, scenario: Scenario, server: Server, path: Path) -> str
     again = server(args)
     check_message(again)
     assert again.code == 0, again
-    if one.command == "manifest":
-        assert found in (_EARLIER, (path / "out").read_bytes()), "half a manifest"
+    if one.command == "inspect":
+        assert found in (_EARLIER, (path / "out").read_bytes()), "half a page"
     assert {beside.name for beside in path.iterdir()} == {"out", "checkpoint"}
     shutil.rmtree(path)
     return answer.hit

@@ -36,16 +36,11 @@ from shardkit.core.placements import Placement
 from shardkit.files import shared
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.preshard import job as preshard_job
-from shardkit.osft import compute
 from tests.torture.faults import Faults
-from tests.worlds.factors import WorkerHere
 from tests.worlds.processes import import_all
 
 ALSO = ("huggingface_hub.utils.tqdm", "tomllib")
 """What they import when they run; half of a run's time if each fork did so."""
-
-
-compute.FactorWorker = WorkerHere  # type: ignore[misc]  # so that its calls are counted, too
 
 
 def cut_columns(layout: Layout) -> Layout:

@@ -30,8 +30,6 @@ from tests.worlds import stores as servers
 
 ROOT = Path(__file__).parents[2]
 VERBS = ("preshard", "consolidate", "reshard")
-FACTORS = "preshard factors"
-"""What parts do besides."""
 MARKERS = {"consolidate": "model.safetensors.index.json"}
 _CHILD = """
 import gc, json, os, signal, sys
@@ -39,12 +37,9 @@ from shardkit.cli import main
 import obstore
 from shardkit.files import uploads
 import torch
-from shardkit.osft import compute
-from tests.worlds.factors import WorkerHere
 from tests.worlds import s3_models
 from tests.worlds.processes import import_all
 torch.set_num_threads(1)
-compute.FactorWorker = WorkerHere  # so that a part is one process
 import_all()
 gc.freeze()
 uploads.PART_NBYTES = int(sys.argv[1])
@@ -133,10 +128,9 @@ class Store:
             "preshard": [f"{home}/hub", out, "--world-size", "2", "--wrap", "none", "--layout", "declared"],
             "consolidate": [f"{home}/dcp", out, "--manifest", "--max-shard-size", "7MB"],
             "reshard": [f"{home}/dcp", out, "--world-size", "3"],
-            FACTORS: [f"{home}/osft", out, "--world-size", "3", "--osft", "0.3", "--layout", "declared"],
         }
         return [
-            verb.partition(" ")[0],
+            verb,
             *options[verb],
             "--no-progress",
             *(["--overwrite"] if overwrite else []),
@@ -159,10 +153,10 @@ def serving(kind: str, home: Path) -> Iterator[Store | None]:
         runs = Runs(proxy, home)
         try:
             store = Store(home, runs, {}, {}, {})
-            for verb in (*VERBS, FACTORS):
+            for verb in VERBS:
                 for found, other in ((store.expected, False), (store.others, True)):
                     proxy.reset()
-                    out = f"s3://{servers.BUCKET}/whole/{verb.replace(' ', '-')}-{other}"
+                    out = f"s3://{servers.BUCKET}/whole/{verb}-{other}"
                     runs.begin([store.command(verb, out, other=other)])
                     assert runs.end() == [0], verb
                     found[verb] = objects(out)
@@ -175,15 +169,12 @@ def serving(kind: str, home: Path) -> Iterator[Store | None]:
 
 
 def make(home: Path, seed: int) -> None:
-    """Make a Hub model of 13 MiB, the same for two ranks, and a small one whose weights become factors."""
+    """Make a Hub model of 13 MiB, and the same for two ranks."""
     torch.manual_seed(seed)
     (home / "hub").mkdir(parents=True)
     weights = {f"layers.{number}.weight": torch.randn(512, 512) for number in range(13)}
     save_file(weights, home / "hub/model.safetensors", {"format": "pt"})
     shardkit.preshard(home / "hub", home / "dcp", world_size=2, wrap="none", layout="declared")
-    (home / "osft").mkdir()
-    weights = {f"model.layers.{n}.self_attn.q_proj.weight": torch.randn(8 + n, 36) for n in range(5)}
-    save_file(weights, home / "osft/model.safetensors", {"format": "pt"})
 
 
 def objects(out: str) -> dict[str, bytes]:
@@ -230,7 +221,7 @@ def attempt_parts(store: Store, number: int, seed: int = 0) -> str:
         What was visible: "none", "old" or "new".
     """
     choose, runs = random.Random(f"parts {seed} {number}"), store.runs
-    verb, replaces = choose.choice((*VERBS, FACTORS)), choose.random() < 0.5
+    verb, replaces = choose.choice(VERBS), choose.random() < 0.5
     out, marker = f"s3://{servers.BUCKET}/parts-{seed}/{number}", MARKERS.get(verb, ".metadata")
     runs.proxy.reset()
     if replaces:
@@ -249,7 +240,7 @@ def attempt_parts(store: Store, number: int, seed: int = 0) -> str:
         for victim in choose.sample(range(len(commands)), choose.randint(1, min(2, len(commands)))):
             kill_at(
                 runs,
-                choose.randrange((60 if verb == FACTORS else 25) * len(commands)),
+                choose.randrange(25 * len(commands)),
                 is_before=choose.random() < 0.5,
                 victim=victim,
             )

@@ -27,6 +27,7 @@ from shardkit.errors import ShardkitError
 from shardkit.files import stores
 from shardkit.files.remote import contract
 from tests.contents import contents
+from tests.manifests import write_file_list
 from tests.worlds import stores as servers
 
 SEED = 5
@@ -115,7 +116,7 @@ class Torture:
         torch.manual_seed(SEED)
         (self._home / "hub").mkdir()
         save_file(Model().state_dict(), self._home / "hub/model.safetensors")
-        shardkit.write_manifest(self._home / "hub")
+        write_file_list(self._home / "hub")
         shardkit.preshard(self._home / "hub", self._home / "dcp", world_size=2, wrap="none")
         servers.upload(self._home, HOME)
 

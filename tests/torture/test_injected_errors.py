@@ -13,6 +13,8 @@ from tests.torture import changes, conditions, errors, writers
 from tests.torture.faults import READS
 from tests.torture.harness import IS_WHOLE, Place, Scenarios, Server, check_message, content
 
+pytestmark = pytest.mark.prove
+
 NAMES = ("preshard", "consolidate manifest", "reshard")
 
 

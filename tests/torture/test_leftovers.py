@@ -20,6 +20,8 @@ from shardkit.files.staging import Owner, Staging, nothing
 from tests.torture.divided import committing, good, parts
 from tests.torture.harness import Place, Scenario, Scenarios, Server
 
+pytestmark = pytest.mark.prove
+
 VERBS = ("preshard two jobs", "consolidate", "reshard two jobs")
 
 
@@ -80,15 +82,10 @@ def test_status_says_how_far_it_came_and_what_goes_on(
     killed_place.remove()
 
 
-@pytest.mark.parametrize("way", ["gc", "gc of the directory", "abort"])
-def test_it_goes_when_asked(way: str, found: Scenarios, server: Server, place: Path) -> None:
+def test_it_goes_when_asked(found: Scenarios, server: Server, place: Path) -> None:
     there = killed(found["preshard"], server, place)
     (left,) = there.staging()
-    out = str(there.out)
-    assert run("gc", out, "-n").exit_code == 0
-    assert there.staging() == [left]
-    args = {"gc": ("gc", out), "gc of the directory": ("gc", str(left)), "abort": ("status", out, "--abort")}
-    shown = run(*args[way])
+    shown = run("abort", str(there.out))
     assert shown.exit_code == 0, shown.stderr
     assert "removed" in shown.stdout
     assert "goes on with" not in shown.stdout
@@ -122,12 +119,12 @@ def test_what_is_somebody_elses_is_named_and_stays(found: Scenarios, server: Ser
         (left / name).write_bytes(b"mine")
     before = {"notes.txt", "data/mine/results.csv", "data/optimizer.bin"}
     assert {*shardkit.status(there.out).runs[0].foreign} == before
-    shown = run("gc", str(there.out))
+    shown = run("abort", str(there.out))
     assert shown.exit_code == 0
     assert all(name in shown.stderr for name in before)
     (left,) = there.staging()
     assert {str(file.relative_to(left)) for file in left.rglob("*") if file.is_file()} == before
-    assert {*shardkit.status(there.out, abort=True).runs[0].foreign} == before
+    assert {*shardkit.abort(there.out).runs[0].foreign} == before
     assert (left / "data/optimizer.bin").read_bytes() == b"mine"
     there.remove()
 
@@ -145,7 +142,7 @@ def kept_beside(there: Place) -> set[str]:
     return {path.read_text() for left in there.staging() for path in left.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("name", [*VERBS, "preshard factors"])
+@pytest.mark.parametrize("name", VERBS)
 @pytest.mark.parametrize("way", ["the same command", "other options", "--no-resume", "failed"])
 def test_a_later_run_keeps_it(name: str, way: str, found: Scenarios, server: Server, place: Path) -> None:
     """Whether it goes on in that directory or removes it."""
@@ -167,28 +164,24 @@ def test_a_later_run_keeps_it(name: str, way: str, found: Scenarios, server: Ser
     there.remove()
 
 
-@pytest.mark.parametrize("way", ["abort", "commit", "late", "other parts"])
+@pytest.mark.parametrize("way", ["abort", "commit"])
 def test_among_what_parts_share_too(way: str, found: Scenarios, server: Server, place: Path) -> None:
     there = Place(found["preshard"], place)
     first, last = parts(there.scenario, there.out, 2)
     good(server.together([first]))
     (shared,) = there.staging()
     (shared / "notes.txt").write_text("notes.txt")
-    if way in ("commit", "late"):
+    if way == "commit":
         good(server.together([last]))
         there.check_is(there.scenario.expected)
-        good(server.together([committing(there.scenario, there.out) if way == "commit" else first]))
-    elif way == "abort":
+        good(server.together([committing(there.scenario, there.out)]))
+    else:
         (shared / "done" / "mine").write_text("done")
         (shared / "data" / "mine").write_text("mine")
-        shown = run("status", str(there.out), "--abort")
+        shown = run("abort", str(there.out))
         assert shown.exit_code == 0
         assert f"{shared}: not shardkit's, so this stays: notes.txt, done/mine, data/mine" in shown.stderr
         assert kept_beside(there) == {"notes.txt", "done", "mine"}
-    else:
-        good([there.scenario.run(server, there.out)])
-        (said,) = good(server.together([last]))
-        assert "notes.txt" in "".join(said["warnings"])
     assert "notes.txt" in kept_beside(there)
     there.remove()
 
@@ -196,8 +189,6 @@ def test_among_what_parts_share_too(way: str, found: Scenarios, server: Server, 
 def test_of_another_host_it_is_named_first(found: Scenarios, server: Server, place: Path) -> None:
     there = killed(found["preshard"], server, place, 0.5)
     left = of_another_host(there.staging()[0])
-    assert shardkit.gc(there.out).runs[0].is_removed is False
-    assert there.staging() == [left]
     (each,) = shardkit.status(there.out).runs
     assert each.owner == "unknown"
     assert each.command in run("status", str(there.out)).stdout
@@ -207,7 +198,7 @@ def test_of_another_host_it_is_named_first(found: Scenarios, server: Server, pla
         assert there.staging() == [left], "it was removed before it was named"
         told.append(text)
 
-    result = shardkit.status(there.out, abort=True, on_warning=on_warning)
+    result = shardkit.abort(there.out, on_warning=on_warning)
     assert result.aborted
     assert (
         f"process {each.pid} on {os.uname().nodename}, which wrote there last at {each.last_written}"
@@ -230,7 +221,7 @@ def test_of_another_host_it_goes_on_all_the_same(
     assert there.staging() == [left]
     (warning,) = json.loads(answer.out)["warnings"]
     assert f"{left} is left alone: of process " in warning
-    assert f"`shardkit status {there.out} --abort` removes it" in warning
+    assert f"`shardkit abort {there.out}` removes it" in warning
     answer = there.scenario.run(server, there.out, overwrite=True)
     assert (answer.code, answer.resumed_files) == (0, finished), answer.err
     there.check_is(there.scenario.expected)
@@ -238,7 +229,7 @@ def test_of_another_host_it_goes_on_all_the_same(
     there.remove()
 
 
-@pytest.mark.parametrize("verb", ["status", "gc", "preshard"])
+@pytest.mark.parametrize("verb", ["status", "abort", "preshard"])
 def test_a_run_may_end_while_it_is_looked_at(
     verb: str, found: Scenarios, server: Server, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,11 +272,10 @@ def test_begun_as_a_part_any_host_goes_on(found: Scenarios, server: Server, plac
 def test_a_living_run_stays(found: Scenarios, server: Server, place: Path) -> None:
     there = Place(found["preshard"], place)
     at_work = Staging.create(str(there.out))
-    for args in (("gc", str(there.out)), ("status", str(there.out), "--abort")):
-        shown = run(*args)
-        assert shown.exit_code == 0
-        assert "is at work; stop it first" in shown.stderr
-        assert there.staging() == [Path(at_work.path)]
+    shown = run("abort", str(there.out))
+    assert shown.exit_code == 0
+    assert "is at work; stop it first" in shown.stderr
+    assert there.staging() == [Path(at_work.path)]
     assert shardkit.inspect(at_work.path).run.owner == "alive"  # type: ignore[union-attr]
     at_work.discard()
     there.remove()
@@ -301,7 +291,7 @@ def test_the_old_output_is_never_lost(exchange: bool, found: Scenarios, server: 
         (there.out / "extra.txt").write_bytes(b"of the user")
         fault = {"at": scenario.num_calls + 20 - before_end, "do": "kill"}
         scenario.run(server, there.out, overwrite=True, exchange=exchange, fault=fault)
-        shardkit.status(there.out, abort=True)
+        shardkit.abort(there.out)
         old = {**scenario.old, "extra.txt": b"of the user"}
         if there.check_is(old, scenario.expected) == scenario.expected:
             kept = [file for left in there.staging() for file in left.rglob("extra.txt")]
@@ -321,11 +311,10 @@ def test_what_cannot_go_back_is_kept_and_named(found: Scenarios, server: Server,
     (old / "of the user").write_bytes(b"old")
     there.out.mkdir()
     (there.out / "new").write_bytes(b"new")
-    for args in (("gc", str(there.out)), ("status", str(there.out), "--abort")):
-        shown = run(*args)
-        assert shown.exit_code == 2
-        assert f"{left}, with what was there before in {old.relative_to(left)}" in shown.stderr
-        assert (old / "of the user").read_bytes() == b"old"
+    shown = run("abort", str(there.out))
+    assert shown.exit_code == 2
+    assert f"{left}, with what was there before in {old.relative_to(left)}" in shown.stderr
+    assert (old / "of the user").read_bytes() == b"old"
     there.remove()
 
 
@@ -355,6 +344,6 @@ def test_an_old_output_with_a_long_name_goes_back_to_it(tmp_path: Path) -> None:
     old = Path(run.path, f"new-{Owner.new_run()}", "old", ".metadata")
     old.parent.mkdir(parents=True)
     old.touch()
-    assert shardkit.status(out, abort=True).aborted
+    assert shardkit.abort(out).aborted
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
     assert (out / ".metadata").exists()

@@ -18,6 +18,8 @@ import pytest
 from tests.torture.divided import SCENARIOS, attempt, check_whole, committing, good, part, parts
 from tests.torture.harness import Answer, Place, Scenarios, Server, content, restore
 
+pytestmark = pytest.mark.prove
+
 NUM_ATTEMPTS = 4
 
 
@@ -125,27 +127,6 @@ def test_a_part_again_and_another_number_of_parts(here: Place, server: Server) -
     check_whole(here, server)
 
 
-def test_factors_of_a_killed_part_are_not_computed_again(
-    found: Scenarios, place: Path, server: Server
-) -> None:
-    here = Place(found["preshard factors"], place)
-    first, last = parts(here.scenario, here.out, 2)
-    # The first to get its name is what all parts share; then each weight has a record, and a note of it.
-    killed = server.together([{**first, "fault": {"of": ["renameat2"], "at": 6, "do": "kill"}}])[0]
-    assert killed.code == -9
-    (left,) = here.staging()
-    made = {path.name: path.stat().st_ino for path in (left / "factors").iterdir()}
-    notes = [name for name in made if name.endswith(".json")]
-    assert notes
-    told = good(server.together([first]))[0]
-    assert (told["part"]["resumed_weights"], told["osft"]["num_resumed"]) == (len(notes), len(notes))
-    assert told["part"]["num_weights"] > len(notes)
-    assert made.items() <= {path.name: path.stat().st_ino for path in (left / "factors").iterdir()}.items()
-    assert good(server.together([last]))[0]["part"]["is_committed"]
-    check_whole(here, server)
-    here.remove()
-
-
 def test_a_twin_writes_the_same_files(here: Place, server: Server) -> None:
     twice = [*parts(here.scenario, here.out, 2), *parts(here.scenario, here.out, 2)]
     answers = server.together(twice)
@@ -159,7 +140,7 @@ def test_parts_of_another_plan_are_refused(here: Place, server: Server, found: S
     good(server.together(parts(here.scenario, here.out, 2)[:1]))
     (left,) = here.staging()
     for scenario, said in (
-        (found["preshard cast"], "dtype: None there, 'fp16' here"),
+        (found["preshard cast"], "dtype: 'keep' there, 'fp16' here"),
         (found["consolidate"], "preshard there, consolidate here"),
     ):
         answer = server.together([part(scenario, here.out, "2/2")])[0]
@@ -219,8 +200,9 @@ def test_a_commit_after_an_ordinary_run_of_the_same_plan(here: Place, server: Se
     die_at_commit(here, server)
     good([here.scenario.run(server, here.out)])
     mark = here.out.stat().st_ino
-    (told,) = good(server.together([committing(here.scenario, here.out)]))
-    assert told["by_another"]
+    (answer,) = server.together([committing(here.scenario, here.out)])
+    assert (answer.code, "exists" in answer.err) == (2, True)
+    assert server(["abort", str(here.out), "--json"]).code == 0
     assert here.out.stat().st_ino == mark
     assert not here.staging()
     check_whole(here, server)
@@ -278,7 +260,7 @@ def test_a_commit_killed_with_the_old_output_aside(here: Place, server: Server) 
             shutil.copytree(kept, left)
     finally:
         shutil.rmtree(kept)
-    status = server.together([{"args": ["status", str(here.out), "--abort", "--json"]}])
+    status = server.together([{"args": ["abort", str(here.out), "--json"]}])
     assert good(status)[0]["aborted"]
     here.check_is(here.scenario.old)
     assert not left.exists()
@@ -406,7 +388,7 @@ def test_a_slow_commit_leaves_alone_what_others_have_begun_since(
 def test_a_slow_commit_after_all_was_given_up(
     here: Place, server: Server, other: Server, finished: Path, stop: str, exchange: bool
 ) -> None:
-    abort = {"args": ["status", str(here.out), "--abort", "--json"]}
+    abort = {"args": ["abort", str(here.out), "--json"]}
     with stopped_commit(here, other, stop, exchange=exchange) as slow:
         good(server.together([abort]))
         here.check_is(here.scenario.old)
@@ -424,7 +406,7 @@ def test_given_up_while_another_commits(
 ) -> None:
     """What that one moves aside, after it was looked whether anything is aside, goes back."""
     exchange = stop == "before it is exchanged"
-    abort = {"args": ["status", str(here.out), "--abort", "--json"]}
+    abort = {"args": ["abort", str(here.out), "--json"]}
     with stopped(here, other, abort, (["rename"], OWN)) as slow:
         with stopped_commit(here, server, stop, exchange=exchange) as commits:
             good([slow()])
@@ -446,7 +428,7 @@ def test_who_cleans_up_late_leaves_alone_what_others_have_begun_since(
     )
     with stopped(here, other, request, (["rename"], onto)) as slow:
         here.check_is(here.scenario.expected)
-        good(server.together([{"args": ["status", str(here.out), "--abort", "--json"]}]))
+        good(server.together([{"args": ["abort", str(here.out), "--json"]}]))
         assert not here.staging()
         again = part(here.scenario, here.out, "1/1", "--overwrite")
         assert server.together([{**again, "fault": {"at": 100, "do": "kill"}}])[0].code == -9
@@ -501,7 +483,7 @@ def test_status_and_giving_up(here: Place, server: Server) -> None:
     text = server.together([{"args": ["status", str(here.out)]}])[0].out
     assert f"{number} of 5 files" in text
     assert f"part 2/2: {5 - number} file" in text
-    assert good(server.together([{"args": [*asked["args"], "--abort", "--json"]}]))[0]["aborted"]
+    assert good(server.together([{"args": ["abort", str(here.out), "--json"]}]))[0]["aborted"]
     assert not here.staging()
     assert server.together([committing(here.scenario, here.out)])[0].code == 2
 

@@ -9,6 +9,8 @@ import pytest
 from tests.torture import stores
 from tests.worlds.stores import PACKAGES, SERVERS
 
+pytestmark = pytest.mark.prove
+
 
 @pytest.mark.parametrize("kind", SERVERS)
 def test_a_writer_that_is_killed_leaves_the_old_output_or_the_new_one(kind: str, tmp_path: Path) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.torture.stores_reading import Torture, patient_for_a_moment
 from tests.worlds import stores as servers
+
+pytestmark = pytest.mark.prove
 
 
 def test_faults_lead_to_right_bytes_or_a_clear_error(tmp_path: Path) -> None:

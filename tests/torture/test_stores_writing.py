@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.torture.stores_writing import Torture, small_and_impatient
 from tests.worlds import stores as servers
+
+pytestmark = pytest.mark.prove
 
 
 def test_faults_lead_to_the_whole_output_or_a_clear_error(tmp_path: Path) -> None:

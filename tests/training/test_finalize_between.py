@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 import shardkit
 from tests.worlds.ranks import Ranks, same_error
+
+pytestmark = pytest.mark.prove
 
 Build = Callable[[], nn.Module]
 HIDDEN = "a forward would read memory that nobody has written"

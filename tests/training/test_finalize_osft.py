@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,7 +27,6 @@ import shardkit
 from shardkit.core.factored import FACTORS, factor_of
 from shardkit.errors import ResourceError
 from shardkit.keys.names import clean_name
-from shardkit.osft import compute
 from shardkit.osft.modules import osft_modules
 from shardkit.osft.plan import OsftPlan
 from shardkit.osft.svd import Factors
@@ -36,12 +36,12 @@ from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import local_shards, reshard
 from shardkit.training.wrap import wrap
 from tests.osft.models import factored
+from tests.osft.presharded import unpacked
 from tests.training.models import inputs, reference, save
 from tests.training.wrapping import logged, same, whole
-from tests.worlds.factors import WorkerHere
 from tests.worlds.ranks import Ranks, on_all, same_error
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.prove, pytest.mark.dist]
 
 # Of worlds of 1 to 4: fewer directions than ranks, as many, and numbers that do not divide.
 PLAN = OsftPlan(
@@ -49,9 +49,6 @@ PLAN = OsftPlan(
     ranks={"*.0.*.q_proj": 1, "*.0.*.k_proj": 2, "*.0.*.v_proj": 3, "*.0.*.o_proj": 4, "*.1.*.o_proj": 23},
 )
 CHANGES = {"num_hidden_layers": 2}
-
-
-MESHES = {"two": "dp_shard=2", "four": "dp_replicate=2,dp_shard=2"}
 
 
 def make_source(out: Path) -> None:
@@ -71,9 +68,8 @@ def make_source(out: Path) -> None:
     with damaged.open("r+b") as file:
         file.seek(place)
         file.write(b"\x01")
-    with mock.patch.object(compute, "FactorWorker", WorkerHere):
-        for name, mesh in MESHES.items():
-            shardkit.preshard(out / "dense", out / name, mesh=mesh, osft=PLAN, layout="declared", jobs=1)
+    (out / "earlier").mkdir()
+    unpacked(out / "earlier")
     torch.save(losses(shardkit.finalize(*prepared(out))), out / "losses.pt")
 
 
@@ -203,26 +199,29 @@ def test_what_was_saved_is_read_without_computing(out: Path) -> None:
         factorise.factorise = computing
 
 
-def check_presharded(name: str, wrap: Callable[[nn.Module], nn.Module], out: Path) -> None:
-    """What was computed offline is the same, and is cut as the ranks cut it."""
-    model, ctx = prepared(out, str(out / name), osft=None)
+def check_presharded(wrap: Callable[[nn.Module], nn.Module], out: Path) -> None:
+    """What an earlier version pre-sharded is read as it is, and is cut as the ranks cut it."""
+    stored = out / "earlier" / "factors"
+    ctx = prepare(str(out / "earlier" / "dense"), str(stored))
     assert ctx.factoring.svd is None
-    model = shardkit.finalize(wrap(model), ctx)
-    same(whole(model), torch.load(out / "expected.pt"), "computed offline")
-    said = json.loads((out / name / "shardkit.json").read_text())["tensors"]
+    model = shardkit.finalize(wrap(ctx.model), ctx)
+    state = {name: torch.full_like(value, 7) for name, value in whole(model).items()}
+    dcp.load(state, checkpoint_id=stored)
+    same(whole(model), state, "pre-sharded")
+    said = json.loads((stored / "shardkit.json").read_text())["tensors"]
     for fqn, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        assert [str(each) for each in parameter.placements] == said[clean_name(fqn)]["placements"], fqn
+        assert [str(parameter.placements[-1])] == said[clean_name(fqn)]["placements"], fqn
 
 
 @two.test
 def test_presharded_for_two(out: Path) -> None:
-    check_presharded("two", wrapped, out)
+    check_presharded(wrapped, out)
 
 
 @four.test
-def test_presharded_for_replicas(out: Path) -> None:
-    check_presharded("four", replicated, out)
+def test_presharded_with_replicas(out: Path) -> None:
+    check_presharded(replicated, out)
 
 
 @two.test_each({"by all": None, "by the second": 0})

@@ -25,7 +25,7 @@ from tests.training import models
 from tests.training.wrapping import wrapped
 from tests.worlds.ranks import Ranks, same_error
 
-pytestmark = pytest.mark.usefixtures("fast_trace")
+pytestmark = [pytest.mark.prove, pytest.mark.usefixtures("fast_trace")]
 
 FILES = {
     "tokenizer.json": json.dumps(
@@ -228,6 +228,11 @@ def test_a_model_of_somebodys_own_has_the_files_of_its_source(tmp_path: Path) ->
     again = shardkit.load_into(Own(), tmp_path / "saved")
     shardkit.save(again, tmp_path / "again")
     assert files(tmp_path / "again/huggingface") == there
+    shardkit.save(again, tmp_path / "again", overwrite=True)
+    (tmp_path / "again/huggingface/README.md").write_text("mine")
+    with pytest.raises(UsageError) as caught:
+        shardkit.save(again, tmp_path / "again", overwrite=True)
+    assert any("huggingface/README.md: it is not what" in line for line in caught.value.problems)
 
 
 def test_the_last_save_has_them_where_the_source_is_gone(tmp_path: Path) -> None:

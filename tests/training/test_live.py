@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -25,6 +26,8 @@ import shardkit
 from tests.training import models
 from tests.training.wrapping import logged, same, whole
 from tests.worlds.ranks import Ranks, on_all
+
+pytestmark = pytest.mark.prove
 
 NUM_LARGE, ROWS = 16, 256
 
@@ -295,7 +298,8 @@ def test_ranks_end_together(mistake: Mistake, out: Path) -> None:
     try:
         mistake.work(out)
     except shardkit.ShardkitError as error:
-        said = str(error)
+        # `str` is one line on other ranks.
+        said = "\n".join((error.message, *error.problems, error.hint or ""))
     else:
         said = ""
     for each in on_all(said):

@@ -29,6 +29,8 @@ from tests.training import old_layouts
 from tests.worlds.processes import forked_trace
 from tests.worlds.ranks import Ranks
 
+pytestmark = pytest.mark.prove
+
 MODES = (("", "direct"), ("", "broadcast"), ("-pre", "direct"))
 
 

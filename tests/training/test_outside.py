@@ -27,6 +27,8 @@ from shardkit.training.extras.gradients import clip_grad_norm_
 from tests.training.wrapping import full
 from tests.worlds.ranks import Ranks
 
+pytestmark = pytest.mark.prove
+
 STEPS, BATCH, WIDTH = 5, 24, 8
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -28,6 +29,8 @@ from tests.training.half_precision import CASES, DTYPES, KEPT, halved, in_one_pr
 from tests.training.wrapping import full
 from tests.worlds.processes import forked_trace
 from tests.worlds.ranks import Ranks
+
+pytestmark = pytest.mark.prove
 
 PRESHARDED = ("hunyuan-moe", "deberta")
 OWN_UNITS = {

@@ -17,6 +17,7 @@ import shardkit
 from shardkit.errors import ResourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
+from shardkit.files.location import location_of
 from shardkit.training import save_target
 from tests.formats.dcp.samples import quiet
 from tests.training import models
@@ -24,6 +25,7 @@ from tests.worlds import stores as servers
 from tests.worlds.processes import run_script
 
 S3 = f"s3://{servers.BUCKET}"
+RANGE_BASED = "reader_constructor=S3ReaderConstructor.range_based"
 PARTS = ("__0_0.distcp", "__1_0.distcp")
 
 
@@ -44,6 +46,7 @@ def save(served: servers.Served, out: Path, path: str, **request: Any) -> list[d
     return [json.loads(file.read_text()) for file in sorted(out.glob("*.json"))]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("at", [2, 4])
 def test_torch_does_not_hide_why_a_part_was_refused(served: servers.Served, at: int) -> None:
     """Its writer closes its archive after a failed write, which fails with words of its own."""
@@ -98,6 +101,7 @@ def test_what_is_saved_there_is_what_is_saved_here(served: servers.Served, tmp_p
     assert shardkit.diff(tmp_path / "hub", tmp_path / "local").is_equal
 
 
+@pytest.mark.prove
 @pytest.mark.dist
 def test_stock_load_reads_a_copy(served: servers.Served, tmp_path: Path) -> None:
     save(served, tmp_path / "far", f"{S3}/stock")
@@ -114,23 +118,49 @@ def test_stock_load_reads_a_copy(served: servers.Served, tmp_path: Path) -> None
     assert states[0]["extra"] == {"job": {"step": 7}}
 
 
+@pytest.mark.prove
 @pytest.mark.dist
 def test_a_save_is_replaced_on_request_alone(served: servers.Served, tmp_path: Path) -> None:
     path = f"{S3}/last"
     save(served, tmp_path / "first", path)
     before = keys(path)
-    for told in save(served, tmp_path / "second", path):
-        assert told["error"] == "UsageError"
-        assert "overwrite=True" in told["message"]
+    errors = save(served, tmp_path / "second", path)
+    assert {error["error"] for error in errors} == {"UsageError"}
+    assert sum("--overwrite" in error["message"] for error in errors) == 1
+    assert all("s3://bucket/last exists" in error["message"] for error in errors)
     assert keys(path) == before
     save(served, tmp_path / "third", path, overwrite=True)
     assert keys(path) > before
     assert shardkit.verify(path, full=True).problems == ()
-    assert len(shardkit.gc(path, older_than=0).removed) == 1
+    stored = shardkit.status(path).stored
+    assert stored is not None
+    assert len(stored.prefixes) == 1
+    shardkit.abort(path)
     assert len(keys(path)) == len(before)
     assert shardkit.verify(path, full=True).problems == ()
 
 
+def test_tied_models_in_s3_come_with_what_awss_reader_needs(served: servers.Served, tmp_path: Path) -> None:
+    hub = str(tmp_path / "hub")
+    models.save("llama-tied", hub)
+    made = shardkit.preshard(hub, f"{S3}/tied", world_size=2, layout="declared")
+    told = [note for note in made.notes if RANGE_BASED in note]
+    assert len(told) == 1
+    assert "tied names share one record (" in told[0]
+    again = shardkit.reshard(f"{S3}/tied", f"{S3}/tied-4", world_size=4)
+    assert [note for note in again.notes if RANGE_BASED in note] == told
+    near = (
+        shardkit.preshard(hub, tmp_path / "two", world_size=2, layout="declared"),
+        shardkit.reshard(f"{S3}/tied", tmp_path / "four", world_size=4),
+    )
+    assert not any(RANGE_BASED in note for result in near for note in result.notes)
+    models.save("llama", str(tmp_path / "untied"))
+    other = shardkit.preshard(tmp_path / "untied", f"{S3}/untied", world_size=2, layout="declared")
+    assert not any(RANGE_BASED in note for note in other.notes)
+    assert location_of("gs://bucket/tied").of_shared_records == ""  # of other stores no such reader is known
+
+
+@pytest.mark.prove
 @pytest.mark.parametrize("source", ["disk", "store"])
 def test_config_and_tokenizer_are_kept_there(served: servers.Served, source: str, tmp_path: Path) -> None:
     path, hub = f"{S3}/kept-{source}", str(tmp_path / "hub")
@@ -140,19 +170,22 @@ def test_config_and_tokenizer_are_kept_there(served: servers.Served, source: str
         shardkit.consolidate(hub, f"{S3}/kept-hub")
         hub = f"{S3}/kept-hub"
     model = shardkit.load_into(models.reference("llama-tied", seed=7), hub)
-    shardkit.save(model, path)
-    shardkit.save(model, path, overwrite=True)
+    with pytest.warns(UserWarning, match=RANGE_BASED):
+        shardkit.save(model, path)
+    with pytest.warns(UserWarning, match=RANGE_BASED):
+        shardkit.save(model, path, overwrite=True)
     folder = os.path.basename(home_of(path))
     kept = {f"{folder}/huggingface/{name}" for name in ("config.json", "tokenizer.json")}
     assert kept < keys(path)
     assert shardkit.verify(path, full=True).problems == ()
-    assert len(shardkit.gc(path, older_than=0).removed) == 1
+    shardkit.abort(path)
     assert kept < keys(path)
     done = shardkit.consolidate(path, tmp_path / "out")
     assert done.warnings == ()
     assert {"config.json", "tokenizer.json"} <= set(done.assets)
 
 
+@pytest.mark.prove
 @pytest.mark.dist
 def test_a_rank_that_fails_leaves_nothing(served: servers.Served, tmp_path: Path) -> None:
     path = f"{S3}/failed"
@@ -162,6 +195,7 @@ def test_a_rank_that_fails_leaves_nothing(served: servers.Served, tmp_path: Path
     assert keys(path) == set()
 
 
+@pytest.mark.prove
 @pytest.mark.dist
 def test_a_store_that_refuses_one_rank_leaves_nothing(served: servers.Served, tmp_path: Path) -> None:
     path = f"{S3}/refused"
@@ -176,6 +210,7 @@ def test_a_store_that_refuses_one_rank_leaves_nothing(served: servers.Served, tm
     assert keys(path) == set()
 
 
+@pytest.mark.prove
 @pytest.mark.dist
 def test_faults_that_pass_are_tried_again(served: servers.Served, tmp_path: Path) -> None:
     path = f"{S3}/faulty"
@@ -190,6 +225,7 @@ def test_faults_that_pass_are_tried_again(served: servers.Served, tmp_path: Path
     assert shardkit.verify(path, full=True).problems == ()
 
 
+@pytest.mark.prove
 @pytest.mark.dist
 def test_a_rank_that_is_killed_leaves_nothing_that_is_seen(served: servers.Served, tmp_path: Path) -> None:
     path = f"{S3}/killed"
@@ -204,7 +240,7 @@ def test_a_rank_that_is_killed_leaves_nothing_that_is_seen(served: servers.Serve
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_save_that_another_was_faster_than_stays_whole(served: servers.Served) -> None:
-    """Where its files are; neither `gc` nor `status --abort` takes it for what a dead run left."""
+    """Where its files are; `abort` does not take it for what a dead run left."""
     path, model = f"{S3}/faster", torch.nn.Linear(3, 2)
 
     class Faster:
@@ -218,8 +254,7 @@ def test_a_save_that_another_was_faster_than_stays_whole(served: servers.Served)
     with pytest.raises(UsageError, match="the new save is whole, and lies in") as caught:
         shardkit.save(model, path, extra={"job": Faster()})
     place = caught.value.message.rpartition(" ")[2]
-    assert shardkit.gc(path, older_than=0).removed == ()
-    shardkit.status(path, abort=True)
+    shardkit.abort(path)
     for each in (path, place):
         report = shardkit.verify(each, full=True)
         assert (report.problems, report.warnings, report.manifests) == ((), (), ("shardkit.json",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +18,8 @@ from shardkit.training.wrap import wrap
 from tests.osft.models import factored
 from tests.training.models import inputs, reference
 from tests.worlds.ranks import Ranks, same_error
+
+pytestmark = pytest.mark.prove
 
 two = Ranks(__name__, 2)
 

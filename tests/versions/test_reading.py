@@ -21,9 +21,10 @@ from shardkit.formats.dcp.vocabulary import Properties
 from shardkit.pickles import columns
 from tests.versions.values import CHECKPOINTABLE, NUM_WIDE, SHARDED, WIDE, plain, value, wide_rows
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled", "ignore:.*TypedStorage is deprecated"
-)
+pytestmark = [
+    pytest.mark.prove,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*TypedStorage is deprecated"),
+]
 
 DIRECTORIES = ("train", "saved", "strides", "async", "fsdp1", "checkpointable")
 

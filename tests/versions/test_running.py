@@ -11,7 +11,7 @@ import pytest
 from tests.versions.conftest import FEW, unpack
 from tests.worlds.processes import run_script
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.prove, pytest.mark.dist]
 
 VERSIONS = [path.name.removesuffix(".tar.xz") for path in FEW]
 PER_VERSION = ("reshard", "SafeReader", "load_into")

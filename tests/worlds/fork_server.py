@@ -26,7 +26,7 @@ def work(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     if "trace" in request:
-        from shardkit.osft import trace_child
+        from shardkit.layout import trace_child
 
         sys.stdin = types.SimpleNamespace(buffer=io.BytesIO(request["trace"].encode()))  # type: ignore[assignment]
         trace_child.main()

@@ -31,7 +31,7 @@ def why_not(command: str) -> str:
         words = shlex.split(command)[1:]
         asked = [word for word in words if word not in ("--help", "-h")]
         asks_help = asked != words
-        context, verb = click.Context(main, info_name="shardkit"), main
+        context, verb = click.Context(main, info_name="shardkit", **main.context_settings), main
         while isinstance(verb, click.Group) and asked:
             name, found, asked = verb.resolve_command(context, asked)
             if found is None:

@@ -24,7 +24,7 @@ from shardkit.layout import traced
 
 ROOT = Path(__file__).parents[2]
 _M_MMAP_THRESHOLD = -3  # malloc.h
-_NOT_IMPORTED = ("shardkit.__main__", "shardkit.layout.trace_child", "shardkit.osft.trace_child")
+_NOT_IMPORTED = ("shardkit.__main__", "shardkit.layout.trace_child")
 _HANGS_S = 1200  # only what hangs takes so long, however busy the machine is
 _OF_WORLDS = (
     "accelerate",
@@ -33,7 +33,6 @@ _OF_WORLDS = (
     "safetensors.torch",
     "shardkit.operations.consolidate",
     "shardkit.operations.preshard",
-    "shardkit.osft.trace_child",
     "tests.worlds.s3_models",
     *sorted(
         home for home in shardkit._HOMES if home.startswith(("shardkit.osft.training.", "shardkit.training."))
@@ -207,7 +206,7 @@ class ForkServer:
             raise subprocess.TimeoutExpired("fork_server.py", timeout_s, output=out.read_bytes())
         return subprocess.CompletedProcess([], status, stdout=out.read_bytes(), stderr=err.read_bytes())
 
-    def trace(self, payload: bytes, timeout_s: float, child: str = "") -> subprocess.CompletedProcess[bytes]:
+    def trace(self, payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
         """Stand in for `traced._spawn`."""
         return self.run({"trace": payload.decode()}, timeout_s=timeout_s)
 
@@ -232,15 +231,14 @@ def run_script(
     assert done.returncode == 0, done.stdout.decode(errors="replace")[-4000:]
 
 
-def forked_trace(payload: bytes, timeout_s: float, child: str = "") -> subprocess.CompletedProcess[bytes]:
+def forked_trace(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
     """Stand in for `traced._spawn`: a fork of this process has imported everything already."""
     from shardkit.layout import trace_child
-    from shardkit.osft.trace_child import divide
 
     request = json.loads(payload)
 
     def answer() -> None:
-        Path(request["answer"]).write_text(json.dumps(trace_child.answer_request(request, divide)))
+        Path(request["answer"]).write_text(json.dumps(trace_child.answer_request(request)))
 
     wait([fork(answer)])
     return subprocess.CompletedProcess([], 0, stdout=b"")

@@ -12,6 +12,9 @@ def test_each_way(way: Callable[[], None]) -> None: ...
 
 @two.test_killing(1)                       # in a group of its own, in which rank 1 has to be killed
 def test_survivors_hear_of_it() -> None: ...
+
+Tests on more than two ranks are `prove`; so are others with that mark, if they or their module have it. A run of `-m prove`
+or `-m "not prove"` has all bodies of its kind, since one may read what another has left, and none of the other kind.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -45,12 +48,23 @@ class _Test(NamedTuple):
     """In a group of its own."""
     victim: int | None = None
     """The rank that has to be killed."""
+    function: Any = None
+    """What pytest runs, with its marks."""
+
+    @property
+    def is_prove(self) -> bool:
+        """True if `make prove` runs it, and not `make test`."""
+        of_module = getattr(sys.modules[self.function.__module__], "pytestmark", [])
+        marks = [*self.function.pytestmark, *(of_module if isinstance(of_module, list) else [of_module])]
+        return any(mark.name == "prove" for mark in marks)
 
 
 class Ranks:
     """A group of ranks, and the tests of one module that run on it, in their order."""
 
     _of_module: ClassVar[dict[str, list[Ranks]]] = {}
+    _kinds: ClassVar[dict[str, set[bool]]] = {}
+    """Module -> whether its tests in this run are `prove`."""
 
     def __init__(self, module: str, size: int, *, first: Callable[[Path], None] | None = None) -> None:
         """Make a group.
@@ -66,6 +80,14 @@ class Ranks:
         self._wrong: list[dict[str, str]] = []
         self._groups = self._of_module.setdefault(module, [])
         self._groups.append(self)
+
+    @classmethod
+    def select(cls, items: Iterable[pytest.Item]) -> None:
+        """Note which tests run, before the first of them does."""
+        for item in items:
+            if isinstance(item, pytest.Function):
+                is_prove = item.get_closest_marker("prove") is not None
+                cls._kinds.setdefault(item.module.__name__, set()).add(is_prove)
 
     def test(self, body: Body) -> Body:
         """Make a test of what each rank does; nothing in it should wait for a rank that has failed."""
@@ -100,31 +122,32 @@ class Ranks:
             out = tmp_path_factory.mktemp("ranks")
             for group in self._groups:
                 group._out = out
-            request = {"module": self._module, "out": str(out)}
+            kinds = sorted(self._kinds[self._module])
+            request = {"module": self._module, "out": str(out), "kinds": kinds}
             run_script("worlds/ranks.py", json.dumps(request))
             for at, group in enumerate(self._groups):
                 group._wrong = [json.loads(_answer(out, at, rank).read_text()) for rank in range(group.size)]
         return self._out
 
     def _test(self, body: Body, test: _Test) -> Body:
-        self._tests[body.__name__] = test
-
         def run(tmp_path_factory: pytest.TempPathFactory) -> None:
             self._hold(body.__name__, tmp_path_factory)
 
-        return _named(run, body)
+        named = self._named(run, body)
+        self._tests[body.__name__] = test._replace(function=named)
+        return named
 
     def _test_each(
         self, cases: Mapping[str, Any], make: Callable[[Body, Any], _Test]
     ) -> Callable[[Body], Body]:
         def decorate(body: Body) -> Body:
-            for name, case in cases.items():
-                self._tests[f"{body.__name__}[{name}]"] = make(body, case)
-
             def run(case: str, tmp_path_factory: pytest.TempPathFactory) -> None:
                 self._hold(f"{body.__name__}[{case}]", tmp_path_factory)
 
-            return pytest.mark.parametrize("case", list(cases))(_named(run, body))
+            named = self._named(run, body)
+            for name, case in cases.items():
+                self._tests[f"{body.__name__}[{name}]"] = make(body, case)._replace(function=named)
+            return pytest.mark.parametrize("case", list(cases))(named)
 
         return decorate
 
@@ -137,15 +160,20 @@ class Ranks:
             rank, text = next(iter(failed.items()))
             pytest.fail(f"on ranks {list(failed)}; rank {rank}:\n{text}", pytrace=False)
 
-    def run(self, at: int, out: Path) -> None:
-        """Run all bodies, on as many processes as there are ranks, and leave what went wrong on each."""
+    def _named(self, test: Body, body: Body) -> Body:
+        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+        return pytest.mark.dist(pytest.mark.prove(test) if self.size > 2 else test)
+
+    def run(self, at: int, out: Path, kinds: Collection[bool]) -> None:
+        """Run the bodies of these kinds, each on as many processes as there are ranks; leave what went wrong on each."""
         if self._first is not None:
             self._first(out)
         gc.freeze()  # what is imported by now: ranks need not go through it
-        together = {name: test for name, test in self._tests.items() if not test.is_apart}
+        chosen = {name: test for name, test in self._tests.items() if test.is_prove in kinds}
+        together = {name: test for name, test in chosen.items() if not test.is_apart}
         wrong: list[dict[str, str]] = [{} for _ in range(self.size)]
         for number, tests in enumerate(
-            [together, *({name: test} for name, test in self._tests.items() if test.is_apart)]
+            [together, *({name: test} for name, test in chosen.items() if test.is_apart)]
         ):
             if tests:
                 place = out / f".group{at}-{number}"
@@ -257,16 +285,13 @@ def _by_name(cases: Mapping[str, Any] | Iterable[Any]) -> Mapping[str, Any]:
     return {case if isinstance(case, str) else case.__name__: case for case in cases}
 
 
-def _named(test: Body, body: Body) -> Body:
-    test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
-    return pytest.mark.dist(test)
-
-
 def main() -> None:
     request = json.loads(sys.argv[1])
     import_module(request["module"])
     for at, ranks in enumerate(Ranks._of_module[request["module"]]):
-        ranks.run(at, Path(request["out"]))  # what this process has imported, the next group need not
+        ranks.run(
+            at, Path(request["out"]), request["kinds"]
+        )  # what this process has imported, the next group need not
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ PACKAGES = {
 }
 SERVERS = tuple(PACKAGES)
 """Those of S3."""
+PARAMS = [each if each == "moto" else pytest.param(each, marks=pytest.mark.prove) for each in SERVERS]
+WRITABLE = [*PARAMS, *(pytest.param(each, marks=pytest.mark.prove) for each in ("google", "azure"))]
+"""Those of every kind of store that is written to."""
 SECRET = "a-secret-that-nobody-may-see"
 BUCKET = "bucket"
 """A bucket that each server has, with one object, `ready`."""
@@ -106,6 +109,8 @@ class Proxy:
         """Which bodies get a wrong byte on their way to the server."""
         self.garbled = list[Seen]()
         """Those that did."""
+        self.before: Callable[[Seen], None] = lambda seen: None
+        """It is called before a request is handed on, and may send requests itself."""
         self.drops: tuple[str, ...] = ()
         """Headers that it does not hand on: without conditions, the server is one that knows none."""
         self.speaks_google = False
@@ -142,6 +147,7 @@ class Proxy:
         self.strikes, self.spoils = (lambda seen: seen.is_range), (lambda seen: False)
         self.garbles = lambda seen: False
         self.garbled.clear()
+        self.before = lambda seen: None
         self.drops = ()
         self.num_together = self.most_together = 0
 
@@ -217,6 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         seen = Seen(self.command, self.path, self.headers.get("Range") or "", len(body))
         fault = proxy.fault_for(seen)
+        proxy.before(seen)
         with proxy.under_way(seen):
             if fault == "reset":
                 self._cut()
@@ -280,6 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
         sums = {
             "Content-MD5": hashlib.md5(body).digest(),
             "x-amz-checksum-crc32": int(crc32(body)).to_bytes(4, "big"),
+            "x-amz-checksum-sha256": hashlib.sha256(body).digest(),
         }
         is_whole = self.command == "PUT"  # a POST may have the checksum of what it completes
         said = {name: self.headers.get(name) for name in sums if is_whole}
@@ -297,8 +305,11 @@ class _Handler(BaseHTTPRequestHandler):
             there.getresponse().read()
 
     def _conditions_of_s3(self, headers: dict[str, str]) -> None:
-        """Refuse what Google refuses, and make conditions on generations those on ETags."""
+        """Refuse what Google refuses, and make its headers those of S3, conditions on generations too."""
         assert not [name for name in headers if name.lower().startswith("x-amz-")], headers
+        for name in list(headers):
+            if name.startswith(("x-goog-meta-", "x-goog-copy-source")):
+                headers[name.replace("goog", "amz")] = headers.pop(name)
         for name in [name for name in headers if name.lower() == "authorization"]:
             del headers[name]
         headers["Authorization"] = _ANYONE
@@ -311,6 +322,9 @@ class _Handler(BaseHTTPRequestHandler):
             assert not {"if-match", "if-none-match"} & {name.lower() for name in headers}
 
     def _add_generation(self, said: dict[str, str]) -> None:
+        for name in list(said):
+            if name.lower().startswith("x-amz-meta-"):
+                said[name.lower().replace("amz", "goog")] = said.pop(name)
         etag = next((value for name, value in said.items() if name.lower() == "etag"), None)
         if etag is not None:
             generation = str(int(hashlib.sha256(etag.encode()).hexdigest()[:12], 16))

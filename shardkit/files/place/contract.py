@@ -4,9 +4,9 @@
     write      workplace -> publish each file, with its note -> notes, forget
     commit     describing -> commit -> clean_up; or give_up
 
-A run is part k of n, and all parts share a `Notebook`: what they agree on, a note of each finished file, and the records
-of computed factors. A `Place` has the files themselves, and makes an output of them; it has a notebook, and is none: both are
-open, and both can be given up, in two senses. Contents of notes are plain data, which a place does not understand.
+A run is part k of n, and all parts share a `Notebook`: what they agree on, and a note of each finished file. A `Place` has
+the files themselves, and makes an output of them; it has a notebook, and is none: both are open, and both can be given up,
+in two senses. Contents of notes are plain data, which a place does not understand.
 
 No locks. Several processes may do the same at the same time, since whoever writes a file of a name writes the same bytes:
 what one of them has published is as good as what another one would. A note vouches for a file that is durable, and is
@@ -20,17 +20,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from shardkit.core.text import escape
 from shardkit.errors import IncompleteError
-from shardkit.files.shared import RecordStat
 from shardkit.files.staging import Owner
 
 
 class Notes(Protocol):
-    """A note for each file that is finished, or for each weight whose factors are computed; by number."""
+    """A note for each file that is finished, by number."""
 
     @property
     def path(self) -> str:
@@ -44,25 +43,6 @@ class Notes(Protocol):
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Remove the notes of these numbers, if there are some."""
-
-
-class Records(Notes, Protocol):
-    """Records of factors, and the notes of their weights."""
-
-    def found(self, names: Sequence[str]) -> list[RecordStat | None]:
-        """Return what is known of records; None of one that is not there."""
-
-    def paths(self, names: Sequence[str]) -> list[str]:
-        """Return where records are read, as far as they are there."""
-
-    def publish(self, path: str, name: str, crc: int) -> None:
-        """Put a record that lies on this machine, and has this CRC-32, where all processes find it."""
-
-    def write_note(self, work: str, number: int, content: bytes) -> bool:
-        """Write the note of a weight, unless there is one; return whether it was written."""
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove records."""
 
 
 class Notebook(Protocol):
@@ -82,11 +62,6 @@ class Notebook(Protocol):
     @abstractmethod
     def done(self) -> Notes:
         """Notes of the files that are finished."""
-
-    @property
-    @abstractmethod
-    def factors(self) -> Records:
-        """Factors that were computed."""
 
     @property
     @abstractmethod
@@ -190,6 +165,8 @@ class Place(ABC):
     """It says of a file with a note that its bytes are those that were written: nobody need read them once more."""
     data: str = ""
     """The directory where published files are read, if they can be."""
+    replaced: tuple[str, ...] = ()
+    """How the paths begin of the data that a commit has replaced and left, since readers may need them."""
 
     @property
     @abstractmethod
@@ -277,10 +254,6 @@ class Place(ABC):
         """Give the directory in which this process writes files."""
 
     @abstractmethod
-    def room_for_records(self) -> AbstractContextManager[str]:
-        """Give an empty directory on this machine, where records are until all have them, and perhaps longer."""
-
-    @abstractmethod
     def publish(
         self,
         directory: str,
@@ -341,10 +314,6 @@ class Place(ABC):
     def warnings(self) -> Sequence[str]:
         """Return what a person should know to whom nothing was written, since the output was there."""
         return ()
-
-    def attended(self) -> AbstractContextManager[None]:
-        """Let others see, where they can, that this process does what comes after the output."""
-        return nullcontext()
 
     def clean_up(self, *, keeps_mark: bool) -> None:
         """Remove what is left after the commit, but what parts that come late look for."""

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -34,8 +33,6 @@ class DiskPlace(Place):
         overwrite: what is at the destination may be replaced.
         check_replaceable: refuses if it may not.
         look: refuses likewise, given what was there once it has lost its name.
-        remember: takes note of what is in a directory, before that becomes the output.
-        is_ours: tells whether what is at the destination is known to be of this plan, by such a note.
     """
 
     vouches = False
@@ -51,17 +48,16 @@ class DiskPlace(Place):
         overwrite: bool,
         check_replaceable: Callable[[], object],
         look: Callable[[str], object],
-        remember: Callable[[str], object],
-        is_ours: Callable[[], bool],
     ) -> None:
         self._staging, self._files, self._linked, self._markers = notebook, files, linked, markers
         self._overwrite, self._is_run = overwrite, not notebook.is_of_parts
-        self._check_replaceable, self._is_ours = check_replaceable, is_ours
-        self._remember, self._folders = remember, {os.path.dirname(name) for name, _ in files} - {""}
+        self._check_replaceable = check_replaceable
+        self._folders = {os.path.dirname(name) for name, _ in files} - {""}
         notebook.look = partial(self._ask, look)
         notebook.look_before = partial(self.check_replaced, is_ours=not self._is_run)
         self.data = notebook.data
         self._before, self._is_lost, self._work, self._is_kept = before, False, "", False
+        self._joined: os.stat_result | None = None  # of the data that this process writes into
 
     @property
     def notebook(self) -> SharedStaging:
@@ -84,7 +80,16 @@ class DiskPlace(Place):
 
     @property
     def is_committed(self) -> bool:
-        return self._staging.is_committed
+        return self._staging.is_committed or self._has_become_output()
+
+    def _has_become_output(self) -> bool:
+        """True if the data that this process has joined is the output by now."""
+        if self._joined is None:
+            return False
+        try:
+            return os.path.samestat(self._joined, storage.lstat(self._staging.destination))
+        except OSError:
+            return False
 
     @property
     def has_made(self) -> bool:
@@ -109,11 +114,11 @@ class DiskPlace(Place):
     def another_has_made(self) -> bool:
         if self.is_open or self._staging.has_made:
             return False
-        if self._staging.is_committed:
+        if self.is_committed:
             return True
         # A run that may replace whatever is there does so, unless what is there is known to be of its plan.
         is_other = identity_of(self._staging.destination) not in (None, self._before)
-        return is_other and (not (self._is_run and self._overwrite) or self._is_ours())
+        return is_other and not (self._is_run and self._overwrite)
 
     # Beginning
 
@@ -161,6 +166,8 @@ class DiskPlace(Place):
                 try:
                     for folder in ("", *sorted(self._folders)):
                         storage.make_folders(self._work, os.path.join("data", folder))
+                    with contextlib.suppress(FileNotFoundError):  # a commit may have it at this moment
+                        self._joined = storage.lstat(self.data)
                     yield os.path.join(self._work, "data")
                 except BaseException:
                     self._is_lost = not storage.isdir(self._work)
@@ -169,12 +176,6 @@ class DiskPlace(Place):
             # Parts go on with data that a commit has taken, and that comes back; a run begins again.
             self._is_lost |= not self._work or (self._is_run and not self._staging.is_open)
             raise
-
-    @contextlib.contextmanager
-    def room_for_records(self) -> Iterator[str]:
-        directory = os.path.join(self._work, "factors")
-        storage.mkdir(directory)
-        yield directory
 
     def publish(
         self,
@@ -234,15 +235,11 @@ class DiskPlace(Place):
         self._staging.adopt(beside, self._linked, last=self._markers)
         if self._overwrite and storage.lexists(destination) and self._staging.is_open:
             self._ask(self._check_replaceable)
-        self._remember(self.data)
         names = [name for name, _ in self._files]
         has_made = self._staging.commit(self._work, names, overwrite=self._overwrite)
         if not (has_made or self.another_has_made()):  # given up, or taken by a commit that has not ended
             raise given_up(self.destination) from FileNotFoundError(self._staging.path)
         return has_made
-
-    def attended(self) -> AbstractContextManager[None]:
-        return self._staging.attended()
 
     def clean_up(self, *, keeps_mark: bool) -> None:
         if self._staging.is_open:  # all was removed, and others have begun anew under the same name

@@ -4,11 +4,11 @@
     -> the marker
 
 Nothing that a reader looks for appears before the marker, and that is one request. A run that died leaves data that nobody
-sees, which the next one goes on with, or `shardkit status --abort` removes. Nobody removes a file of parts: another process
+sees, which the next one goes on with, or `shardkit abort` removes. Nobody removes a file of parts: another process
 may have noted it, or it may be in the output by now.
 
-Parts have their notes in the store (`store_notes`). One process has them, and its records of factors, in the cache of its
-machine (`waiting`): as objects they would take two requests more for each file.
+Parts have their notes in the store (`store_notes`). One process has them in the cache of its machine (`run_notes`): as
+objects they would take two requests more for each file.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from shardkit.errors import (
 )
 from shardkit.files import storage, stores
 from shardkit.files.digest import crc32
-from shardkit.files.home import METADATA
+from shardkit.files.home import METADATA, data_prefixes
 from shardkit.files.place.contract import Beside, Place, given_up
 from shardkit.files.place.store_notes import StoredStaging, shared_in_store
-from shardkit.files.place.waiting import remove_records, room_for_records
 from shardkit.files.remote.contract import WrittenObject
 from shardkit.files.remote.writers import writer_of
 from shardkit.files.shared import SharedStaging, note_name, remove_runs
@@ -68,8 +67,6 @@ class StoredOutput:
     overwrites: bool = False
     look: Callable[[str], object] = lambda _: None
     """Refuses to replace what lies in a directory by now; asked before anything is sent under a name that others use."""
-    is_computed: bool = False
-    """Its files are made of factors, which have other bits from other machines: none of them replaces one that is read."""
 
     @property
     def is_flat(self) -> bool:
@@ -240,7 +237,10 @@ class StorePlace(Place):
         at_once(lambda name: self._send(os.path.join(beside, name), self.path_of(name)), names)
         self._marker = data = _read(os.path.join(beside, output.marker))
         self._last_look()
+        before = None if replaced is None else self._store.get(self._marker_path)
         if self._store.put_if(self._marker_path, data, int(crc32(data)), replaced):
+            names = [] if before is None else data_prefixes(before[0])
+            self.replaced = tuple(f"{output.path}/{name}" for name in names if output.mark not in name)
             return True
         if replaced is not None:
             raise UsageError(
@@ -334,8 +334,6 @@ class PartsInStore(StorePlace):
             raise UsageError(
                 f"{escape(output.path)} exists", hint="choose another name, or replace it: --overwrite"
             )
-        if output.is_computed and self.is_named and not self.is_committed:
-            raise self._not_whole()
 
     def others(self) -> Sequence[StoredStaging]:
         there = shared_in_store(self._output.path)
@@ -351,7 +349,7 @@ class PartsInStore(StorePlace):
             raise UsageError(
                 f"{escape(self._output.path)} is not what it was when the parts began: another run has written there",
                 hint=f"when all parts are done, `shardkit commit {shown} --overwrite` replaces it; or give up what they "
-                f"wrote: `shardkit status {shown} --abort`",
+                f"wrote: `shardkit abort {shown}`",
             )
 
     def _agreed(self) -> str | None:
@@ -378,24 +376,6 @@ class PartsInStore(StorePlace):
         """
         if not self._shared.is_open:
             raise given_up(self._output.path)
-        if self._output.is_computed and self.is_named:  # its factors may have other bits
-            raise given_up(self._output.path) if self.another_has_made() else self._not_whole()
-
-    def _not_whole(self) -> UsageError:
-        return UsageError(
-            f"{escape(self._output.path)} has lost some of its files: parts do not replace the others, whose factors may "
-            "have other bits",
-            hint="write all of them again in one process: --overwrite, without --part",
-        )
-
-    @contextlib.contextmanager
-    def room_for_records(self) -> Iterator[str]:
-        """Give a directory that goes afterwards, with those of dead runs: the store has the records."""
-        with room_for_records(self._output.path) as directory:
-            try:
-                yield directory
-            finally:
-                self._shared.factors.here.clear()
 
     def _keep(self, directory: str, name: str, content: bytes) -> None:
         self._shared.write_note(directory, name, content)
@@ -419,11 +399,10 @@ class PartsInStore(StorePlace):
         )
 
     def clean_up(self, *, keeps_mark: bool) -> None:
-        """Remove what the parts shared, here too: the output says it to parts that come late."""
+        """Remove what the parts shared: the output says it to parts that come late."""
         self._shared.close()
         self._end_uploads()
         self._shared.remove()
-        remove_records(self._output.path)
 
 
 class RunInStore(StorePlace):
@@ -435,15 +414,13 @@ class RunInStore(StorePlace):
     """
 
     keeps_after = (ResourceError,)
+    needs_notebook = False
 
     def __init__(
         self, output: StoredOutput, notebook: SharedStaging, files: Sequence[tuple[str, int]]
     ) -> None:
         super().__init__(output, notebook, files)
         self._local, self._work = notebook, ""
-        self.needs_notebook = output.is_computed
-        if output.is_computed:
-            self.left = f"what was computed is kept here, and {self.left}"
 
     @property
     def is_committed(self) -> bool:
@@ -463,32 +440,17 @@ class RunInStore(StorePlace):
 
     @contextlib.contextmanager
     def workplace(self) -> Iterator[str]:
-        self._session = Session(self.data, before_object=self._check_not_read)
+        self._session = Session(self.data)
         with self._workplace_here(), self._session:
             yield self.data
 
     @contextlib.contextmanager
     def _workplace_here(self) -> Iterator[None]:
-        """Let notes be written, if they can be: without some a later run takes longer, but factors need their place."""
+        """Let notes be written, if they can be: without some a later run takes longer."""
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(*[] if self.needs_notebook else [OSError]):
+            with contextlib.suppress(OSError):
                 self._work = stack.enter_context(self._local.workplace())
             yield
-
-    @contextlib.contextmanager
-    def room_for_records(self) -> Iterator[str]:
-        directory = os.path.join(self._work, "factors")
-        storage.mkdir(directory)
-        yield directory
-
-    def _check_not_read(self) -> None:
-        """Refuse to replace a file of an output that has appeared: what was computed may have other bits in it.
-
-        Raises:
-            UsageError: another run of this job was faster.
-        """
-        if self._output.is_computed and self.is_named:
-            raise self._was_slower()
 
     def _keep(self, directory: str, name: str, content: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -511,7 +473,7 @@ class RunInStore(StorePlace):
         remove_runs(self._local.destination, self._local.kept, but="")
 
     def give_up(self) -> None:
-        """Remove what was sent and computed, unless the output that is there is made of it."""
+        """Remove what was sent, unless the output that is there is made of it."""
         self._local.give_up()
         if not self.is_named:
             own = [] if self._output.is_flat else self._beside

@@ -3,7 +3,6 @@
     OUT/.shardkit-parts-<hash>/    the same for all who carry out one plan
         plan.json                  what they agree on; whoever is first writes it
         done/                      a note for each finished file, by its number in the plan
-        factors/                   a record and a note for each weight whose factors are computed, for preshard --osft
         parts/                     who began and who ended, for people
 
 No reader looks into this folder. Nothing is locked: an object appears whole, whoever writes a file of a name writes the
@@ -15,25 +14,19 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from shardkit.core.text import escape
 from shardkit.core.threads import at_once
-from shardkit.errors import IntegrityError, SourceError
-from shardkit.files import storage, stores
+from shardkit.errors import SourceError
 from shardkit.files.digest import crc32
 from shardkit.files.place.contract import Notebook
 from shardkit.files.remote.writers import writer_of
-from shardkit.files.shared import RecordStat, note_name
+from shardkit.files.shared import note_name
 from shardkit.files.staging import Owner
-from shardkit.files.uploads import NUM_SENDERS, PART_NBYTES, Session
 
 _HASH_DIGITS = 16
 _PREFIX = ".shardkit-parts-"
-_sending = threading.Lock()
-MAX_SENT_NBYTES = (NUM_SENDERS + 2) * PART_NBYTES
-"""Memory that a record takes on its way: parts that are sent, the one that is filled, and what is read for it."""
 _NAME = re.compile(re.escape(_PREFIX) + rf"[0-9a-f]{{{_HASH_DIGITS}}}", re.ASCII)
 
 
@@ -55,7 +48,6 @@ class StoredStaging(Notebook):
         self._store = writer_of(destination)
         self.record = os.path.join(path, "plan.json")
         self.parts, self._done = os.path.join(path, "parts"), StoredNotes(os.path.join(path, "done"))
-        self._factors = StoredRecords(os.path.join(path, "factors"), self._check_open)
 
     @classmethod
     def of_plan(cls, destination: str, plan_hash: str) -> StoredStaging:
@@ -65,10 +57,6 @@ class StoredStaging(Notebook):
     @property
     def done(self) -> StoredNotes:
         return self._done
-
-    @property
-    def factors(self) -> StoredRecords:
-        return self._factors
 
     @property
     def exists(self) -> bool:
@@ -108,15 +96,14 @@ class StoredStaging(Notebook):
             if found is not None:
                 yield os.path.basename(path), found[0]
 
-    def _check_open(self, path: str | None = None) -> None:
+    def _check_open(self, path: str) -> None:
         """Take back what was just written, if all is over: whoever removed the rest may not have seen it.
 
         Raises:
             FileNotFoundError: all is over.
         """
         if not self.is_open:
-            if path is not None:
-                self._store.delete(path)
+            self._store.delete(path)
             raise FileNotFoundError(f"{self.record} is gone")
 
     def close(self) -> None:
@@ -126,13 +113,12 @@ class StoredStaging(Notebook):
     def remove(self, *, only_closed: bool = False) -> None:
         if only_closed and self.is_open:
             return
-        self.close()  # and uploads of records end
-        at_once(lambda each: self._store.abort(each.path, each.upload), self._store.uploads(self.path))
+        self.close()
         at_once(self._store.delete, [path for path, _ in self._store.objects(self.path)])
 
 
 class StoredNotes:
-    """Notes of files, or of weights, as objects; what `SharedNotes` are on a disk.
+    """Notes of files, as objects; what `SharedNotes` are on a disk.
 
     Args:
         path: of the folder.
@@ -157,84 +143,6 @@ class StoredNotes:
 
     def _note(self, number: int) -> str:
         return os.path.join(self.path, note_name(number))
-
-
-class StoredRecords(StoredNotes):
-    """Records of factors, and the notes of their weights, as objects; what `SharedRecords` are on a disk.
-
-    Args:
-        path: of the folder.
-        check_open: raises if all is over, and takes back the object that it is given.
-    """
-
-    def __init__(self, path: str, check_open: Callable[[str | None], object]) -> None:
-        super().__init__(path)
-        self._check_open = check_open
-        self.here: dict[str, str] = {}
-        """Local paths of records that this process has sent, by name; whoever removes such a file takes it out of here."""
-
-    def found(self, names: Sequence[str]) -> list[RecordStat | None]:
-        """Return what the store says of records; None of one that is not there."""
-        there = at_once(self._store.head, [os.path.join(self.path, name) for name in names])
-        return [None if each is None else RecordStat(each.size, each.crc32) for each in there]
-
-    def paths(self, names: Sequence[str]) -> list[str]:
-        """Return where records are read: on this machine those that it has, the others in the store."""
-        stores.list_anew(self.path)  # one request, and not some for each record
-        return [self.here.get(name, os.path.join(self.path, name)) for name in names]
-
-    def publish(self, path: str, name: str, crc: int) -> None:
-        """Send a record; an object that has the name and these bytes stays, as others may read it.
-
-        Args:
-            path: of the record on this machine, where it stays.
-            name: it tells the bytes.
-            crc: CRC-32 of the bytes.
-
-        Raises:
-            FileNotFoundError: all is over.
-            IntegrityError: the disk of this machine gives other bytes.
-            ResourceError: the store fails.
-        """
-        target = os.path.join(self.path, name)
-        there = self._store.head(target)
-        if there is None or there.size != storage.getsize(path) or there.crc32 not in (None, crc):
-            self._send(path, target, crc)
-        self.here[name] = path
-
-    def _send(self, path: str, target: str, crc: int) -> None:
-        with _sending:  # one at a time is what memory is reckoned with
-            with Session(self.path, before_object=lambda: self._check_open(None)) as session:
-                storage.send(path, target)
-        if session.stored[target].crc32 != crc:
-            self._store.delete(target)
-            raise IntegrityError(
-                f"{escape(path)}: other bytes were sent than were written: a disk fails",
-                hint="run it again with another disk for shardkit's cache",
-            )
-        self._check_open(target)
-
-    def write_note(self, work: str, number: int, content: bytes) -> bool:
-        """Write the note of a weight, unless there is one; return whether it was written.
-
-        Args:
-            work: not needed: an object appears whole.
-            number: of the weight.
-            content: of the note.
-
-        Raises:
-            FileNotFoundError: all is over.
-        """
-        is_first = self._store.create(self._note(number), content, int(crc32(content)))
-        self._check_open(self._note(number) if is_first else None)
-        return is_first
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove records from the store, and do not read them on this machine any more."""
-        removed = list(names)
-        for name in removed:
-            self.here.pop(name, None)
-        at_once(self._store.delete, [os.path.join(self.path, name) for name in removed])
 
 
 def shared_in_store(destination: str) -> list[StoredStaging]:

@@ -37,6 +37,8 @@ _STATUS = re.compile(r"status (?:code: )?(\d{3})|HTTP status \w+ error \((\d{3})
 _ADDRESS = re.compile(r"\w+://(?!169\.254\.)\S+")  # other than those of services that give credentials
 _MAX_DELETED = 1000  # objects in a request. Source: Amazon S3 API, DeleteObjects
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_CHECKSUM = "AWS_CHECKSUM_ALGORITHM"
+"""obstore's own variable. Without a checksum SeaweedFS stores a damaged body."""
 _CREDENTIALS_LIVE = timedelta(minutes=5)  # then boto3 is asked again, which renews those that expire
 _METADATA_SERVER = "169.254.169.254"  # gives credentials to machines in a cloud
 _connected_by: list[int] = []  # the process that used obstore first
@@ -52,10 +54,13 @@ class Bucket:
     def __init__(self, root: str) -> None:
         self._root = root
         self._lock = threading.Lock()
-        self._client: Any = None
+        self._clients: dict[int, Any] = {}
 
-    def client(self) -> Any:
+    def client(self, *, num_retries: int = 0) -> Any:
         """Return obstore's own store.
+
+        Args:
+            num_retries: how often obstore itself repeats a request that fails.
 
         Raises:
             ResourceError: obstore is not installed, there are no credentials, or the process was forked.
@@ -63,10 +68,10 @@ class Bucket:
         if _connected_by and _connected_by[0] != os.getpid():
             raise _forked(self._root)
         with self._lock:
-            if self._client is None:
-                self._client = connect(self._root)
+            if num_retries not in self._clients:
+                self._clients[num_retries] = connect(self._root, num_retries=num_retries)
                 _connected_by[:] = [os.getpid()]
-            return self._client
+            return self._clients[num_retries]
 
     def list(self, key: str) -> Listing:
         """Return the listing of a directory."""
@@ -141,15 +146,19 @@ class Bucket:
     def forget_credentials(self) -> None:
         """Let the next request look for credentials anew."""
         with self._lock:
-            self._client = None
+            self._clients.clear()
 
     def answer_of(self, error: Exception) -> StoreAnswer:
         """Return what the store said, from the error that a call raised."""
         return answer_of(error)
 
 
-def connect(root: str) -> Any:
+def connect(root: str, *, num_retries: int = 0) -> Any:
     """Return obstore's store for a bucket.
+
+    Args:
+        root: scheme and name, such as `s3://bucket`.
+        num_retries: how often obstore itself repeats a request that fails; `attempt` does that for most requests.
 
     Raises:
         ResourceError: obstore is not installed, or what it needs is missing.
@@ -163,11 +172,13 @@ def connect(root: str) -> Any:
     client: dict[str, Any] = {"timeout": "120s", "connect_timeout": "10s"}
     options: dict[str, Any] = {
         "client_options": client,
-        "retry_config": {"max_retries": 0},  # `attempt` does that
+        "retry_config": {"max_retries": num_retries},
     }
     try:
         if root.startswith("s3://"):
             options |= _from_boto3()
+            if _CHECKSUM not in os.environ:
+                options["checksum_algorithm"] = "SHA256"
             endpoint = options.get("endpoint", _endpoint())
             if endpoint and not endpoint.startswith(("http://", "https://")):  # obstore would panic
                 raise ValueError

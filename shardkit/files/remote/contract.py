@@ -65,8 +65,6 @@ class Underway(NamedTuple):
 
     path: str
     upload: str
-    begun_s: float
-    """When it was begun, in seconds since 1970, by the store's clock."""
 
 
 class RequestFailure(NamedTuple):

@@ -177,7 +177,6 @@ class S3Bucket(Bucket):
                 Underway(
                     f"{self._root}/{upload['Key']}",
                     _PLAIN + upload["UploadId"],
-                    upload["Initiated"].timestamp(),
                 )
                 for upload in page.get("Uploads", ())
                 if upload["Key"].startswith(prefix)  # moto lists every upload

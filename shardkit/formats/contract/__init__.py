@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from shardkit._folding import fold_lines
 from shardkit.core.catalog import Catalog
 from shardkit.core.factored import Target
-from shardkit.core.text import escape, in_shell, nearest
+from shardkit.core.text import count, escape, few, in_shell, nearest
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.home import names_in
@@ -36,13 +37,18 @@ if TYPE_CHECKING:
     from shardkit.keys.rule_sets import Padding
 
 NAME_A_REPO = "name a model on the Hub as organisation/name"
+_MAX_COPIES = 3
 _MAX_CONFIG = 16 << 20
+_OF_A_MODEL = ("model_type", "architectures", "_class_name")  # the last: diffusers
 _ASSETS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
     "preprocessor_config.json",
     "processor_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
 )
 
 
@@ -59,6 +65,12 @@ class OpenedHubModel:
     """Where the files lie."""
     label: str
     """A short name, for the names of outputs."""
+    stem: str = "model"
+    """What the names of its weight files begin with, variants aside."""
+    index: str | None = None
+    """The name of its index, if it has one."""
+    settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """What the headers of its safetensors files say beside the tensors, without the format; by file."""
     identity: manifest.RecordedSource
     """Which weights these are, as plain data; the same wherever they lie."""
     beside: tuple[tuple[str, str], ...] = ()
@@ -97,6 +109,10 @@ class DcpFolder(Protocol):
         """Entries that are not tensors, and where each one's record lies."""
 
     @property
+    def copy_ends(self) -> Sequence[tuple[int, int]]:
+        """File and end of each record that another rank's stands for."""
+
+    @property
     def has_records(self) -> bool:
         """True if tensors are stored as `torch.save` records, which have a CRC-32."""
 
@@ -127,6 +143,42 @@ class Folded(NamedTuple):
     """By the name of the weight."""
     factors: Callable[[Collection[str]], Catalog]
     """Return a catalog of some factors, as `Checkpoint.select` does."""
+
+
+class DifferentCopies(NamedTuple):
+    """A tensor that files of ranks have whole, with other bytes."""
+
+    tensor: str
+    taken: str
+    """The file whose copy counts."""
+    file: str
+    """The first file with another."""
+    num_files: int
+    """Files with other bytes than the one that counts."""
+
+    def line(self) -> str:
+        """Return tensor, ranks and files, as one line that is safe to print."""
+        more = f" and {count(self.num_files - 1, 'more file')}" if self.num_files > 1 else ""
+        return f"{escape(self.tensor)}: {_of_rank(self.taken)} is taken, {_of_rank(self.file)}{more} differs"
+
+
+def _of_rank(file: str) -> str:
+    match = re.search(r"(?:rank_?|__)(\d+)|_(\d+)\.pt$", file)
+    return f"rank {int(match[1] or match[2])}'s ({escape(file)})" if match else escape(file)
+
+
+def copies_message(differing: Collection[DifferentCopies]) -> str:
+    """Return what to say of tensors that differ between the files of ranks, for `DifferentCopies.line` to follow."""
+    return (
+        f"{count(len(differing), 'tensor differs', 'tensors differ')} between the files of ranks, and one rank's "
+        "alone can be taken (each rank's own part of a tensor, such as its experts, has to be saved as a DTensor)"
+    )
+
+
+def copies_warnings(differing: Collection[DifferentCopies]) -> list[str]:
+    """Return the warning of tensors that differ between the files of ranks; none if there are none."""
+    folded = [line.pattern for line in fold_lines((each.line() for each in differing), spreads=True)]
+    return [f"{copies_message(differing)}: {few(folded, _MAX_COPIES, '; ')}"] if differing else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,8 +212,8 @@ class Checkpoint:
     refused_weights: Mapping[str, str] = field(default_factory=dict)
     """Kinds of weights that are there but cannot be recovered, with the reason, e.g. {"ema": "..."}."""
     optimizer: Callable[[], OptimizerState | Unmapped] | None = None
-    """Open the optimizer's state if it lies in files or entries of its own. None if there is none, or if the catalog
-    holds it.
+    """Open the optimizer's state if it lies in files of its own, or if the catalog lacks its settings. None if there is
+    none, or if the catalog holds all of it.
 
     Raises:
         SourceError, IntegrityError, ResourceError: as opening does.
@@ -180,6 +232,10 @@ class Checkpoint:
     """What is stored as factors, where the catalog has dense weights in their place."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
+    why_missing: str = ""
+    """Why the save left parameters of the model out; empty if nothing says that it did."""
+    differing: tuple[DifferentCopies, ...] = ()
+    """Tensors that differ between the files of ranks, of which one rank's are in the catalog."""
     parsed: dict[str, Manifest | None] = field(default_factory=dict, repr=False, compare=False)
     """See `manifest`. Whatever this checkpoint is replaced with has it too."""
 
@@ -284,7 +340,7 @@ def meant_path(path: str, error: ShardkitError) -> ShardkitError:
     elif error.hint:
         instead += f"; for the repo, {error.hint}"
     return type(error)(
-        f"there is no {escape(path)} here{near}, and the Hub gives none: {said}",
+        f"{escape(path)}: not a local path{near}; on the Hub: {said}",
         problems=error.problems,
         hint=instead,
     )
@@ -347,7 +403,7 @@ def parent(path: str) -> str:
 
 
 def asset_directories(*candidates: str | None) -> tuple[str, ...]:
-    """Return the directories that hold a Hub model's config, tokenizer or processor, each once."""
+    """Return the directories that hold a Hub model's config, tokenizer, template or processor, each once."""
     directories = dict[str, str]()
     for path in candidates:
         if path is not None and _has_assets(path):
@@ -367,7 +423,7 @@ def has_model_config(path: str) -> bool:
         content = json.loads(read_inside(path, "config.json", _MAX_CONFIG))
     except (ShardkitError, ValueError, RecursionError):
         return False
-    return isinstance(content, dict) and ("model_type" in content or "architectures" in content)
+    return isinstance(content, dict) and not content.keys().isdisjoint(_OF_A_MODEL)
 
 
 def settings_in(directory: str, name: str, max_bytes: int = _MAX_CONFIG) -> dict[str, object]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardkit.core.catalog import Catalog, Decoded, SourceFile
@@ -51,6 +51,10 @@ class OptimizerState:
     """Names of the byte entries."""
     has_boxes: bool = True
     """As in `Checkpoint`."""
+    is_whole: bool = False
+    """The catalog has the model too: one file holds both, under names that stay."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """The values of the byte entries, by name."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
 
@@ -60,9 +64,11 @@ class Unmapped:
     """An optimizer's state that cannot be used."""
 
     names: Sequence[str]
-    """Its files."""
+    """Its files, or its places in the model's file."""
     reason: str
     """Why; escaped."""
+    settings: Mapping[str, object] = field(default_factory=dict)
+    """The settings of its groups by name, as far as they were read."""
 
 
 def state_path(fqn: str, leaf: str | int) -> Path:
@@ -105,14 +111,16 @@ class StateWriter:
     Args:
         catalog: receives the entries.
         source: the file that they were read from; the entries are tied to its state.
+        below: what the names of all entries begin with.
     """
 
-    def __init__(self, catalog: Catalog, source: SourceFile) -> None:
-        self._catalog, self._source = catalog, source
+    def __init__(self, catalog: Catalog, source: SourceFile, below: Path = ()) -> None:
+        self._catalog, self._source, self._below = catalog, source, below
         self._files: dict[bytes, int] = {}
         self._tensor_file: int | None = None
         self._objects: list[str] = []
         self._dropped: list[str] = []
+        self._settings: dict[str, object] = {}
         self._paths = catalog.paths = dict(catalog.paths or {})
 
     def add_object(self, path: Path, value: object) -> None:
@@ -126,7 +134,9 @@ class StateWriter:
             self._dropped.append(path_name(path))
             return
         data = plain_record(value)
-        self._objects.append(self._add_bytes(path, "uint8", (len(data),), data))
+        name = self._add_bytes(path, "uint8", (len(data),), data)
+        self._objects.append(name)
+        self._settings[name] = value
 
     def add_count(self, path: Path, value: float) -> None:
         """Add a number as torch's optimizers store their step count: a float32 tensor without dims.
@@ -165,6 +175,7 @@ class StateWriter:
             catalog=self._catalog,
             objects=tuple(self._objects),
             has_boxes=has_boxes,
+            settings=self._settings,
             notes=(*notes, *self._more_notes()),
         )
 
@@ -174,9 +185,11 @@ class StateWriter:
                 f"{count(len(self._dropped), 'entry', 'entries')} of the optimizer are not plain data, and are left out: "
                 f"{listed(self._dropped)}"
             )
-        leaves = {path[-1] for path in self._paths.values() if path[0] == STATE}
+        depth = len(self._below)
+        paths = [path[depth:] for path in self._paths.values() if path[:depth] == self._below]
+        leaves = {path[-1] for path in paths if path[0] == STATE}
         groups: dict[str | int, set[str | int]] = {}
-        for path in self._paths.values():
+        for path in paths:
             if path[0] == GROUPS:
                 groups.setdefault(path[1], set()).add(path[2])
         lacking = sorted({key for held in groups.values() for key in _ADAMW_SETTINGS - held})
@@ -199,7 +212,7 @@ class StateWriter:
         file = self._files.get(data)
         if file is None:  # equal entries share a file: all parameters usually have the same count
             made = SourceFile(
-                name=f"{self._source.name}:{path_name(path)}",
+                name=f"{self._source.name}:{path_name((*self._below, *path))}",
                 path=self._source.path,
                 size=len(data),
                 made=Decoded(lambda _: memoryview(data), is_proved=True),
@@ -210,6 +223,7 @@ class StateWriter:
         return self._add(path, dtype, shape, file, 0, len(data))
 
     def _add(self, path: Path, dtype: str, shape: tuple[int, ...], file: int, start: int, nbytes: int) -> str:
+        path = (*self._below, *path)
         name = path_name(path)
         chunk = (file, start, nbytes, Region((0,) * len(shape), shape))
         self._catalog.add_tensor(name, BY_NAME[dtype], shape, iter([chunk]))

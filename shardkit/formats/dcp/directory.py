@@ -18,8 +18,11 @@ import stat
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 
 from shardkit.core.catalog import (
     MIN_COLUMNS,
@@ -40,12 +43,38 @@ from shardkit.files.digest import crc32
 from shardkit.files.home import MAX_METADATA, home_of, path_in
 from shardkit.files.links import is_below, locate
 from shardkit.files.shared_reads import SIZES
-from shardkit.files.strict_json import FOLLOW, FOLLOW_OR_COPY, refuse_pointers, stamp_at, status_of
-from shardkit.formats.contract import Checkpoint, DamagedFiles, EntryLocation, asset_directories, listing
+from shardkit.files.strict_json import (
+    FOLLOW,
+    FOLLOW_OR_COPY,
+    open_regular,
+    refuse_pointers,
+    stamp_at,
+    status_of,
+)
+from shardkit.formats.contract import (
+    Checkpoint,
+    DamagedFiles,
+    DifferentCopies,
+    EntryLocation,
+    asset_directories,
+    listing,
+)
+from shardkit.formats.contract.copies import Copies, StoredCopy
 from shardkit.formats.dcp import METADATA
-from shardkit.formats.dcp.metadata import DcpMetadata, parse_metadata, rank_files, read_rank_metadata
+from shardkit.formats.dcp.metadata import (
+    Copy,
+    DcpMetadata,
+    RecordPlace,
+    num_enough,
+    parse_metadata,
+    rank_files,
+    read_rank_metadata,
+)
 from shardkit.formats.dcp.records import check_records, open_late, select_raw
+from shardkit.formats.torchsave.archive import pread_of
+from shardkit.formats.torchsave.scan import read_entries
 from shardkit.keys.names import is_flat_parameter
+from shardkit.transfer.sources import is_far
 
 _SUFFIX = ".distcp"
 _SHOWN_NAMES = 3
@@ -64,8 +93,15 @@ class DcpDirectory:
     """By chunk, the extensions that its record went through."""
     objects: Mapping[str, EntryLocation | None]
     """Entries that are not tensors, and where each one's record lies."""
-    is_looked_up: bool = False
-    """Another process has looked at its files for this one."""
+    copies: Sequence[Copy] = ()
+    """What ranks with metadata of their own saved again."""
+    differing: tuple[DifferentCopies, ...] = ()
+    """Those with other bytes."""
+
+    @property
+    def copy_ends(self) -> Sequence[tuple[int, int]]:
+        """File and end of each record that another rank's stands for."""
+        return [(file, start + nbytes) for _, _, (file, start, nbytes) in self.copies]
 
     @property
     def has_records(self) -> bool:
@@ -155,7 +191,16 @@ def as_checkpoint(path: str, opened: DcpDirectory) -> Checkpoint:
         SourceError: it has no tensors, or flat parameters of FSDP1.
     """
     catalog = opened.catalog
-    _refuse_empty(path, catalog)
+    if not catalog.tensors and opened.objects:
+        # Here: most directories have tensors.
+        from shardkit.formats.dcp.objects import refuse_objects_alone
+
+        refuse_objects_alone(path, opened)
+    if not catalog.tensors:
+        raise SourceError(
+            f"{escape(path)} has no tensors: nothing at all: the state dict that was saved was empty",
+            hint="use an earlier checkpoint, or save the model again",
+        )
     refuse_flat(path, catalog)
     return Checkpoint(
         path=path,
@@ -167,6 +212,7 @@ def as_checkpoint(path: str, opened: DcpDirectory) -> Checkpoint:
         has_checksums=opened.has_records,
         assets=asset_directories(path),
         notes=catalog.notes,
+        differing=opened.differing,
     )
 
 
@@ -221,38 +267,81 @@ def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
     Raises:
         SourceError, ResourceError: as `open_dcp`.
     """
+    if metadata.where != METADATA:  # first: files that another save has left may lack others
+        check_tiling(metadata, partial(_other_ranks, directory))
     described = path_in(directory, METADATA)
     files = _told_files(directory, metadata, described)
-    is_looked_up = files is not None
     if files is None:
         stamp = stamp_at(described)  # None for rank-local metadata
         files = _stat_files(directory, metadata)
         if stamp is not None:
             shared_reads.note(SIZES, described, json.dumps([file.size for file in files]).encode(), stamp)
-    if metadata.encoding != "raw" and _holds_bare_bytes(metadata):
+    if _holds_bare_bytes(metadata):
         # Here, so that DCP opens without the modules for Hub models.
         from shardkit.formats.dcp.hugging_face import point_at_parts
 
         point_at_parts(metadata, files)
     check_extents(metadata, files)
-    check_tiling(metadata, _ANOTHER_COPY if metadata.where == METADATA else _OTHER_RANKS)
+    if metadata.where == METADATA:
+        check_tiling(metadata)
     catalog = _catalog(directory, metadata, files)
+    compared = _compare(catalog, metadata.copies)
+    catalog.notes += tuple(compared.notes())
     return DcpDirectory(
-        catalog=catalog, transforms=metadata.transforms, objects=metadata.objects, is_looked_up=is_looked_up
+        catalog=catalog,
+        transforms=metadata.transforms,
+        objects=metadata.objects,
+        copies=metadata.copies,
+        differing=compared.differing(),
     )
 
 
-def _refuse_empty(path: str, catalog: Catalog) -> None:
-    if catalog.tensors:
-        return
-    if catalog.objects:
-        reason = f"only {len(catalog.objects)} entries that are not tensors"
-    else:
-        reason = "nothing at all: the state dict that was saved was empty"
-    raise SourceError(
-        f"{escape(path)} has no tensors: {reason}",
-        hint="a trainer that picks parameters by name may have found none (known: FSDP1 with PEFT adapters);"
-        " use an earlier checkpoint, or save the model again",
+def _compare(catalog: Catalog, copies: Sequence[Copy]) -> Copies:
+    """Compare what ranks saved again, by the directories of the records. Those in a store are left out.
+
+    Raises:
+        ResourceError: a file may not be read.
+    """
+    compared, table, stored = Copies(), catalog.chunks, dict[RecordPlace, StoredCopy]()
+    if catalog.encoding == "raw" or is_far(catalog):
+        return compared
+    firsts = [(table.file[copy.row], table.start[copy.row], table.nbytes[copy.row]) for copy in copies]
+    places = sorted({*firsts, *(copy.place for copy in copies)})
+    for number, group in groupby(places, key=itemgetter(0)):
+        source = catalog.files[number]
+        with suppress(SourceError), open_regular(source.path, source.name, follow=False) as (fd, _):
+            for place in group:
+                with suppress(SourceError):  # whoever reads it says what is wrong
+                    record, _entries = read_entries(pread_of(fd), *place[1:], where=escape(source.name))
+                    stored[place] = StoredCopy.of(record)
+    for copy, first in zip(copies, firsts, strict=True):
+        if first in stored and copy.place in stored:
+            taken, other = (catalog.files[place[0]].name for place in (first, copy.place))
+            compared.compare(copy.fqn, stored[first], taken, stored[copy.place], other)
+    return compared
+
+
+def _other_ranks(directory: str, problems: Sequence[str]) -> str:
+    """Return what to do where the files of all ranks do not make up the tensors.
+
+    Only chunks that overlap show an older save: with pipeline stages the first ranks have whole tensors, too.
+    """
+    names, is_more = _listing(directory), any(problem.endswith(" overlap") for problem in problems)
+    files, enough = list(rank_files(names).values()), is_more and num_enough(directory, names, MAX_METADATA)
+    if not enough:
+        return _OTHER_RANKS
+    stamps = [stamp_at(os.path.join(directory, name)) for name in files]
+    times = [stamp.modified_ns for stamp in stamps if stamp is not None]
+    is_older = len(times) == len(files) and max(times[enough:]) < min(times[:enough])
+    several = (
+        f"{escape(files[enough])} to {escape(files[-1])} and the .distcp files of the same ranks"
+        if enough < len(files) - 1
+        else f"{escape(files[-1])} and the .distcp files of the same rank"
+    )
+    return (
+        f"move {several} away: they are of an older save by more ranks"
+        + ("" if is_older else " (or a newer one that was interrupted: their times are no older)")
+        + f", and {'rank 0 has' if enough == 1 else f'the {enough} ranks before them have'} every tensor whole"
     )
 
 
@@ -488,12 +577,12 @@ def _owners(tensors: dict[str, TensorEntry]) -> Callable[[int], str]:
     return lambda row: names[bisect_right(firsts, row) - 1]
 
 
-def check_tiling(metadata: DcpMetadata, hint: str = _ANOTHER_COPY) -> None:
+def check_tiling(metadata: DcpMetadata, hint: Callable[[Sequence[str]], str] | None = None) -> None:
     """Require that the chunks of every tensor make it up exactly once.
 
     Args:
         metadata: whose chunks are looked at.
-        hint: what to do next, for the error.
+        hint: what makes of the problems what to do next; None if it is another copy.
 
     Raises:
         SourceError: names every tensor.
@@ -508,7 +597,7 @@ def check_tiling(metadata: DcpMetadata, hint: str = _ANOTHER_COPY) -> None:
     SourceError.raise_for(
         problems,
         f"the chunks of {count(len(problems), 'tensor')} in {metadata.where} do not make up the tensor",
-        hint=hint,
+        hint=hint(problems) if hint and problems else _ANOTHER_COPY,
     )
 
 

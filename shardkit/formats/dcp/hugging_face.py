@@ -7,10 +7,9 @@
 Each rank R writes its parts of the tensors, spread over N numbered files. A header says where a part lies in
 its tensor (DCP_SHARDING_INFO), but nothing says the shape of the whole tensor: it is taken to end where the
 last part ends. So gaps show, and so does a missing rank between others. Files missing at the end show only
-if something else says what should be there.
+if something else says what should be there: consolidate compares with the base or the class (`LAST_RANKS`).
 
-If there are consolidated files, and they are whole, they are the model. But torch's consolidation writes 0 for
-scalars, so scalars always come from the shards.
+Consolidated files beside the shards are not read: torch's consolidation writes 0 for scalars.
 
 DCP also has `serialization_format=SAFETENSORS`: a `.metadata`, and each `.distcp` ends with one safetensors
 file. The places in that `.metadata` are not true. It places every tensor of a file where the safetensors part
@@ -34,13 +33,20 @@ from typing import NamedTuple
 from shardkit.core.catalog import Catalog, SourceFile, TensorEntry, subset
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, find_tiling_error
-from shardkit.core.text import count, escape, listed
+from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
 from shardkit.files.links import locate
 from shardkit.files.strict_json import open_regular, parse_object, read_exactly, stamp_of
-from shardkit.formats.contract import Checkpoint, Opener, asset_directories, inner, listing, settings_in
+from shardkit.formats.contract import (
+    Checkpoint,
+    Opener,
+    asset_directories,
+    inner,
+    listing,
+    matching,
+    settings_in,
+)
 from shardkit.formats.dcp.metadata import DcpMetadata
-from shardkit.formats.hub.directory import is_hub_directory, open_hub_directory
 from shardkit.formats.hub.safetensors import (
     LENGTH_BYTES,
     SafetensorsHeader,
@@ -57,12 +63,13 @@ _HF_METADATA = ".hf_metadata"
 _MAPPING = "fqn_to_file_index_mapping.json"
 _INDEX = "model.safetensors.index.json"
 _MAX_JSON = 256 << 20
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
-_NORMS = ("norm.weight", "ln_f.weight", "norm_f.weight", "final_layernorm.weight", "final_layer_norm.weight")
 _MAX_LISTED = 1000  # missing files: a name with a huge number must not make more
 _INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # a key of the header, and of each tensor in it
 _MAX_OFFSET = 1 << 62
 _COPY = "copy all shard-*.safetensors files of the save; each rank wrote some"
+_CONSOLIDATED = "consolidated from the shards, which are read; in a directory without shards it is a model"
+LAST_RANKS = "nothing shows how many ranks saved shards, so those of the last ranks may be missing"
+"""A note of every such checkpoint: shapes are what the shards make up, until they are compared with the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +95,7 @@ def is_dcp_hf(path: str) -> bool:
 
 
 def open_dcp_hf(path: str) -> Checkpoint:
-    """Open the consolidated files beside the shards if they are whole, and the shards otherwise.
+    """Open the shards; consolidated files beside them are skipped.
 
     Raises:
         SourceError: files of a rank are missing, a file is damaged, parts have gaps or overlap, tensors that
@@ -100,21 +107,7 @@ def open_dcp_hf(path: str) -> Checkpoint:
     assets = asset_directories(
         inner(directory, _HF_METADATA), inner(path, _HF_METADATA), path, inner(path, "consolidated")
     )
-    consolidated = _open_consolidated(path)
-    try:
-        shards = _open_shards(home)
-    except SourceError as error:
-        if consolidated is None:
-            raise
-        note = f"the consolidated files were taken; the shards cannot be: {error.message}"
-        return replace(consolidated, writer=home.writer, assets=assets, notes=(*consolidated.notes, note))
-    if consolidated is not None and _is_same_save(consolidated.catalog, shards):
-        return replace(_with_scalars(consolidated, shards), writer=home.writer, assets=assets)
-    notes = [*shards.notes, *_unproved(home, shards)]
-    if is_hub_directory(path):
-        notes.append(
-            "the consolidated files are damaged, or from another save than the shards: the shards were taken"
-        )
+    shards = _open_shards(home)
     return Checkpoint(
         path=path,
         format="dcp-hf",
@@ -122,7 +115,8 @@ def open_dcp_hf(path: str) -> Checkpoint:
         catalog=shards,
         select=partial(subset, shards),
         assets=assets,
-        notes=tuple(notes),
+        notes=(*shards.notes, LAST_RANKS),
+        skipped=tuple((name, _CONSOLIDATED) for name in matching(listing(path), "model*.safetensors")),
     )
 
 
@@ -140,71 +134,11 @@ def _config(path: str, directory: str) -> Mapping[str, object]:
     return next((config for home, name in places if (config := settings_in(home, name))), {})
 
 
-def _open_consolidated(path: str) -> Checkpoint | None:
-    """Open the consolidated files; None if there are none, or damaged ones."""
-    if not is_hub_directory(path):
-        return None
-    try:
-        return replace(open_hub_directory(path), format="dcp-hf", hub=None)
-    except SourceError:
-        return None
-
-
-def _is_same_save(consolidated: Catalog, shards: Catalog) -> bool:
-    """True if consolidated files have every tensor of the shards, in its shape."""
-    return all(
-        fqn in consolidated.tensors and consolidated.tensors[fqn].shape == entry.shape
-        for fqn, entry in shards.tensors.items()
-    )
-
-
-def _with_scalars(consolidated: Checkpoint, shards: Catalog) -> Checkpoint:
-    """Return the consolidated files with the scalars of the shards."""
-    catalog = subset(consolidated.catalog, tuple(consolidated.catalog.tensors))
-    changed = [
-        fqn
-        for fqn, entry in catalog.tensors.items()
-        if not entry.shape and _take_scalar(catalog, shards, fqn)
-    ]
-    notes = consolidated.notes
-    if changed:
-        notes = (
-            *notes,
-            f"{count(len(changed), 'scalar')} of the consolidated files differ from the shards, whose values were "
-            f"taken: {listed(changed)}",
-        )
-    return replace(consolidated, catalog=catalog, select=partial(subset, catalog), notes=notes)
-
-
-def _take_scalar(catalog: Catalog, shards: Catalog, fqn: str) -> bool:
-    """Point a scalar at the shards if they hold another value; True if they do."""
-    if fqn not in shards.tensors or shards.tensors[fqn].dtype is not catalog.tensors[fqn].dtype:
-        return False
-    current, wanted = (_bytes_of(side, fqn) for side in (catalog, shards))
-    if current == wanted:
-        return False
-    row, other = catalog.tensors[fqn].first_chunk, shards.tensors[fqn].first_chunk
-    catalog.files.append(shards.files[shards.chunks.file[other]])
-    catalog.chunks.file[row] = len(catalog.files) - 1
-    catalog.chunks.start[row] = shards.chunks.start[other]
-    return True
-
-
-def _bytes_of(catalog: Catalog, fqn: str) -> bytes:
-    row, table = catalog.tensors[fqn].first_chunk, catalog.chunks
-    source = catalog.files[table.file[row]]
-    if not source.is_raw:
-        return bytes(source.decoded())
-    with open_regular(source.path, source.name) as (fd, _):
-        return read_exactly(fd, table.start[row], table.nbytes[row], source.name)
-
-
 def _open_shards(home: _ShardDirectory) -> Catalog:
     """Open the shards, and compare them with whatever else says what should be there."""
     catalog = _read_shards(home.directory, f"{_SHARDED}/" if home.directory != home.path else "")
-    problems = [*_absent(home, catalog), *_too_small(home, catalog)]
     SourceError.raise_for(
-        problems,
+        list(_absent(home, catalog)),
         f"the shards in {escape(home.directory)} are not all of the model: files of the last ranks may be missing",
         hint=_COPY,
     )
@@ -228,44 +162,6 @@ def _lists_of_names(home: _ShardDirectory) -> Iterator[tuple[str, Mapping[str, o
         names = settings_in(directory, _INDEX, _MAX_JSON).get("weight_map")
         if isinstance(names, dict):
             yield _INDEX, names
-
-
-def _too_small(home: _ShardDirectory, catalog: Catalog) -> Iterator[str]:
-    """Yield each embedding that is smaller than the config says, and each norm smaller than its embedding.
-
-    Their last parts are missing: shards say where they begin, but not how large the whole is.
-    """
-    rows, columns = home.config.get("vocab_size"), home.config.get("hidden_size")
-    for fqn, entry in catalog.tensors.items():
-        if not fqn.endswith(_EMBEDDINGS) or len(entry.shape) != 2:
-            continue
-        for dim, (size, key) in enumerate(((rows, "vocab_size"), (columns, "hidden_size"))):
-            if type(size) is int and entry.shape[dim] < size:
-                yield f"{escape(fqn)}: {entry.shape[dim]} in dim {dim}, {key} of config.json is {size}"
-        for norm in _norms_beside(catalog, fqn):
-            size = catalog.tensors[norm].shape[0]
-            if size < entry.shape[1]:
-                yield f"{escape(norm)}: {size} in dim 0, dim 1 of {escape(fqn)} is {entry.shape[1]}"
-
-
-def _norms_beside(catalog: Catalog, embedding: str) -> Iterator[str]:
-    """Yield the norms behind the last layer: as long as the embedding is wide, and cut along that dim."""
-    home = embedding.removesuffix(next(end for end in _EMBEDDINGS if embedding.endswith(end)))
-    for end in _NORMS:
-        entry = catalog.tensors.get(home + end)
-        if entry is not None and len(entry.shape) == 1:
-            yield home + end
-
-
-def _unproved(home: _ShardDirectory, catalog: Catalog) -> Iterator[str]:
-    """Yield a note if nothing tells how large the tensors should be."""
-    embeddings = [fqn for fqn in catalog.tensors if fqn.endswith(_EMBEDDINGS)]
-    by_config = embeddings and type(home.config.get("vocab_size")) is int
-    if not by_config and not any(True for fqn in embeddings for _ in _norms_beside(catalog, fqn)):
-        yield (
-            "nothing tells how many ranks saved shards, so those of the last ranks may be missing; --base MODEL "
-            "compares the shapes"
-        )
 
 
 class _ShardName(NamedTuple):
@@ -354,6 +250,7 @@ def _read_shard(
 ) -> None:
     header = read_header(path, name)
     corners = saved_offsets(header, name)
+    catalog.notes += header.notes
     catalog.files.append(SourceFile(name=name, path=path, size=header.size, stamp=header.stamp))
     file = len(catalog.files) - 1
     for tensor in header.tensors:

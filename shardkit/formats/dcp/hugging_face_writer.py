@@ -81,4 +81,4 @@ def _content(rank: int, placed: Sequence[PlacedRegion]) -> Content:
     offsets = {part.fqn: {"saved_offsets": list(part.region.offsets)} for part in placed}
     metadata = {"DCP_VERSION": _VERSION, "DCP_SHARDING_INFO": json.dumps(offsets), "format": "pt"}
     header = make_header(name, [stored[index] for index in order], metadata)
-    return Content(name, [placed[index] for index in order], [header, *(b"" for _ in order[1:])])
+    return Content(name, header, [placed[index] for index in order])

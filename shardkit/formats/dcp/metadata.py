@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.core.catalog import MIN_COLUMNS, MIN_TOTAL, ChunkTable, TensorEntry
 from shardkit.core.regions import Region
@@ -48,6 +48,7 @@ Path = tuple[str | int, ...]
 _VERSIONS = (None, "1.0.0")  # torch 2.13: metadata.CURRENT_DCP_VERSION
 _MAX_INDEX = 1 << 24  # list index in a planner path: torch extends a list up to it
 _MAX_PATH = 64  # steps of a planner path
+_BYTE_CHECKPOINT, _CLASS_WITHIN = b"bytecheckpoint.", 128  # bytes: a pickle names the class of its top first
 _MAX_SHARED = 4  # names that may share one description without places for all their chunks
 _MAX_ELEMENTS = 1 << 62
 _NO_ROWS = array("i")
@@ -56,6 +57,19 @@ BY_HAND = "the checkpoint is damaged or was put together by hand: use another co
 _RANK = re.compile(r"__(0|[1-9]\d{0,6})\.metadata(\.tmp)?")
 _MAX_LISTED = 1000  # missing ranks: a single file with a huge number must not make more
 _MISSING_RANK = "a rank's files may be missing: copy all __R.metadata and .distcp files of the save"
+
+
+RecordPlace = tuple[int, int, int]
+"""File, first byte and bytes of a record."""
+
+
+class Copy(NamedTuple):
+    """A chunk that another rank saved too."""
+
+    fqn: str
+    row: int
+    """The chunk that counts."""
+    place: RecordPlace
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +96,8 @@ class DcpMetadata:
     """What the chunks' extents are; see `Catalog.encoding`."""
     crc32: int | None = None
     """Of `.metadata`; None for rank-local metadata."""
+    copies: list[Copy] = field(default_factory=list)
+    """What ranks with metadata of their own saved again."""
 
 
 def parse_metadata(data: bytes, *, where: str = ".metadata") -> DcpMetadata:
@@ -94,6 +110,11 @@ def parse_metadata(data: bytes, *, where: str = ".metadata") -> DcpMetadata:
     Raises:
         SourceError: damaged, hostile, from another tool, or contradicting itself; names the tensors.
     """
+    if _BYTE_CHECKPOINT in data[:_CLASS_WITHIN]:
+        raise SourceError(
+            f"{where} is one of ByteCheckpoint, which is not read",
+            hint="load it with ByteCheckpoint, and save it with torch.distributed.checkpoint",
+        )
     top = parse_in_columns(data, metadata_vocabulary, where)
     if not isinstance(top, Metadata):
         raise SourceError(f"{where} holds {type(top).__name__}, not the Metadata of a checkpoint")
@@ -380,11 +401,34 @@ def read_rank_metadata(directory: str, names: Collection[str], max_bytes: int) -
         f"{escape(directory)} has rank-local metadata, but not of every rank",
         hint=_MISSING_RANK,
     )
-    parts: list[DcpMetadata] = []
-    for name in files.values():
-        data = read_small(os.path.join(directory, name), name, max_bytes, follow=False)
-        parts.append(parse_metadata(data, where=name))
-    return _Merge(parts).result()
+    return _Merge(_parts(directory, names, max_bytes)).result()
+
+
+def _parts(directory: str, names: Collection[str], max_bytes: int) -> list[DcpMetadata]:
+    return [
+        parse_metadata(read_small(os.path.join(directory, name), name, max_bytes, follow=False), where=name)
+        for name in rank_files(names).values()
+    ]
+
+
+def num_enough(directory: str, names: Collection[str], max_bytes: int) -> int:
+    """Return how many of the first ranks have every tensor whole among them; 0 if only all ranks do, or none.
+
+    A save by fewer ranks into the same directory leaves the files of the others.
+
+    Args:
+        directory, names, max_bytes: as for `read_rank_metadata`.
+    """
+    enough, seen, lacking = 0, set[tuple[str, Region]](), dict[str, int]()
+    for number, part in enumerate(_parts(directory, names, max_bytes)[:-1], 1):
+        for fqn, entry in part.tensors.items():
+            regions = {(fqn, region) for region in part.chunks.regions(entry.chunk_ids)} - seen
+            seen |= regions
+            held = sum(region.num_elements for _, region in regions)
+            lacking[fqn] = lacking.get(fqn, entry.num_elements) - held
+        if not any(lacking.values()):
+            enough = number
+    return enough
 
 
 class _Merge:
@@ -416,7 +460,7 @@ class _Merge:
     def _add_tensor(self, merged: DcpMetadata, fqn: str, file_ids: Sequence[Sequence[int]]) -> None:
         """Add the chunks of all ranks; an equal region is a replica and is left out."""
         first: TensorEntry | None = None
-        seen: set[Region] = set()
+        seen: dict[Region, int] = {}
         begin = len(merged.chunks)
         for part, ids in zip(self._parts, file_ids, strict=True):
             entry = part.tensors.get(fqn)
@@ -431,10 +475,11 @@ class _Merge:
                 continue
             table = part.chunks
             for row, region in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
+                place = ids[table.file[row]], table.start[row], table.nbytes[row]
                 if region in seen:
+                    merged.copies.append(Copy(fqn, seen[region], place))
                     continue
-                seen.add(region)
-                new = merged.chunks.append(ids[table.file[row]], table.start[row], table.nbytes[row], region)
+                seen[region] = new = merged.chunks.append(*place, region)
                 if row in part.transforms:
                     merged.transforms[new] = part.transforms[row]
         assert first is not None

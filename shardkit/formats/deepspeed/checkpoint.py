@@ -31,6 +31,7 @@ from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.files import storage
 from shardkit.formats.contract import Checkpoint, Opener, asset_directories, inner, listing, parent
+from shardkit.formats.contract.copies import Copies, StoredCopy
 from shardkit.formats.contract.optimizer import (
     GROUPS,
     STATE,
@@ -153,13 +154,34 @@ def _open_zero(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
     opened_files = [item.file for group in (states, optimizers, experts) for item in group]
     weights = _assemble(opened_files, states, masters, experts)
     notes = _notes_on_masters(main, optimizers)
+    if main.leaves_frozen_out and first.stage > 1:  # DeepSpeed 0.19.8, engine._save_checkpoint: else a dict
+        notes.append(_WITHOUT_FROZEN)
+    copies = _compare_buffers(states)
+    notes += copies.notes()
     checkpoint = _checkpoint(path, tag, main, weights, f"zero{first.stage}", notes)
     reason = "of an earlier save, with other ranks or another stage"
     return replace(
         checkpoint,
         optimizer=partial(open_zero_optimizer, tag.directory, main, optimizers),
+        why_missing=_WITHOUT_FROZEN if _WITHOUT_FROZEN in notes else "",
+        differing=copies.differing(),
         skipped=(*((tag.prefix + name, reason) for name in stale), *checkpoint.skipped),
     )
+
+
+def _compare_buffers(states: Sequence[ModelStates]) -> Copies:
+    """Compare the buffers of all ranks with those of the first, whose are taken."""
+    copies, main = Copies(), states[0]
+    for state in states[1:]:
+        for name, copy in state.module.items():
+            first = main.module.get(name)
+            if isinstance(first, TensorRef) and isinstance(copy, TensorRef) and first.nbytes:
+                stored = StoredCopy.of(first), main.file.name, StoredCopy.of(copy), state.file.name
+                copies.compare(name, *stored)
+    return copies
+
+
+_WITHOUT_FROZEN = "saved with exclude_frozen_parameters=True: parameters that were not trained are in no file, and the base has them"
 
 
 def _open_without_optimizer(path: str, tag: Tag, files: StateFiles) -> Checkpoint:

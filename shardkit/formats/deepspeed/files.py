@@ -93,6 +93,8 @@ class ModelStates:
     """The shapes of the optimizer's parameters, by group and in the order of the flat tensors. None without ZeRO."""
     frozen: Mapping[str, Shape]
     """Parameters that the optimizer does not have."""
+    leaves_frozen_out: bool
+    """With ZeRO-2 and 3: saved with `exclude_frozen_parameters=True`."""
     fragments: Mapping[str, TensorRef]
     """Frozen parameters: with ZeRO-3 the rank's flat part, otherwise all of it."""
     shared: Mapping[str, str]
@@ -269,7 +271,7 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
     """Return the content of a model file.
 
     Args:
-        first: rank 0's file, if this is another rank's: what both say is kept once, and the module is left out.
+        first: rank 0's file, if this is another rank's: what both say is kept once, and of the module the buffers alone.
 
     Raises:
         SourceError: it is not such a file, or was saved in a way that ZeRO's rules do not cover.
@@ -277,7 +279,9 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
     tree = _tree(file)
     if "module" not in tree:
         raise _refusal(file, "it has no entry 'module'")
-    module = _strings(tree["module"]) if first is None else {}
+    module = _strings(tree["module"])
+    if first is not None:
+        module = {name: module[name] for name in first.buffers if name in module}
     shapes = tree.get("param_shapes")
     groups = None if shapes is None else [_shapes(file, group) for group in _list(shapes)]
     layers = _list(tree.get("ds_autoep_layers") or tree.get("autoep_layers") or [])
@@ -299,6 +303,7 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
         module=module,
         buffers=frozenset(map(str, buffers)) if first is None and isinstance(buffers, list) else frozenset(),
         groups=groups if first is None or groups != first.groups else first.groups,
+        leaves_frozen_out="frozen_param_shapes" in tree and tree["frozen_param_shapes"] is None,
         frozen=frozen if first is None or frozen != first.frozen else first.frozen,
         fragments=fragments,
         shared={name: value for name, value in shared.items() if isinstance(value, str)},

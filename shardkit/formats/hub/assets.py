@@ -35,13 +35,26 @@ _OF_TOKENIZERS = tuple(
     additional_chat_templates/*.jinja
     """.split()
 )
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+_NO_VOCABULARY = (
+    *(
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "merges.txt",
+        "normalizer.json",
+    ),
+    *("tokenization_*.py", *_TEMPLATES),
+)
 # A processor's other tokenizers: InstructBLIP's `qformer_tokenizer`.
 _TOKENIZER_FOLDER = "*_tokenizer"
-_BY_TOOLS = (
-    *("config.json", "hf_quant_config.json", "generation_config.json", *_OF_TOKENIZERS),
-    *(f"{_TOKENIZER_FOLDER}/{name}" for name in _OF_TOKENIZERS if "/" not in name),
+_OF_PROCESSORS = (
     *("preprocessor_config.json", "processor_config.json", "image_processor_config.json"),
     *("video_preprocessor_config.json", "video_processor_config.json", "audio_tokenizer_config.json"),
+    *(f"{_TOKENIZER_FOLDER}/{name}" for name in _OF_TOKENIZERS if "/" not in name),
+)
+_BY_TOOLS = (
+    *("config.json", "hf_quant_config.json", "generation_config.json", *_OF_TOKENIZERS, *_OF_PROCESSORS),
     *(
         "modules.json",
         "sentence_bert_config.json",
@@ -64,7 +77,20 @@ _MAX_FILES = 20_000
 
 _WEIGHTS = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.ggml", "*.onnx", "*.onnx_data"),
-    *("*.h5", "*.msgpack", "*.npz", "*.npy", "*.ot", "*.tflite", "*.nemo", "*.pkl", "*.pickle", "*.distcp"),
+    *(
+        "*.h5",
+        "*.msgpack",
+        "*.npz",
+        "*.npy",
+        "*.ot",
+        "*.tflite",
+        "*.nemo",
+        "*.keras",
+        "*.pdparams",
+        "*.pkl",
+        "*.pickle",
+        "*.distcp",
+    ),
 )
 # Files that surely hold no weights. A list of all that may hold some would never be complete, so every other file that
 # is not carried along is reported.
@@ -78,24 +104,24 @@ _NO_WEIGHTS = tuple(
     """.split()
 )
 _NOT_WALKED = (".git", os.path.join(".cache", "huggingface"))  # of git and of `hf download`
-# (pattern of names, what they are). The first that matches counts.
+# (patterns of names, what they are). The first that matches counts.
 _BESIDE = (
-    ("adapter*", "an adapter, which is not merged into the weights"),
-    ("optim*", "state of the optimizer"),
-    ("*_optim_states.pt", "state of the optimizer"),
-    ("*scheduler*", "state of the trainer"),
-    ("rng*", "state of the trainer"),
-    ("random_states*", "state of the trainer"),
-    ("scaler*", "state of the trainer"),
-    ("training_args.bin", "arguments of the trainer"),
-    ("*.gguf", "a copy of the model in another form (GGUF)"),
-    ("*.onnx*", "a copy of the model in another form (ONNX)"),
-    ("openvino*", "a copy of the model in another form (OpenVINO)"),
-    ("tf_model*", "a copy of the model in another form (TensorFlow)"),
-    ("flax_model*", "a copy of the model in another form (Flax)"),
-    ("consolidated*", "a copy of the model in its authors' own form"),
-    ("pytorch_model*", "a copy of the model in the older form"),
+    (("adapter*",), "an adapter, which is not merged into the weights"),
+    (
+        (
+            "optim*",
+            "*_optim_states.pt",
+            "*scheduler*",
+            "rng*",
+            "random_states*",
+            "scaler*",
+            "training_args.bin",
+        ),
+        "state of the trainer",
+    ),
 )
+# The same model once more, in another form.
+_COPIES = ("*.gguf", "*.onnx*", "openvino*", "tf_model*", "flax_model*", "consolidated*", "pytorch_model*")
 _NOT_NAMED = "not among the model's weight files"
 
 
@@ -128,6 +154,21 @@ def is_own_card(data: bytes) -> bool:
 def is_tokenizer_file(name: str) -> bool:
     """True for the name of an asset that belongs to a tokenizer."""
     return is_asset(name) and _is_any(name, _TOKENIZER)
+
+
+def is_processor_file(name: str) -> bool:
+    """True for the name of an asset that belongs to a processor, and not to its main tokenizer."""
+    return _is_any(name, _OF_PROCESSORS)
+
+
+def is_template(name: str) -> bool:
+    """True for the name of a chat template's file."""
+    return _is_any(name, _TEMPLATES)
+
+
+def is_vocabulary(name: str) -> bool:
+    """True for the name of a tokenizer's file that has its tokens."""
+    return _is_any(name, _TOKENIZER) and not _is_any(name, _NO_VOCABULARY)
 
 
 def is_asset_folder(name: str) -> bool:
@@ -234,11 +275,27 @@ def weights_beside(
 
 def may_be_model(name: str) -> bool:
     """True for the name of a file with weights that does not say that they are something else's than a model's."""
-    return is_weights(name) and _what(name) == _NOT_NAMED
+    return is_weights(name) and _what(name) == _NOT_NAMED and not _matches(name, _COPIES)
+
+
+def unread_weights(names: Iterable[str]) -> list[str]:
+    """Return the files that may hold a model's weights, by their endings, where none of them was read."""
+    return [name for name in sorted(names) if is_weights(name) and _what(name) == _NOT_NAMED]
+
+
+def unknown_settings(names: Iterable[str]) -> list[str]:
+    """Return the JSON files in a model's directory that are neither assets nor an index: settings of another library."""
+    return [
+        name
+        for name in sorted(names)
+        if name.endswith(".json") and not is_asset(name) and ".index." not in name
+    ]
 
 
 def _what(name: str) -> str:
-    return next((what for pattern, what in _BESIDE if fnmatchcase(name, pattern)), _NOT_NAMED)
+    return next(
+        (what for patterns, what in _BESIDE if any(fnmatchcase(name, each) for each in patterns)), _NOT_NAMED
+    )
 
 
 def list_weights(directory: str) -> list[str]:

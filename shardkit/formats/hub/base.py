@@ -9,16 +9,16 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from shardkit._version import DOCS
+from shardkit._version import page
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
 from shardkit.core.factored import weight_of
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape, in_shell
+from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.errors import IntegrityError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import is_data_folder
@@ -28,13 +28,24 @@ from shardkit.formats.contract import (
     OpenedHubModel,
     absent,
     has_model_config,
+    inner,
+    listing,
     meant_path,
+    own_name,
 )
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG, adapted_model
-from shardkit.formats.hub.assets import CONFIG, MODULES, asset_patterns, list_assets, module_folders
-from shardkit.formats.hub.directory import open_model, read_config, repo_id_of
-from shardkit.formats.hub.files import select_weights
-from shardkit.formats.hub.repo import fetch_files, named_repo, open_headers
+from shardkit.formats.hub.assets import (
+    CONFIG,
+    asset_patterns,
+    list_assets,
+    list_weights,
+    module_folders,
+    unknown_settings,
+    unread_weights,
+)
+from shardkit.formats.hub.directory import library_of, open_model, read_config, repo_id_of
+from shardkit.formats.hub.files import DIFFUSERS, MODEL, select_weights
+from shardkit.formats.hub.repo import fetch_files, list_files, named_repo, open_headers
 from shardkit.keys.expressions import Expression, from_json, leaves
 from shardkit.keys.renaming import KeyRule, find_rules
 from shardkit.transfer.sources import same_bytes
@@ -42,6 +53,13 @@ from shardkit.transfer.sources import same_bytes
 SAVED_ROOT = "model"  # what `shardkit.save` puts a model's names under
 SAVED_ASSETS = "huggingface"  # where it puts config and tokenizer, as verl does
 _TRAINER_STATE = "trainer_state.json"  # transformers' Trainer saves the model that it trains beside it
+_TRACKER = "latest"  # of DeepSpeed: names the newest of its steps
+_ACCELERATES = "pytorch_model"  # accelerate's only tag of DeepSpeed, in the directory of a step
+_PART = re.compile(r"pytorch_model(_fsdp_\d+)?")  # what accelerate makes in it
+_NUMBERED = re.compile(
+    r"(?<![a-z])(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)[-_=]?\d", re.IGNORECASE
+)
+_STEP = re.compile(rf".*{_NUMBERED.pattern[:-2]}(?P<number>\d+)(\.\w+)?|.*\.ckpt", re.IGNORECASE)
 
 
 class BaseTensor(NamedTuple):
@@ -49,6 +67,35 @@ class BaseTensor(NamedTuple):
 
     dtype: DType
     shape: Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileDifference:
+    """What a file of the checkpoint means otherwise than the base's."""
+
+    file: str
+    """Name of the file, or of the first of a tokenizer's."""
+    key: str
+    """Dotted."""
+    checkpoint: str
+    """The value there, as JSON; long ones are cut."""
+    base: str
+    """The base's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnFiles:
+    """What a checkpoint's own directory has beside the weights, in place of the base's."""
+
+    config: Mapping[str, Any] | None = None
+    """config.json; None if the base's is written."""
+    names: frozenset[str] = frozenset()
+    """Of all its files in the base's `assets`."""
+    contents: Mapping[str, bytes] = field(default_factory=dict)
+    """Of files that are not copied as they are, by name."""
+    differences: tuple[FileDifference, ...] = ()
+    """From the base, in meaning."""
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +116,10 @@ class Base:
     """Files beside the weights: name -> path. Those of modules hold weights too."""
     left_out: tuple[tuple[str, str], ...] = ()
     """(name, what it is) of other files with weights there, which are not copied."""
+    stem: str
+    """What the names of its weight files begin with; where it has none, what its library looks for."""
+    index: str | None = None
+    """The name of its index, if it has one."""
     is_given: bool
     """A person named it; otherwise it was found in the checkpoint."""
     repo_id: str | None = None
@@ -77,8 +128,12 @@ class Base:
     """A trainer wrote it, and may have changed the config for the run."""
     says_dtype: bool = False
     """shardkit put the config there, with the dtype that is right for the weights as they are."""
+    own: OwnFiles | None = None
+    """Files of the checkpoint that count before those of the base that a person named; None if none were looked for."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
+    warnings: tuple[str, ...] = ()
+    """Why the names were not compared with it."""
 
     @property
     def download(self) -> str:
@@ -100,13 +155,10 @@ def holds_equal(base: Base, one: str, other: str) -> bool:
     return is_raw and same_bytes(catalog, one, other)
 
 
-_WEIGHT_FILE = re.compile(r"model(-\d{5,6}-of-\d{5,6})?\.safetensors")
-
-
 def files_of(base: Base) -> dict[str, list[str]] | None:
     """Return the names of the tensors in each weight file of a base, in the order of their bytes.
 
-    None if its files are not at hand, or have other names than transformers gives them.
+    None if its files are not at hand, or lie in folders.
     """
     catalog = base.catalog
     if catalog is None or catalog.format != "safetensors" or not catalog.tensors:
@@ -119,7 +171,7 @@ def files_of(base: Base) -> dict[str, list[str]] | None:
         rows.setdefault(catalog.files[catalog.chunks.file[chunk]].name, []).append(
             (catalog.chunks.start[chunk], name)
         )
-    if not all(map(_WEIGHT_FILE.fullmatch, rows)):
+    if any("/" in file or not file.endswith(".safetensors") for file in rows):
         return None
     return {file: [name for _, name in sorted(rows[file])] for file in sorted(rows)}
 
@@ -143,7 +195,7 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
             try:
                 return _fetch(repo.id, repo.revision)
             except ShardkitError as error:
-                raise meant_path(base, error) from error
+                raise meant_path(base, error) from None
         raise absent(base, hint=f"check the path of --base, or {NAME_A_REPO}")
     if revision is not None:
         raise UsageError(f"--base {escape(base)} is a local path, it has no revision {escape(revision)!r}")
@@ -163,7 +215,10 @@ def find_base(checkpoint: Checkpoint) -> Base | None:
     recorded = _manifest_of(checkpoint)
     kept = recorded.others or () if isinstance(recorded, (manifest.Presharded, manifest.SavedState)) else ()
     says_dtype = any(file.name == f"{SAVED_ASSETS}/{CONFIG}" for file in kept)
-    return replace(base, is_trainers=is_trainers, says_dtype=says_dtype)
+    config = base.config
+    if is_trainers and config is not None and isinstance(names := config.get("architectures"), list):
+        config = {**config, "architectures": [str(name).removeprefix("FSDP") for name in names]}
+    return replace(base, config=config, is_trainers=is_trainers, says_dtype=says_dtype)
 
 
 def find_config(checkpoint: Checkpoint) -> str | None:
@@ -172,7 +227,54 @@ def find_config(checkpoint: Checkpoint) -> str | None:
         names = storage.listdir(directory)
         if CONFIG in names or ADAPTER_CONFIG in names:
             return directory
-    return None
+    recorded, directory = recorded_shards(checkpoint), checkpoint.catalog.directory
+    # preshard copied it, whatever library reads it.
+    is_models = recorded is not None and recorded.hub_names is None
+    return directory if is_models and storage.isfile(os.path.join(directory, CONFIG)) else None
+
+
+def own_directories(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return those of a checkpoint's directories of config and tokenizer that are its own, and not the run's above it."""
+    is_model = checkpoint.hub is not None
+    return tuple(place for place in checkpoint.assets if is_model or _is_own(place, checkpoint.path))
+
+
+def own_home(checkpoint: Checkpoint) -> str | None:
+    """Return the first of a checkpoint's own directories with the config.json of a model; None if there is none."""
+    return next((place for place in own_directories(checkpoint) if has_model_config(place)), None)
+
+
+def own_config(checkpoint: Checkpoint) -> dict[str, object] | None:
+    """Return the config.json in `own_home`."""
+    home = own_home(checkpoint)
+    return None if home is None else read_config(home)
+
+
+def places_of_settings(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return where the settings of an adapter may lie that are a checkpoint's own."""
+    return (*own_directories(checkpoint), checkpoint.catalog.directory, checkpoint.path)
+
+
+def _is_own(place: str, path: str) -> bool:
+    """True for a directory below what was opened; for itself, or the one above, if only this checkpoint lies there."""
+    home, opened = storage.absolute(place), storage.absolute(path)
+    step, part = (_STEP.fullmatch(own_name(each)) for each in (home, opened))
+    if home == opened:  # DeepSpeed's directory of several steps is opened by its newest
+        is_step = step is not None or _TRAINER_STATE in listing(home) or inner(home, _ACCELERATES) is not None
+        return is_step or _TRACKER not in listing(home)
+    if home.startswith(os.path.join(opened, "")):
+        return True
+    if step is not None:  # `checkpoint-10/global_step10`, but not `run-step2/checkpoint-10`
+        return part is None or part["number"] == step["number"]
+    return _PART.fullmatch(own_name(opened)) is not None or _is_alone(opened)
+
+
+def _is_alone(path: str) -> bool:
+    """True for a file of a whole model, none of several beside each other."""
+    if storage.isdir(path) or _NUMBERED.search(os.path.basename(path)):
+        return False
+    names = listing(os.path.dirname(path))
+    return sum(os.path.splitext(name)[1] == os.path.splitext(path)[1] for name in names) == 1
 
 
 def saved_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...] | None:
@@ -317,7 +419,7 @@ def read_derived(recorded: manifest.Manifest | None) -> dict[str, Expression]:
     except ValueError as error:
         raise SourceError(
             f"{manifest.NAME}: derived: {error}",
-            hint=f"the file was written by something else; {DOCS}/format.md describes it",
+            hint=f"the file was written by something else; {page('format.md')} describes it",
         ) from None
 
 
@@ -353,14 +455,35 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
     assets, refused = list_assets(directory)
     base = _describe(label, directory, model, assets, is_given=is_given)
     if is_given and base.config is None and ADAPTER_CONFIG not in storage.listdir(directory):
-        raise _no_config(label, directory)
+        raise SourceError(
+            f"--base {escape(label)} has no {CONFIG}",
+            problems=[f"found {escape(name)}" for name in sorted(listing(directory))],
+            hint="give the directory of a Hub model (in the Hub's cache: snapshots/<commit>), or its repo id",
+        )
     if refused:
         notes.append(
             f"{count(len(refused), 'file')} of {escape(label)} not copied, as links that leave it, or lead to nothing, are not followed: "
             + ", ".join(map(escape, refused))
             + "; --follow-links copies what they lead to"
         )
-    return replace(base, catalog=model.catalog if model else None, notes=tuple(notes))
+    unread = unread_weights(list_weights(directory)) if is_given and model is None else []
+    settings = unknown_settings(storage.listdir(directory)) if is_given else []
+    if settings:
+        notes.append(f"not copied, as only another library reads it: {listed(settings)} of {escape(label)}")
+    return replace(
+        base,
+        catalog=model.catalog if model else None,
+        notes=tuple(notes),
+        warnings=tuple(_not_compared(label, unread)),
+    )
+
+
+def _not_compared(label: str, unread: Collection[str]) -> Iterator[str]:
+    if unread:
+        yield (
+            f"names were not compared: {listed(unread)}: nothing in {escape(label)} is named as the weights of a model; "
+            f"a base with {MODEL}.safetensors would be compared"
+        )
 
 
 def _describe(
@@ -368,33 +491,18 @@ def _describe(
 ) -> Base:
     tensors = model.catalog.tensors.values() if model else ()
     beside = model.beside if model and is_given else ()
+    config = read_config(directory)
     return Base(
         label=label,
         directory=directory,
-        config=read_config(directory),
+        config=config,
+        stem=model.stem if model else DIFFUSERS if library_of(config) == "diffusers" else MODEL,
+        index=model.index if model else None,
         tensors={entry.fqn: BaseTensor(entry.dtype, entry.shape) for entry in tensors} if model else None,
         assets=assets,
         left_out=tuple(item for item in beside if item[0] not in assets),
         is_given=is_given,
         repo_id=repo_id_of(directory),
-    )
-
-
-def _no_config(label: str, directory: str) -> SourceError:
-    """Return the error for a directory without a config; a sentence-transformers model has it in a module's directory."""
-    parts = [folder for folder in module_folders(directory) if read_config(os.path.join(directory, folder))]
-    models = [part for part in parts if _has_weights(os.path.join(directory, part), legacy=True)]
-    models = [part for part in models if has_model_config(os.path.join(directory, part))]
-    if not models:
-        hint = "give the directory of a Hub model (in the Hub's cache: snapshots/<commit>), or its repo id"
-        return SourceError(f"--base {escape(label)} has no {CONFIG}", hint=hint)
-    part = models[0]
-    place, copy = in_shell(os.path.join(label, part)), in_shell(os.path.join("OUT", part))
-    return SourceError(
-        f"--base {escape(label)} has no {CONFIG}: its {MODULES} says that the model lies in a directory below",
-        problems=[f"{escape(model)}: a model of its own" for model in models],
-        hint=f"write into a copy, which keeps the other modules: cp -r {in_shell(label)} OUT; "
-        f"`shardkit consolidate CHECKPOINT {copy} --base {place} --overwrite`",
     )
 
 
@@ -435,5 +543,7 @@ def _fetch(repo_id: str, revision: str | None) -> Base:
     base = _describe(repo_id, folder, model, list_assets(folder)[0], is_given=True)
     if model is not None:
         return base
+    unread = unread_weights(list_files(repo_id, os.path.basename(folder)))
     note = f"{escape(repo_id)} has no safetensors weights: names and shapes were not compared with it"
-    return replace(base, notes=(note,))
+    warnings = tuple(_not_compared(repo_id, unread))
+    return replace(base, notes=() if warnings else (note,), warnings=warnings)

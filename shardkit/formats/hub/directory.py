@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -35,7 +36,7 @@ from shardkit.formats.contract import (
 )
 from shardkit.formats.hub.adapter import ADAPTER, ADAPTER_CONFIG, adapted_model, is_adapter_file
 from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
-from shardkit.formats.hub.files import Kind, WeightFiles, select_file, select_weights
+from shardkit.formats.hub.files import PLAIN_STEMS, Kind, WeightFiles, select_file, select_weights
 from shardkit.formats.hub.safetensors import SafetensorsHeader, StoredTensor, read_header
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ MAX_INDEX_BYTES = 256 << 20
 MAX_CONFIG_BYTES = 16 << 20
 
 # A search for the nearest name takes a second among 20,000; a wrong index lacks all of them at once.
+DIFFUSERS_CLASS = "_class_name"
+"""The key of a config.json of diffusers that names the model's class."""
 _FILES = (".safetensors", ".safetensors.index.json", ".bin.index.json")
-_PLAIN_STEMS = ("model", "pytorch_model")
 
 Elsewhere = Mapping[str, Callable[[], SafetensorsHeader]]
 """Names of weight files that are not on this machine, each with a function that returns its header."""
@@ -153,7 +155,10 @@ def open_weights(
         catalog=catalog,
         config=read_config(directory),
         directory=directory,
-        label=_label(directory) if not chosen_by_hand or not stem or stem in _PLAIN_STEMS else stem,
+        label=_label(directory) if not chosen_by_hand or not stem or stem in PLAIN_STEMS else stem,
+        stem=weights.stem,
+        index=weights.index,
+        settings={name: own for name, content in contents.items() if (own := _settings(content))},
         identity=manifest.RecordedSource(
             files=tuple(
                 manifest.RecordedSourceFile(name=name, size_bytes=content.size, crc32=content.crc32)
@@ -164,6 +169,11 @@ def open_weights(
         ),
         download_bytes=sum(contents[name].size for name in contents if name in elsewhere),
     )
+
+
+def _settings(content: Content) -> dict[str, str]:
+    said = content.metadata if isinstance(content, SafetensorsHeader) else {}
+    return {key: value for key, value in said.items() if key != "format"}
 
 
 def weight_files(
@@ -307,6 +317,13 @@ def _check_index(index: HubIndex, contents: dict[str, Content], index_name: str)
     lacking = [
         (fqn, listed) for fqn, listed in index.weight_map.items() if listed not in holders.get(fqn, ())
     ]
+    nowhere = Counter(listed for fqn, listed in lacking if fqn not in holders)
+    as_records = {
+        name
+        for name, content in contents.items()
+        if isinstance(content, SafetensorsHeader) and nowhere[name] <= content.num_records
+    }
+    lacking = [(fqn, name) for fqn, name in lacking if fqn in holders or name not in as_records]
     closest = suggestions(
         [fqn for fqn, _ in lacking], (fqn for fqn in holders if fqn not in index.weight_map)
     )
@@ -366,6 +383,9 @@ def _catalog(
                 catalog.files.append(decoded)
             places[tensor.fqn] = (tensor.dtype, tensor.shape, file, start)
     for fqn in index.weight_map if index else places:
+        if fqn not in places:  # a record of torch.save before the tensors
+            catalog.objects += (fqn,)
+            continue
         dtype, shape, file, start = places[fqn]
         region = full_region(shape)
         chunk = (file, start, region.num_elements * dtype.itemsize, region)
@@ -376,7 +396,8 @@ def _catalog(
 def _notes(
     catalog: Catalog, index: HubIndex | None, index_name: str | None, contents: dict[str, Content]
 ) -> tuple[str, ...]:
-    notes = [note for content in contents.values() for note in content.notes]
+    headers = [content for content in contents.values() if isinstance(content, SafetensorsHeader)]
+    notes = [note for header in headers for note in header.notes]
     if index and index.total_bytes is not None and index.total_bytes != catalog.nbytes:
         notes.append(
             f"{escape(index_name or '')}: total_size is {count(index.total_bytes, 'byte')}, "
@@ -407,18 +428,31 @@ def read_config(directory: str) -> dict[str, object] | None:
 
 
 def model_class_of(config: Mapping[str, object] | None) -> str | None:
-    """Return the class of transformers, or of the model's own code, that a config.json names."""
+    """Return the class of transformers or diffusers, or of the model's own code, that a config.json names."""
     named = (config or {}).get("architectures")
-    name = named[0] if isinstance(named, list) and named else None
+    name = named[0] if isinstance(named, list) and named else (config or {}).get(DIFFUSERS_CLASS)
     return name if isinstance(name, str) and name.isidentifier() else None
 
 
-def loader_of(config: Mapping[str, object] | None) -> str:
-    """Return the class of transformers that has the `from_pretrained` of a model: for code of its own an `AutoModel...`."""
+def library_of(config: Mapping[str, object] | None) -> str | None:
+    """Return the library whose class a config.json names, so that its `from_pretrained` loads the model; None if none is."""
+    config = config or {}
+    code = config.get("auto_map")
+    if isinstance(config.get("model_type"), str) or (isinstance(code, dict) and "AutoConfig" in code):
+        return "transformers"
+    return "diffusers" if DIFFUSERS_CLASS in config and model_class_of(config) else None
+
+
+def own_loader_of(config: Mapping[str, object] | None) -> str | None:
+    """Return the `AutoModel...` of transformers that loads a model with code of its own; None if it has none."""
     named = (config or {}).get("auto_map")
     autos = (name for name in named if isinstance(name, str)) if isinstance(named, dict) else ()
-    own = [name for name in autos if name.startswith("AutoModel") and name.isidentifier()]
-    return own[0] if own else model_class_of(config) or "AutoModel"
+    return next((name for name in autos if name.startswith("AutoModel") and name.isidentifier()), None)
+
+
+def loader_of(config: Mapping[str, object] | None) -> str:
+    """Return the class of transformers that has the `from_pretrained` of a model."""
+    return own_loader_of(config) or model_class_of(config) or "AutoModel"
 
 
 def read_json(directory: str, name: str) -> dict[str, object] | None:
@@ -475,10 +509,15 @@ def as_checkpoint(path: str, model: OpenedHubModel) -> Checkpoint:
         has_checksums=any(file.checksums is not None for file in catalog.files),
         hub=model,
         roots={"model": ()},
-        assets=asset_directories(model.directory),
+        assets=asset_directories(model.directory) or _with_config(path, model),
         skipped=model.beside,
         notes=catalog.notes,
     )
+
+
+def _with_config(path: str, model: OpenedHubModel) -> tuple[str, ...]:
+    """Return a model's directory if it has a config.json: in there it is the model's, whatever library reads it."""
+    return (model.directory,) if model.config is not None and storage.isdir(path) else ()
 
 
 OPENERS = {"hub": Opener(is_hub_directory, open_hub_directory)}

@@ -1,14 +1,16 @@
-"""The weights of a Hub model, recognised by file names alone. Pure: no I/O.
+"""The weights of a Hub model, recognised by file names alone.
 
-    1. model.safetensors, or model.safetensors.index.json and the files that it lists
+    1. model.safetensors, or model.safetensors.index.json and the files that it lists; a model of diffusers has
+       diffusion_pytorch_model in place of model
     2. the only other *.safetensors.index.json
-    3. pytorch_model.bin, or pytorch_model.bin.index.json and the files that it lists
-    4. the only variant: model.<variant>.safetensors, its index, or either of pytorch_model
+    3. pytorch_model.bin, or pytorch_model.bin.index.json and the files that it lists; of diffusers the same
+    4. the only variant: model.<variant>.safetensors, its index, or either of the others
 
 If a variant is asked for, it replaces all four. Nothing else counts as the model's weights: adapters, optimizers
 and originals (`consolidated*`) often lie beside it.
 
-Source: transformers 5.23, modeling_utils._get_resolved_checkpoint_files and _add_variant.
+Source: transformers 5.24, modeling_utils._get_resolved_checkpoint_files and _add_variant; diffusers 0.42.1,
+utils/constants.py and utils/hub_utils.py, _add_variant: both libraries put a variant into the index's name before `.json`.
 """
 
 from __future__ import annotations
@@ -20,93 +22,58 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from shardkit.core.text import escape, in_shell, suggestion
+from shardkit.core.text import escape, suggestion
 from shardkit.errors import SourceError
+from shardkit.files import storage
+from shardkit.formats.contract import matching
 from shardkit.formats.hub.adapter import merge_command
-from shardkit.formats.hub.assets import may_be_model
 
 Kind = Literal["safetensors", "torch-bin"]
 
-_SHARD = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.(safetensors|bin)$")
+# Its number and the number of all; a rank's file of torch's Hugging Face writer has that of the rank.
+_SHARD = re.compile(
+    r"[-_.](?P<number>\d{1,9})[-_]of[-_](?!0*1\b)(?P<of>\d{1,9})(\.[\w-]+)?\.(safetensors|bin)$"
+    r"|^shard-(?P<rank>\d{1,9})-model-.*\.safetensors$",
+    re.ASCII | re.IGNORECASE,
+)
 _OF_A_SET = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,9})-of-(?P<of>\d{1,9}\.(safetensors|bin))", re.ASCII)
 _MAX_PARTS = 10_000
-# Weight file, index, and the index as transformers spells it; "" or ".<variant>" goes in.
-_FORMS: dict[Kind, tuple[str, str, str]] = {
-    "safetensors": (
-        "model{}.safetensors",
-        "model{}.safetensors.index.json",
-        "model.safetensors.index{}.json",
-    ),
-    "torch-bin": ("pytorch_model{}.bin", "pytorch_model{}.bin.index.json", "pytorch_model.bin.index{}.json"),
-}
+MODEL, DIFFUSERS = "model", "diffusion_pytorch_model"
+"""What the names of weight files begin with, for transformers and for diffusers."""
+_STEMS: tuple[tuple[Kind, str, str], ...] = (
+    ("safetensors", MODEL, "safetensors"),
+    ("safetensors", DIFFUSERS, "safetensors"),
+    ("torch-bin", "pytorch_model", "bin"),
+    ("torch-bin", DIFFUSERS, "bin"),
+)
+# Weight file, index, and the index as both libraries spell it; "" or ".<variant>" goes in.
+_FORMS: tuple[tuple[Kind, tuple[str, str, str]], ...] = tuple(
+    (kind, (f"{stem}{{}}.{end}", f"{stem}{{}}.{end}.index.json", f"{stem}.{end}.index{{}}.json"))
+    for kind, stem, end in _STEMS
+)
+# The older form: diffusers until 0.30, transformers until 4.47.
+_VARIANT = re.compile(
+    rf"({'|'.join(dict.fromkeys(stem for _, stem, _ in _STEMS))})"
+    r"(\.(?P<variant>[\w-]+?(\.[\w-]+?)*?)(-\d{5}-of-\d{5})?|-\d{5}-of-\d{5}\.(?P<older>[\w.-]+))\.(safetensors|bin)",
+    re.ASCII,
+)
+PLAIN_STEMS = frozenset(stem for _, stem, _ in _STEMS)
+"""Names of weight files that say nothing about the model."""
+_STEM = re.compile(
+    r"(?P<stem>.+?)(-\d{1,9}-of-\d{1,9})?\.(safetensors|bin)(\.index(\.[\w-]+)?\.json)?", re.ASCII
+)
 PIPELINE = "model_index.json"
 _NOT_THE_MODEL = ("adapter*", "consolidated*", "optimizer*")
-
-_CONSOLIDATE = "shardkit consolidate makes a Hub model of it, shardkit reshard writes it for another mesh"
-_OF_A_PIPELINE = "shardkit takes one model at a time: give the weight file of one of them; `ls {place}/*/*.safetensors` lists them"
-_ORIGINAL = "give the repo or directory with the original safetensors weights"
-_IN_REPO = (
-    f"{_ORIGINAL}; they often lie in the same repo: `hf download ORGANISATION/NAME "
-    "--include '*.safetensors' --include '*.json'` brings them here"
-)
-OTHER_FILES = {
-    ".gguf": ("a model in GGUF format", _ORIGINAL),
-    ".onnx": ("a model in ONNX format", _IN_REPO),
-    ".h5": ("a model of TensorFlow", _IN_REPO),
-    ".msgpack": ("a model of Flax", _IN_REPO),
+_OTHER_FORMS = {
+    "*.gguf": "a model in GGUF format",
+    "*.h5": "a model of TensorFlow",
+    "_CHECKPOINT_METADATA": "an Orbax checkpoint (JAX)",
 }
-"""By the ending of a file: what it is, and what to do."""
-OTHER_NAMES = (*(f"*{ending}" for ending in OTHER_FILES), "onnx")
-"""Patterns of names of models in forms that are not read."""
 TORCH_FILES = (".pt", ".pth", ".ckpt")
 """Endings of files of `torch.save`, which may hold anything."""
 _MERGE = (
     "give the model that it was trained on, or merge the two and give the result: {merge}; "
     "a model of another kind has a class of its own in place of AutoModelForCausalLM"
-)
-# (what, a pattern that some name must match, what to do), in the order in which they are tried. What to do has
-# {place} for the directory, {file} for what matches, and {merge} for the command that merges an adapter.
-_LOOKS_LIKE: tuple[tuple[str, str, str], ...] = (
-    ("a Lightning checkpoint (meta.pt)", "meta.pt", _CONSOLIDATE),
-    ("a sharded checkpoint (.metadata of torch.distributed.checkpoint)", ".metadata", _CONSOLIDATE),
-    ("a verl checkpoint (one .pt file for each rank)", "model_world_size_*_rank_*.pt", _CONSOLIDATE),
-    ("an accelerate checkpoint (pytorch_model_fsdp_0)", "pytorch_model_fsdp_0*", _CONSOLIDATE),
-    ("a DeepSpeed checkpoint", "global_step*", _CONSOLIDATE),
-    ("sharded files of torch's Hugging Face writer", "shard-*-model-*.safetensors", _CONSOLIDATE),
-    ("a PEFT adapter", "adapter_model.*", _MERGE),
-    (
-        "a model in its authors' own format only (consolidated files)",
-        "consolidated*",
-        "give the repo or directory with weights for transformers",
-    ),
-    ("a diffusers pipeline, whose models lie in directories of their own", PIPELINE, _OF_A_PIPELINE),
-    ("one model of a diffusers pipeline", "diffusion_pytorch_model*", "give its weight file: {file}"),
-    *(
-        (
-            "shards whose index is missing",
-            f"{stem}-?????-of-?????.{ending}",
-            f"download {stem}.{ending}.index.json too",
-        )
-        for stem, ending in (("model", "safetensors"), ("pytorch_model", "bin"))
-    ),
-    (
-        "the top of a Hub cache entry",
-        "snapshots",
-        "give the directory of one commit, snapshots/<commit>, or the repo id",
-    ),
-    *(
-        (f"{what} only, which is not read", f"*{ending}", hint)
-        for ending, (what, hint) in OTHER_FILES.items()
-    ),
-    ("a model in ONNX format only, which is not read", "onnx", _IN_REPO),
-    *(
-        (
-            "a checkpoint in a file of torch.save",
-            f"*{ending}",
-            "`shardkit consolidate {file}` makes a Hub model of it",
-        )
-        for ending in TORCH_FILES
-    ),
 )
 
 
@@ -123,6 +90,15 @@ class WeightFiles:
     """What a person should be told about the choice."""
     numbered: tuple[str, ...] = field(default=(), compare=False)
     """Names of all files that are numbered as parts of a model, listed in an index or not."""
+
+    @property
+    def stem(self) -> str:
+        """What the names of the files begin with in a model of safetensors, variants aside: "model" for transformers'."""
+        name = self.index or self.single or ""
+        usual = next((stem for _, stem, _ in _STEMS if re.match(rf"{stem}[.-]", name)), None)
+        match = _STEM.fullmatch(name)
+        stem = usual or (match["stem"] if match else MODEL)
+        return MODEL if stem == "pytorch_model" else stem
 
     def unlisted(self, listed: Collection[str]) -> list[str]:
         """Return the files that are numbered as parts of one set with some that an index lists."""
@@ -162,9 +138,49 @@ def is_part(name: str) -> bool:
     return _SHARD.search(name) is not None
 
 
+def which_part(name: str) -> str | None:
+    """Return which part of a model a weight file is by its name, such as "part 1 of 9"; None if it is none."""
+    match = _SHARD.search(name)
+    if match is None:
+        return None
+    if match["rank"] is not None:
+        return "what one rank holds"
+    return f"part {int(match['number'])} of {int(match['of'])}"
+
+
+def part_notes(name: str) -> tuple[str, ...]:
+    """Return a note that says which part of a model a weight file is; none if it is none."""
+    part = which_part(name)
+    return (
+        ()
+        if part is None
+        else (f"{escape(name)} is {part} of a model: what the other files hold is not here",)
+    )
+
+
+def refuse_part(path: str) -> None:
+    """Refuse one file of several, given by its path, where a model is meant.
+
+    Raises:
+        SourceError: by its name it is one.
+    """
+    part = None if storage.isdir(path) else which_part(os.path.basename(path))
+    if part is not None:
+        raise SourceError(
+            f"{escape(path)} is {part} of a model, not a model",
+            hint="give the directory with all of its files, or their index (*.index.json); inspect and verify take one alone",
+        )
+
+
 def is_plain_file(name: str) -> bool:
     """True for the name that the only weight file of a model has."""
-    return any(name == single.format("") for single, *_ in _FORMS.values())
+    return any(name == single.format("") for _, (single, *_) in _FORMS)
+
+
+def variant_of(name: str) -> str | None:
+    """Return the variant of a weight file, such as "fp16" of model.fp16-00001-of-00002.safetensors; None if it is none's."""
+    match = _VARIANT.fullmatch(name)
+    return None if match is None else match["variant"] or match["older"]
 
 
 def select_weights(
@@ -188,14 +204,17 @@ def select_weights(
         SourceError: there are no weights, or more than one set; it says what was found.
     """
     if _is_sharded(names):  # even where weights of a model lie beside it
-        raise _nothing_found(names, label, adapted, is_repo=is_repo)
+        raise SourceError(
+            f"{escape(label)} is a sharded checkpoint of a training, not a Hub model",
+            hint="shardkit consolidate makes a Hub model of it, shardkit reshard writes it for another mesh",
+        )
     if variant is not None:
         weights = _with_variant(names, variant)
         if weights is None:
             raise _no_such_variant(names, label, variant)
     else:
-        weights = _default(names, "safetensors") or _other_index(names, label) or _default(names, "torch-bin")
-        weights = weights or _only_variant(names, label)
+        weights = _default(names, "safetensors", label) or _other_index(names, label)
+        weights = weights or _default(names, "torch-bin", label) or _only_variant(names, label)
         if weights is None:
             raise _nothing_found(names, label, adapted, is_repo=is_repo)
     return replace(weights, numbered=tuple(filter(_OF_A_SET.fullmatch, names)))
@@ -207,36 +226,40 @@ def select_file(name: str) -> WeightFiles:
     Raises:
         SourceError: by its name it is neither.
     """
-    shard = f"{escape(name)} is one shard of a larger model: what the others hold is missing"
-    notes = (shard,) if _SHARD.search(name) else ()
+    notes = part_notes(name)
     if name.endswith(".safetensors"):
         return WeightFiles(kind="safetensors", index=None, single=name, notes=notes)
     if name.endswith(".bin"):
         return WeightFiles(kind="torch-bin", index=None, single=name, notes=notes)
     if name.endswith(".json") and ".index." in name:
         return WeightFiles(kind="torch-bin" if ".bin." in name else "safetensors", index=name, single=None)
-    refused = other_form(name)
-    if refused is not None:
-        raise refused
     raise SourceError(
-        f"{escape(name)}: not a weight file that can be opened by itself",
+        f"{escape(name)}: {other_form([name]) or 'not a weight file that can be opened by itself'}",
         hint="give a directory, a .safetensors file, a .bin file, or an index (*.index.json)",
     )
 
 
-def other_form(path: str) -> SourceError | None:
-    """Return the error for a file with a model in a form that is not read; None if its name tells no such form."""
-    what, hint = OTHER_FILES.get(os.path.splitext(path)[1].lower(), (None, None))
-    return None if what is None else SourceError(f"{escape(path)}: {what}, which is not read", hint=hint)
+def other_form(names: Collection[str]) -> str | None:
+    """Return what some names are of a model that is in a form which is not read; None if they are of none."""
+    return next(
+        (f"{what}, which is not read" for pattern, what in _OTHER_FORMS.items() if matching(names, pattern)),
+        None,
+    )
 
 
 def _is_sharded(names: Collection[str]) -> bool:
     return ".metadata" in names or any(fnmatchcase(name, "model_world_size_*_rank_*.pt") for name in names)
 
 
-def _default(names: Collection[str], kind: Kind) -> WeightFiles | None:
-    single, index = (name if name in names else None for name in map(str.format, _FORMS[kind][:2], ("", "")))
-    return None if single is None and index is None else WeightFiles(kind=kind, index=index, single=single)
+def _default(names: Collection[str], kind: Kind, label: str) -> WeightFiles | None:
+    sets = list[WeightFiles]()
+    for form in (form for of, form in _FORMS if of == kind):
+        single, index = (name if name in names else None for name in map(str.format, form[:2], ("", "")))
+        if single is not None or index is not None:
+            sets.append(WeightFiles(kind=kind, index=index, single=single))
+    if len(sets) > 1:
+        raise _ambiguous(label, [weights.single or weights.index or "" for weights in sets])
+    return sets[0] if sets else None
 
 
 def _other_index(names: Collection[str], label: str) -> WeightFiles | None:
@@ -266,7 +289,7 @@ def _only_variant(names: Collection[str], label: str) -> WeightFiles | None:
 
 def _with_variant(names: Collection[str], variant: str) -> WeightFiles | None:
     """Return the files of a variant, safetensors before legacy ones; None if there are none."""
-    for kind, forms in _FORMS.items():
+    for kind, forms in _FORMS:
         matching = [name for form in forms if (name := form.format(f".{variant}")) in names]
         if len(matching) > 1:
             raise _ambiguous(f"variant {variant}", matching)
@@ -278,7 +301,7 @@ def _with_variant(names: Collection[str], variant: str) -> WeightFiles | None:
 
 def _variants(names: Collection[str]) -> Iterator[tuple[str, str, Kind]]:
     """Yield (variant, file name, kind) of every file that is named as a variant's."""
-    for kind, form in ((kind, form) for kind, forms in _FORMS.items() for form in forms):
+    for kind, form in ((kind, form) for kind, forms in _FORMS for form in forms):
         before, after = (re.escape(part) for part in form.split("{}"))
         pattern = re.compile(rf"{before}\.(?P<variant>[\w-]+(\.[\w-]+)*){after}", re.ASCII)
         for name in names:
@@ -317,34 +340,22 @@ def _nothing_found(names: Collection[str], label: str, adapted: str | None, *, i
     """Return an error that says what there is instead of a model's weights; arguments as for `select_weights`."""
     if not names and not is_repo:
         return empty_directory(label)
-    for what, pattern, hint in _LOOKS_LIKE:
-        seen = [name for name in names if fnmatchcase(name, pattern)]
-        if pattern.endswith(TORCH_FILES):
-            seen = [name for name in seen if may_be_model(name)]
-        # meta.pt alone says little; Lightning writes it beside .metadata.
-        if seen and (pattern != "meta.pt" or ".metadata" in names):
-            first = min(seen, key=lambda name: (not name.endswith(".safetensors"), len(name), name))
+    if adapters := matching(names, "adapter_model.*"):
+        return SourceError(
+            f"{escape(label)}: expected a Hub model, found a PEFT adapter: {escape(adapters[0])}",
+            hint=_MERGE.format(merge=merge_command(label, adapted, "merged")),
+        )
+    for _, stem, ending in _STEMS:
+        if shards := matching(names, f"{stem}-?????-of-?????.{ending}"):
             return SourceError(
-                f"{escape(label)}: expected a Hub model, this looks like {what}: {escape(first)}",
-                problems=[f"missing: {escape(name)}" for name in absent_parts(seen)],
-                hint=_what_to_do(hint, first, label, adapted, is_repo=is_repo),
+                f"{escape(label)}: expected a Hub model, found shards whose index is missing: {escape(shards[0])}",
+                problems=[f"missing: {escape(name)}" for name in absent_parts(shards)],
+                hint=f"download {stem}.{ending}.index.json too",
             )
-    visible = sorted(name for name in names if not name.startswith("."))
+    form = other_form(names)
     return SourceError(
-        f"{escape(label)}: no model weights found, neither model.safetensors nor an index",
-        problems=[f"found {escape(name)}" for name in visible],
+        f"{escape(label)}: no model weights found, neither model.safetensors nor an index"
+        + (f"; this is {form}" if form else ""),
+        problems=[f"found {escape(name)}" for name in sorted(names) if not name.startswith(".")],
         hint="give the directory that has them, or the weight file itself; or download them first",
     )
-
-
-def _what_to_do(hint: str, file: str, label: str, adapted: str | None, *, is_repo: bool) -> str:
-    """Return a hint of `_LOOKS_LIKE` with what it names; files of a repo have to be downloaded first."""
-    directory = "DIRECTORY" if is_repo else label
-    told = hint.format(
-        place=in_shell(directory),
-        file=in_shell(os.path.join(directory, file)),
-        merge=merge_command(label, adapted, "merged"),
-    )
-    if directory not in told or not is_repo:
-        return told
-    return f"`hf download {in_shell(label)}` brings it into a DIRECTORY; {told}"

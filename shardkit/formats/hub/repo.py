@@ -32,7 +32,7 @@ from shardkit.files.remote.hub import (
 from shardkit.formats.contract import OpenedHubModel
 from shardkit.formats.hub.assets import list_weights
 from shardkit.formats.hub.directory import Elsewhere, choose_weights, open_weights, weight_files, with_beside
-from shardkit.formats.hub.files import WeightFiles, select_weights
+from shardkit.formats.hub.files import DIFFUSERS, MODEL, WeightFiles, select_weights
 from shardkit.formats.hub.safetensors import LENGTH_BYTES, SafetensorsHeader, check_header, text_length
 
 # What building the model needs besides weights; remote code is fetched here and never run here.
@@ -44,7 +44,11 @@ _MAX_REPO_ID = 96
 _NUM_CONNECTIONS = 8
 _DOWNLOADED = "{name}: what a legacy file holds can be told only once it is here: the weights were downloaded into the cache"
 # Weights of an earlier upload in other files would be a second model beside the new ones.
-_REPLACED = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+_REPLACED = tuple(
+    f"{stem}{end}"
+    for stem in (MODEL, DIFFUSERS)
+    for end in (".safetensors", "-*-of-*.safetensors", ".safetensors.index.json")
+)
 # vLLM 0.11, model_executor/layers/quantization: get_config_filenames of ModelOpt, GPTQ and AWQ. Loaders take plain weights
 # beside one of them for quantised.
 _QUANTISED_CONFIGS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -222,6 +226,16 @@ def open_headers(repo_id: str, commit: str) -> OpenedHubModel | None:
     return with_beside(open_weights(folder, weights, elsewhere=elsewhere), there)
 
 
+def list_files(repo_id: str, commit: str) -> list[str]:
+    """Return the names of a repo's files; none where the Hub does not answer."""
+    from huggingface_hub import list_repo_files
+
+    try:
+        return list(list_repo_files(repo_id, revision=commit))
+    except Exception:  # the HTTP client's own types: no common base in huggingface_hub
+        return []
+
+
 class RepoFile(NamedTuple):
     """A file of a repo, as the Hub describes it."""
 
@@ -304,7 +318,7 @@ def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
     except ShardkitError:
         raise
     except Exception as error:  # also whatever the HTTP client and the Xet client raise
-        raise _explain(error, repo_id, revision) from error
+        raise _explain(error, repo_id, revision) from None
 
 
 def _explain(error: Exception, repo_id: str, revision: str | None) -> ShardkitError:
@@ -422,8 +436,12 @@ def _senseless(name: str, reason: str) -> ResourceError:
     )
 
 
-def check_push(repo_id: str) -> None:
+def check_push(repo_id: str, *, is_tried: bool = False) -> None:
     """Refuse a repo that nothing can be uploaded to, before any work is done.
+
+    Args:
+        repo_id: as it was given.
+        is_tried: only a dry run: nobody needs to be logged in.
 
     Raises:
         UsageError: not a repo id, nobody is logged in, or huggingface_hub is told to stay offline.
@@ -432,6 +450,8 @@ def check_push(repo_id: str) -> None:
         raise UsageError(
             f"--push-to-hub {escape(repo_id)!r} is not a repo id", hint="write it as organisation/name"
         )
+    if is_tried:
+        return
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
@@ -490,7 +510,7 @@ def push(
             delete_patterns=[*_REPLACED, *_QUANTISED_CONFIGS],  # removes those that are not uploaded anew
         )
     except Exception as error:  # also whatever the HTTP client and the Xet client raise
-        raise _refused(error, directory, repo_id) from error
+        raise _refused(error, directory, repo_id) from None
     removed = there.intersection(_QUANTISED_CONFIGS).difference(storage.listdir(directory))
     return Pushed(url if branch is None else f"{url}/tree/{branch}", tuple(kept), tuple(sorted(removed)))
 
@@ -502,5 +522,5 @@ def _refused(error: Exception, directory: str, repo_id: str) -> ResourceError:
     login = "check HF_TOKEN or log in with `hf auth login`, then " if status in (401, 403) else ""
     return ResourceError(
         f"{escape(repo_id)}: the model cannot be uploaded: {reason}",
-        hint=f"it is complete in {escape(directory)}: {login}run the same command again to upload it",
+        hint=f"it is complete in {escape(directory)}: {login}run the same command again with --exist-ok to upload it",
     )

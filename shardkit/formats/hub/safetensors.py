@@ -4,6 +4,9 @@
     n bytes   JSON: {name: {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__": {str: str}}
     the rest  the data; offsets count from here, and tile it without a gap
 
+torch's HuggingFaceStorageWriter puts records of `torch.save` before that, one for each value that is no tensor. They are
+passed over: offsets count from behind them.
+
 A header that is read describes every byte of its file exactly once. An output's tensors are divided over files as
 transformers and huggingface_hub divide them: in order, each into the current file until that would become too large; a
 tensor larger than the limit gets a file of its own. Within a file wider elements come first, so that each tensor starts
@@ -33,6 +36,7 @@ from shardkit.files.digest import crc32
 from shardkit.files.shared_reads import HEADER
 from shardkit.files.strict_json import (
     DOWNLOAD_AGAIN,
+    ZIP,
     is_unicode,
     open_regular,
     parse_object,
@@ -82,9 +86,11 @@ class SafetensorsHeader:
     stamp: FileStamp | None
     """The file's, when the header was read; None if the file is not on this machine."""
     # What a legacy file may have besides, as in `BinFile`.
+    notes: tuple[str, ...] = ()
+    num_records: int = 0
+    """Records of `torch.save` before the tensors."""
     objects: ClassVar[tuple[str, ...]] = ()
     unreadable: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    notes: ClassVar[tuple[str, ...]] = ()
     checksums: ClassVar[None] = None
 
 
@@ -108,11 +114,37 @@ def read_header(path: str, name: str) -> SafetensorsHeader:
     known = shared_reads.take(HEADER, path)
     if known is None:
         with open_regular(path, name) as (fd, size):
+            if read_exactly(fd, 0, min(size, len(ZIP)), name) == ZIP:
+                return _behind_records(fd, size, name)
             length = text_length(read_exactly(fd, 0, min(size, LENGTH_BYTES), name), size, name)
             known = read_exactly(fd, LENGTH_BYTES, length, name), stamp_of(fd)
         shared_reads.note(HEADER, path, *known)
     text, stamp = known
     return check_header(text, stamp.size, name, stamp)
+
+
+def _behind_records(fd: int, size: int, name: str) -> SafetensorsHeader:
+    """Read the header behind records of `torch.save`; its places count from the start of the file."""
+    # Here: other files of a Hub model need nothing of torch.save's format.
+    from shardkit.formats.torchsave.archive import record_length
+
+    num_records, base = 0, 0
+    while read_exactly(fd, base, min(size - base, len(ZIP)), name) == ZIP:
+        base, num_records = base + record_length(fd, base, size, name), num_records + 1
+    if base == size:
+        raise SourceError(
+            f"{escape(name)}: {count(num_records, 'record')} of torch.save and nothing behind: not a safetensors file",
+            hint="if torch.save wrote it, give it the ending .bin",
+        )
+    length = text_length(read_exactly(fd, base, min(size - base, LENGTH_BYTES), name), size - base, name)
+    text = read_exactly(fd, base + LENGTH_BYTES, length, name)
+    header = check_header(text, size - base, name, stamp_of(fd))
+    note = (
+        f"{escape(name)} begins with {count(num_records, 'record')} of torch.save, of what is no tensor: not read, and "
+        "torch itself cannot open such a file"
+    )
+    tensors = tuple(tensor._replace(start=base + tensor.start) for tensor in header.tensors)
+    return replace(header, tensors=tensors, size=size, notes=(note,), num_records=num_records)
 
 
 def text_length(start: bytes, size: int, name: str) -> int:
@@ -129,6 +161,11 @@ def text_length(start: bytes, size: int, name: str) -> int:
     if size < LENGTH_BYTES:
         raise _damaged(name, f"expected at least {LENGTH_BYTES} bytes, found {size}")
     refuse_pointer(start, name)
+    if start.startswith(ZIP):
+        raise SourceError(
+            f"{escape(name)} begins with a record of torch.save, as torch's HuggingFaceStorageWriter puts before tensors",
+            hint="on a disk it is read: download the file",
+        )
     length = int.from_bytes(start, "little")
     if length > MAX_HEADER_BYTES:
         raise _damaged(
@@ -384,6 +421,8 @@ class SafetensorsImages(ImageList[SafetensorsImage]):
         max_shard_bytes: int | None,
         stem: str = "model",
         files: Mapping[str, Sequence[str]] | None = None,
+        index: str | None = None,
+        settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Place every tensor.
 
@@ -392,6 +431,8 @@ class SafetensorsImages(ImageList[SafetensorsImage]):
             max_shard_bytes: most bytes of tensors in one file; None makes a single one.
             stem: what the file names begin with.
             files: file name -> names of its tensors in their order, of all tensors; None divides them by size.
+            index: the name of the index of `files`; None if they have none.
+            settings: of each header, beside its format.
 
         Raises:
             SourceError: dtypes or names that safetensors cannot hold, or a header that is too large.
@@ -400,14 +441,18 @@ class SafetensorsImages(ImageList[SafetensorsImage]):
         self.stem = stem
         if files is not None:
             known = {tensor.fqn: tensor for tensor in tensors}
-            self.images = [_make_image(name, [known[fqn] for fqn in fqns]) for name, fqns in files.items()]
+            self.images = [
+                _make_image(name, [known[fqn] for fqn in fqns], settings) for name, fqns in files.items()
+            ]
         else:
             groups = _split(tensors, max_shard_bytes)
             self.images = [
-                _make_image(_file_name(stem, number, len(groups)), group)
+                _make_image(_file_name(stem, number, len(groups)), group, settings)
                 for number, group in enumerate(groups)
             ]
-        self.has_index = len(self.images) > 1
+        self.has_index = len(self.images) > 1 or index is not None
+        self.index_name = index or f"{stem}.safetensors.index.json"
+        """File name of the index."""
         self.data_nbytes = [sum(tensor.nbytes for tensor in image.tensors) for image in self.images]
         self._stored: dict[str, OutputTensor] = {}
         self._holes: dict[str, list[tuple[int, Hole]]] = {}
@@ -453,11 +498,6 @@ class SafetensorsImages(ImageList[SafetensorsImage]):
         }
         return json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
 
-    @property
-    def index_name(self) -> str:
-        """File name of the index."""
-        return f"{self.stem}.safetensors.index.json"
-
 
 def _file_name(stem: str, number: int, total: int) -> str:
     return f"{stem}.safetensors" if total == 1 else f"{stem}-{number + 1:05d}-of-{total:05d}.safetensors"
@@ -480,11 +520,11 @@ def _split(tensors: Sequence[OutputTensor], limit: int | None) -> list[list[Outp
     return [*groups, current] if current else groups
 
 
-def _make_image(name: str, tensors: Sequence[OutputTensor]) -> SafetensorsImage:
+def _make_image(name: str, tensors: Sequence[OutputTensor], settings: Mapping[str, str]) -> SafetensorsImage:
     ordered = tuple(tensors)
     if not are_aligned(ordered):
         ordered = tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))  # stable
-    header = make_header(name, ordered)
+    header = make_header(name, ordered, {"format": "pt", **settings})
     holes, start = list[Hole](), len(header)
     for tensor in ordered:
         for region in _regions(tensor):

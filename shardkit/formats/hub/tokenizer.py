@@ -7,7 +7,8 @@ sentencepiece_model.proto, field 1 of ModelProto.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from binascii import crc32
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,12 @@ from shardkit.formats.hub.assets import is_tokenizer_file, list_assets
 
 _MAX_BYTES = 256 << 20
 _MAX_TOKENS = 1 << 31
+SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_SAID_ROLES = ("bos_token", "eos_token", "pad_token")
+_TEXTS = ("tokenizer.json", "vocab.json", "vocab.txt")
+
+Files = Mapping[str, Callable[[], bytes]]
+"""Name -> what reads the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +33,7 @@ class Tokenizer:
     """A tokenizer's files."""
 
     label: str
-    """The directory, as it was given."""
+    """What it is, for messages; escaped."""
     files: Mapping[str, str]
     """Name -> path."""
     tokens: int | None
@@ -48,8 +55,13 @@ def open_tokenizer(directory: str) -> Tokenizer:
             f"--tokenizer {escape(directory)}: {none_there if is_directory else 'not a directory'}",
             hint="give the directory that the tokenizer's save_pretrained wrote, or a Hub model's",
         )
+    return read_tokenizer(f"--tokenizer {escape(directory)}", files)
+
+
+def read_tokenizer(label: str, files: Mapping[str, str]) -> Tokenizer:
+    """Read a tokenizer's files, name -> path; errors as for `open_tokenizer`."""
     refuse_pointers(files)
-    return Tokenizer(label=directory, files=files, tokens=_count(files))
+    return Tokenizer(label=label, files=files, tokens=_count(files))
 
 
 def tokenizer_files(directory: str) -> dict[str, str]:
@@ -77,6 +89,88 @@ def _count(files: Mapping[str, str]) -> int | None:
         for token_id in read(read_small(files[name], name, _MAX_BYTES), name)
     ]
     return min(max(max(listed[0]), *added, -1) + 1, _MAX_TOKENS)
+
+
+def token_ids(files: Files) -> dict[str, int]:
+    """Return the id of each token by its text, as far as files that list tokens are there; SentencePiece's are not read."""
+    ids, added = dict[str, Any](), list[Any]()
+    name = next((name for name in _TEXTS if name in files), None)
+    if name == "vocab.txt":
+        lines = files[name]().decode("utf-8", "replace").splitlines()
+        ids = {line: number for number, line in enumerate(lines)}
+    elif name is not None:
+        content = _object(files[name](), name)
+        model = content.get("model") if name == "tokenizer.json" else {"vocab": content}
+        vocab = model.get("vocab") if isinstance(model, dict) else None
+        if isinstance(vocab, list):  # pieces, each with its score
+            pieces = enumerate(vocab)
+            vocab = {str(piece[0]): number for number, piece in pieces if isinstance(piece, list) and piece}
+        ids = dict(vocab) if isinstance(vocab, dict) else {}
+        said = content.get("added_tokens")
+        added += said if isinstance(said, list) else []
+    if "added_tokens.json" in files:
+        ids |= _object(files["added_tokens.json"](), "added_tokens.json")
+    decoder = _settings(files).get("added_tokens_decoder")
+    for key, token in decoder.items() if isinstance(decoder, dict) else ():
+        added += [{**token, "id": int(key)}] if key.isdecimal() and isinstance(token, dict) else []
+    ids |= {str(token.get("content")): token.get("id") for token in added if isinstance(token, dict)}
+    return {token: number for token, number in ids.items() if isinstance(number, int)}
+
+
+def special_tokens(files: Files) -> dict[str, str]:
+    """Return the text of each special token by its role, such as `eos_token`."""
+    name, settings = "special_tokens_map.json", _settings(files)
+    said = {**(_object(files[name](), name) if name in files else {}), **settings}
+    plain = {role: token.get("content") if isinstance(token, dict) else token for role, token in said.items()}
+    return {
+        role: token for role, token in plain.items() if role.endswith("_token") and isinstance(token, str)
+    }
+
+
+def chat_template(files: Files) -> object:
+    """Return the chat template, as transformers finds it; None if there is none."""
+    if TEMPLATE in files:
+        return files[TEMPLATE]().decode("utf-8", "replace").strip()
+    name = "chat_template.json"
+    said = _settings(files).get("chat_template")
+    said = _object(files[name](), name).get("chat_template") if said is None and name in files else said
+    return said.strip() if isinstance(said, str) else said
+
+
+def tokenizer_differences(files: Files, base: Files) -> Iterator[tuple[str, str, object, object]]:
+    """Yield (file, what, value, the base's) of what a tokenizer means otherwise than the base's: tokens, template, length.
+
+    Vocabularies that are not read, such as SentencePiece's, differ in their bytes.
+    """
+    has_same = {name for name in files.keys() & base.keys() if files[name]() == base[name]()}
+    ids, theirs = ({}, {}) if "tokenizer.json" in has_same else (token_ids(files), token_ids(base))
+    if ids and theirs and ids != theirs:
+        alone = [
+            [token for token, number in one.items() if two.get(token) != number]
+            for one, two in ((ids, theirs), (theirs, ids))
+        ]
+        yield next((name for name in _TEXTS if name in files), SETTINGS), "tokens", alone[0], alone[1]
+    for name in sorted(files.keys() & base.keys() - has_same):
+        if name.endswith((".model", ".tiktoken")) or name == "merges.txt":
+            yield name, "crc32", f"{crc32(files[name]()):08x}", f"{crc32(base[name]()):08x}"
+    ours, own = special_tokens(base), special_tokens(files)
+    for role in sorted(own.keys() | ours.keys()):
+        is_added = role not in _SAID_ROLES and not (
+            role in own and role in ours
+        )  # Gemma's mask_token, by transformers 5
+        if own.get(role) != ours.get(role) and not is_added:
+            yield SETTINGS, role, own.get(role), ours.get(role)
+    for key in ("add_bos_token", "add_eos_token", "model_max_length"):
+        said, other = _settings(files).get(key), _settings(base).get(key)
+        if said is not None and other is not None and said != other:
+            yield SETTINGS, key, said, other
+    if (own_template := chat_template(files)) != (template := chat_template(base)):
+        file = next((name for name in (TEMPLATE, "chat_template.json") if name in files), SETTINGS)
+        yield file, "chat_template", own_template, template
+
+
+def _settings(files: Files) -> dict[str, Any]:
+    return _object(files[SETTINGS](), SETTINGS) if SETTINGS in files else {}
 
 
 def _object(data: bytes, name: str) -> dict[str, Any]:

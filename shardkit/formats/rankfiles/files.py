@@ -1,8 +1,9 @@
 """Put the tensors of several `torch.save` files together, where each file holds what one rank had.
 
-A part of a DTensor or ShardedTensor says where it lies in the whole. A plain tensor is the same on every
-rank: the first file's is taken, and the others must look like it. Replicas of a part are taken once. Files
-are opened one after another and only the places of their tensors are kept, so that 1,000 files fit in memory.
+A part of a DTensor or ShardedTensor says where it lies in the whole. A plain tensor should be the same on every
+rank: the first file's is taken, and the others must look like it. Replicas of a part are taken once. Where the CRC-32s
+that the zips record of two copies differ, that is said; no data is read for it. Files are opened one after another and
+only the places of their tensors are kept, so that 1,000 files fit in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from shardkit.core.regions import Region, Shape, find_tiling_error, full_region
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
 from shardkit.files.links import locate_all
-from shardkit.formats.contract import Checkpoint, DamagedFiles
+from shardkit.formats.contract import Checkpoint, DamagedFiles, DifferentCopies
+from shardkit.formats.contract.copies import Copies, StoredCopy
 from shardkit.formats.contract.optimizer import Path, path_name
 from shardkit.formats.torchsave.archive import Unsupported
 from shardkit.formats.torchsave.classes import refuse_objects
@@ -60,6 +62,11 @@ class Gathered(NamedTuple):
     contents: Mapping[str, frozenset[tuple[Region, int]]]
     """By tensor, (region, recorded CRC-32) of its parts; equal for copies. Only tensors whose parts all have one."""
 
+    differing: tuple[DifferentCopies, ...] = ()
+    """Copies of which the first file's are taken, although another file's have other bytes."""
+    notes: tuple[str, ...] = ()
+    """Of copies that were not compared, and of buffers that differ."""
+
     def as_checkpoint(self, path: str, format: str, writer: str) -> Checkpoint:
         """Return a checkpoint that holds these tensors, the model's alone, and nothing else."""
         return Checkpoint(
@@ -70,6 +77,8 @@ class Gathered(NamedTuple):
             select=self.select,
             has_checksums=True,
             roots={"model": ()},
+            differing=self.differing,
+            notes=self.notes,
         )
 
 
@@ -81,6 +90,7 @@ class _PartBytes(NamedTuple):
     nbytes: int
     crc: int | None
     """CRC-32 recorded for its bytes; None if others share the storage, or none is recorded."""
+    stored: StoredCopy
 
 
 class _CollectedTensor(NamedTuple):
@@ -199,6 +209,7 @@ class TensorCollector:
         self._unreadable: dict[str, str] = {}
         self._of_classes = set[str]()
         self._different: dict[str, str] = {}
+        self._copies = Copies()
 
     def add(self, file: TorchFile, tree: object, below: Path = ()) -> None:
         """Take the tensors of a file.
@@ -276,12 +287,16 @@ class TensorCollector:
         for region, part in parts:
             if region.num_elements and region not in tensor.chunks:
                 tensor.chunks[region] = self._place(name, part)
+            elif region.num_elements:
+                first = tensor.chunks[region]
+                taken = self._catalog.files[first.file].name
+                self._copies.compare(name, first.stored, taken, StoredCopy.of(part), source.name)
 
     def _place(self, name: str, tensor: TensorRef) -> _PartBytes:
         files, file = self._catalog.files, self._file_ids[-1]
         crc = tensor.crc32 if tensor.nbytes == tensor.data_nbytes else None
         if tensor.is_contiguous:
-            return _PartBytes(file, tensor.start, tensor.nbytes, crc)
+            return _PartBytes(file, tensor.start, tensor.nbytes, crc, StoredCopy.of(tensor))
         # Others may share the storage: only the stretch that this tensor reaches over is read.
         start = tensor.start
         record = replace(
@@ -289,7 +304,7 @@ class TensorCollector:
         )
         entry = TensorEntry(fqn=name, dtype=tensor.dtype, shape=tensor.shape, first_chunk=0, num_chunks=1)
         files.append(strided_file(files[file], entry, record))
-        return _PartBytes(len(files) - 1, 0, tensor.nbytes, crc)
+        return _PartBytes(len(files) - 1, 0, tensor.nbytes, crc, StoredCopy.of(tensor))
 
     def finish(self) -> Gathered:
         """Return the tensors, each of them whole.
@@ -325,6 +340,8 @@ class TensorCollector:
                 for name, tensor in tensors.items()
                 if all(chunk.crc for chunk in tensor.chunks.values())
             },
+            differing=self._copies.differing(),
+            notes=tuple(self._copies.notes()),
         )
 
     def _raise_problems(self) -> None:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeGuard
 from shardkit.core.catalog import Catalog
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
+from shardkit.formats.contract import copies_warnings
 from shardkit.formats.contract.optimizer import (
     GROUPS,
     PARAMS,
@@ -87,7 +88,7 @@ def open_optimizer_files(
     others: dict[tuple[str, str], object] = {}
     shapes = {parameter.name: parameter.shape for parameter in parameters}
     first: RankStateDict | None = None
-    for state in open_each(directory, names, _read):
+    for state in open_each(directory, names, read_states):
         if isinstance(state, str):
             return Unmapped(names, state)
         if first is None and len(names) > 1 and _is_flat(state, parameters):
@@ -97,7 +98,7 @@ def open_optimizer_files(
             if isinstance(decided, str):
                 return Unmapped(names, decided)
             first, named = state, decided
-        reason = _problem(state, named, None if len(names) == 1 else shapes)
+        reason = why_unusable(state, named, None if len(names) == 1 else shapes)
         if reason is not None:
             return Unmapped(names, f"{escape(state.file.name)}: {reason}")
         by_name = {named[key]: leaves for key, leaves in state.states.items()}
@@ -105,19 +106,20 @@ def open_optimizer_files(
         agreement.add(state.file.name, by_name, state.groups)
         for name, leaves in by_name.items():
             for leaf, value in leaves.items():
-                if not _is_tensor(value):
+                if not is_tensor(value):
                     others.setdefault((name, leaf), value)
     assert first is not None
     agreement.check()
-    writer = StateWriter(gathering.finish().catalog, first.file.source)
+    gathered = gathering.finish()
+    writer = StateWriter(gathered.catalog, first.file.source)
     for (fqn, leaf), value in others.items():
         writer.add_object(state_path(fqn, leaf), value)
     groups = first.groups or ()
     writer.add_groups(groups, [[named[key] for key in group[PARAMS] if key in named] for group in groups])
-    return writer.finish(_notes(first, named))
+    return writer.finish([*_notes(first, named), *gathered.notes, *copies_warnings(gathered.differing)])
 
 
-def _read(file: TorchFile) -> RankStateDict | str:
+def read_states(file: TorchFile) -> RankStateDict | str:
     """Return the state dict in a file, or that it holds none."""
     tree = file.tree if isinstance(file.tree, dict) else {}
     states, groups = tree.get(STATE), read_groups(file.name, tree.get(GROUPS))
@@ -142,12 +144,12 @@ def _in_groups(state: RankStateDict) -> list[_Key]:
     return [key for group in state.groups or () for key in group[PARAMS]]
 
 
-def _is_tensor(value: object) -> TypeGuard[TensorRef | DistributedRef | UnreadableTensor]:
+def is_tensor(value: object) -> TypeGuard[TensorRef | DistributedRef | UnreadableTensor]:
     return isinstance(value, (TensorRef, DistributedRef, UnreadableTensor))
 
 
 def _tensors(leaves: Mapping[str, object]) -> dict[str, object]:
-    return {leaf: value for leaf, value in leaves.items() if _is_tensor(value)}
+    return {leaf: value for leaf, value in leaves.items() if is_tensor(value)}
 
 
 def _names(state: RankStateDict, parameters: Sequence[Parameter]) -> dict[_Key, str] | str:
@@ -186,7 +188,7 @@ def _shape(leaves: Mapping[str, object]) -> Shape | None:
     return max(shapes, key=len, default=None) if any(shapes) else None
 
 
-def _problem(
+def why_unusable(
     state: RankStateDict, named: Mapping[_Key, str], shapes: Mapping[str, Shape] | None
 ) -> str | None:
     """Return why the states of a file cannot be put together with those of the others.
@@ -249,7 +251,7 @@ def _open_flat(
 ) -> OptimizerState | Unmapped:
     """Open the states of flat parameters and take them apart."""
     ranks: list[RankStateDict] = []
-    for state in open_each(directory, names, _read):
+    for state in open_each(directory, names, read_states):
         if isinstance(state, str):
             return Unmapped(names, state)
         ranks.append(state.without_tree())

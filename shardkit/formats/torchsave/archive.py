@@ -8,15 +8,17 @@ Source: torch 2.2 and 2.13, caffe2/serialize/inline_container.cc; APPNOTE.TXT 6.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
-from shardkit.files.strict_json import read_exactly
+from shardkit.files.strict_json import DOWNLOAD_AGAIN, read_exactly
 
 _WINDOW = 4096  # bytes read at each end: the directory and the small entries of a usual record
 _MAX_DIRECTORY = 1 << 26  # bytes; an entry takes 130, unless its name is long
@@ -26,6 +28,8 @@ _READ_BYTES = 1 << 20
 # The end of a zip's directory, its zip64 form and locator; an entry of the directory, and an entry's header.
 END, END64, LOCATOR = struct.Struct("<IHHHHIIH"), struct.Struct("<IQHHIIQQQQ"), struct.Struct("<IIQI")
 CENTRAL, LOCAL = struct.Struct("<IHHHHHHIIIHHHHHII"), struct.Struct("<IHHHHHIIIHH")
+_END_AS_TEXT = re.compile(rb"PK\x05\x06.{16}\x00\x00", re.DOTALL)  # without a comment
+_MAX_RECORD = 1 << 30
 CRC_AT = 16  # of the CRC in CENTRAL
 _MAX32 = 0xFFFFFFFF
 # A bit of the external attributes. torch reads nothing of such an entry, and returns whatever was in memory.
@@ -173,6 +177,27 @@ def read_directory(
     if pos != len(directory):
         reader.refuse("its directory is longer than its entries")
     return entries
+
+
+def record_length(fd: int, base: int, size: int, name: str) -> int:
+    """Return the bytes of the record at byte `base`: the zip ends where an end record has its directory before it.
+
+    Raises:
+        SourceError: no end is found.
+    """
+    found = b""
+    for start in range(base, min(size, base + _MAX_RECORD), _READ_BYTES):
+        found = found[-END.size :] + read_exactly(fd, start, min(_READ_BYTES, size - start), name)
+        at = start + min(_READ_BYTES, size - start) - len(found)
+        for match in _END_AS_TEXT.finditer(found):
+            length = at + match.end() - base
+            with suppress(SourceError):
+                read_directory(ZipReader(pread_of(fd), base, length, escape(name)))
+                return length
+    raise SourceError(
+        f"{escape(name)}: begins with a record of torch.save that has no end: not a safetensors file",
+        hint=DOWNLOAD_AGAIN,
+    )
 
 
 def _find_directory(reader: ZipReader) -> tuple[int, int, int]:

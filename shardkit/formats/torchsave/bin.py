@@ -2,8 +2,8 @@
 
 `open_torch_file` reads the zip that torch writes since 1.6, and unpickles nothing. The bytes of a contiguous tensor are
 read from where the file has them. Other tensors (transposed ones, lazy views) come with a function that returns
-their bytes, and `classes` has tensors of classes whose values lie in the file. Files from before torch 1.6 go
-through torch's restricted unpickler, which makes only tensors and plain containers, and are held in memory.
+their bytes, and `classes` has tensors of classes whose values lie in the file. Files from before torch 1.6, which are
+no zips, are refused.
 
 A few bytes of pickle can make torch's loader hash forever, fill a bytearray of any size, or grow a storage to
 whatever a shape says. `screen` looks through a pickle that somebody else's unpickler will load, and refuses
@@ -16,21 +16,19 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from shardkit.core.catalog import Checksums, Decoded, FileStamp, OnRead
-from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.dtypes import DType
 from shardkit.core.regions import Shape, full_region
 from shardkit.core.text import count, escape, listed
-from shardkit.errors import SourceError, check_torch
+from shardkit.errors import SourceError
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import (
     DOWNLOAD_AGAIN,
-    POINTER_BYTES,
+    ZIP,
     open_regular,
     read_exactly,
     refuse_pointer,
@@ -41,7 +39,6 @@ from shardkit.formats.torchsave.archive import (
     Unsupported,
     ZipEntry,
     ZipReader,
-    crc_of_range,
     pread_of,
     read_directory,
 )
@@ -62,10 +59,6 @@ from shardkit.formats.torchsave.record import row_major
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Inert, Maker, UnmadeObject
 
-if TYPE_CHECKING:
-    import torch
-
-_ZIP_MAGIC = b"PK\x03\x04"
 _MAX_PICKLE = 1 << 25
 _PROTOCOL = 2
 """The one that torch.save writes, and that `screen` has all opcodes of."""
@@ -111,13 +104,11 @@ class BinFile:
     size: int
     """Bytes of the file."""
     crc32: int
-    """Of the zip's names, sizes and checksums; of the whole file if it is no zip."""
-    notes: tuple[str, ...]
-    """What a person should be told."""
+    """Of the zip's names, sizes and checksums."""
     stamp: FileStamp
     """The file's, before it was read."""
-    checksums: Checksums | None
-    """Of the storages; None if it is no zip."""
+    checksums: Checksums
+    """Of the storages."""
 
 
 def read_bin(path: str, name: str) -> BinFile:
@@ -128,32 +119,28 @@ def read_bin(path: str, name: str) -> BinFile:
         name: how to call it in messages.
 
     Raises:
-        SourceError: not a regular file, damaged, not a state dict, or with code or tensors without dense
-            bytes in it; names the file and the entries.
+        SourceError: not a regular file, damaged, from before torch 1.6, not a state dict, or with code or tensors
+            without dense bytes in it; names the file and the entries.
         ResourceError: the file may not be read.
-
-    Source: torch 2.13, torch.load, which refuses `mmap` for files older than the zip format (1.6).
     """
     with open_regular(path, name) as (fd, size):
-        head = read_exactly(fd, 0, min(size, POINTER_BYTES), name)
+        head = read_exactly(fd, 0, min(size, HEAD_NBYTES), name)
         refuse_pointer(head, name)
-        is_zip = head.startswith(_ZIP_MAGIC)
-        checksum = 0 if is_zip else crc_of_range(fd, 0, size, name)
+        if is_before_zip(head):
+            raise Unsupported(
+                f"{escape(name)}: the format from before torch 1.6 is not read", hint=SAVE_AGAIN
+            )
+        if not head.startswith(ZIP):
+            raise SourceError(f"{escape(name)}: not a file of torch.save (it is no zip)", hint=DOWNLOAD_AGAIN)
         stamp = stamp_of(fd)
-    checksums = None
-    if is_zip:
-        checksum, checksums, screened = _screen(path, name)
-        tensors, objects, unreadable = _read_zip(path, name, screened)
-    else:
-        tensors, objects, unreadable = _split(_load(path, name), name)
-    note = f"{escape(name)} has the format from before torch 1.6: it is held in memory as a whole"
+    checksum, checksums, screened = _screen(path, name)
+    tensors, objects, unreadable = _read_zip(path, name, screened)
     return BinFile(
         tensors=tensors,
         objects=objects,
         unreadable=unreadable,
         size=size,
         crc32=checksum,
-        notes=() if is_zip else (note,),
         stamp=stamp,
         checksums=checksums,
     )
@@ -267,69 +254,11 @@ def _of_record(fqn: str, record: TensorRef, path: str, name: str) -> BinTensor:
     return BinTensor(fqn, record.dtype, record.shape, None, Decoded(decode))
 
 
-def _load(path: str, name: str) -> Mapping[object, object]:
-    check_torch(f"{escape(name)}, from before torch 1.6,")
-    import torch
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they are about storages and types of old files
-            entries = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # a damaged pickle can end in any exception
-        raise _refusal(error, path, name) from error
-    if not isinstance(entries, Mapping):
-        raise _no_state_dict(name, entries)
-    return entries
-
-
 def _no_state_dict(name: str, value: object) -> Unsupported:
     return Unsupported(
         f"{escape(name)}: expected a state dict, found {type(value).__name__}",
         hint="save model.state_dict(), best as safetensors",
     )
-
-
-def _refusal(error: Exception, path: str, name: str) -> SourceError:
-    """Put torch's refusal into one line; its own text advises running the file's code."""
-    match = re.search(r"GLOBAL ([\w.]+)", str(error)) or re.search(
-        r"``([\w.]+)``.* must be imported", str(error)
-    )
-    if match:
-        return foreign_objects(name, path, [match[1]], {})
-    if "'torch.storage.UntypedStorage' has no attribute 'dtype'" in str(error):
-        return Unsupported(
-            f"{escape(name)}: the format from before torch 1.6 cannot hold tensors of its dtype; torch cannot load it either",
-            hint="save the model again, as safetensors",
-        )
-    with open_regular(path, name) as (fd, size):
-        head = read_exactly(fd, 0, min(size, HEAD_NBYTES), name)
-    if head[1:2] not in (b"\2", b"\3") and is_before_zip(head):
-        return Unsupported(
-            f"{escape(name)}: the format from before torch 1.6, pickled with protocol {head[1] if head[1] < 6 else '0 or 1'}",
-            hint=SAVE_AGAIN,
-        )
-    lines = str(error).splitlines() or [type(error).__name__]
-    reason = "not a pickled state dict" if "eights only load" in lines[0] else lines[0].partition(". ")[0]
-    return SourceError(f"{escape(name)}: torch cannot load it: {escape(reason)}", hint=DOWNLOAD_AGAIN)
-
-
-def _split(entries: Mapping[object, object], name: str) -> _BinEntries:
-    """Return the tensors, and the names of everything else."""
-    import torch
-
-    tensors: list[BinTensor] = []
-    objects: list[str] = []
-    problems: list[str] = []
-    for key, value in entries.items():
-        if not isinstance(value, torch.Tensor) or not isinstance(key, str):
-            objects.append(str(key))
-            continue
-        try:
-            tensors.append(_describe(key, value))
-        except ValueError as error:
-            problems.append(f"{escape(key)}: {error}")
-    _check_content(name, len(entries), bool(tensors), objects, problems)
-    return tuple(tensors), tuple(objects), {}
 
 
 def _check_content(
@@ -348,30 +277,6 @@ def _check_content(
         f"{escape(name)}: {below if wrapper else f'no name in it is that of a tensor: {listed(objects)}'}",
         hint="save that state dict by itself, best as safetensors",
     )
-
-
-def _describe(fqn: str, tensor: torch.Tensor) -> BinTensor:
-    import torch
-
-    if tensor.is_nested:
-        raise ValueError("torch's nested tensor")
-    dtype = BY_NAME.get(str(tensor.dtype).removeprefix("torch."))
-    if dtype is None:
-        raise ValueError(f"dtype {tensor.dtype}")
-    if tensor.layout != torch.strided or tensor.device.type != "cpu":
-        raise ValueError(f"layout {tensor.layout} on device {tensor.device.type}")
-    return BinTensor(fqn, dtype, tuple(tensor.shape), None, Decoded(partial(_row_major_bytes, tensor)))
-
-
-def _row_major_bytes(tensor: torch.Tensor, on_read: OnRead) -> memoryview:
-    """Return a tensor's bytes; copy them only if they are not row-major already. All were read when it was loaded."""
-    import torch
-
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    # The conjugate and negative bits are marks on a view; the stored bytes do not contain them.
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data.toreadonly()
 
 
 def screen(pickle: bytes, storages: Mapping[str, ZipEntry], where: str) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Region, Shape, split_dim
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.files.strict_json import open_regular, read_exactly, refuse_pointer, stamp_of
+from shardkit.files.strict_json import ZIP, open_regular, read_exactly, refuse_pointer, stamp_of
 from shardkit.formats.torchsave.archive import (
     SAVE_AGAIN,
     Unsupported,
@@ -49,7 +49,7 @@ from shardkit.formats.torchsave.record import STORAGES, TensorRecord, is_extent
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Fields, Inert, Maker, UnmadeObject
 
-_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+_PICKLE = b"\x80"
 _MAGIC_BEFORE_ZIP = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
 """The number with which files from before torch 1.6 begin, behind the protocol: torch/serialization.py, MAGIC_NUMBER."""
 _MAGIC_AS_TEXT = b"L119547037146038801333356L\n."  # of protocols 0 and 1
@@ -208,7 +208,7 @@ def is_before_zip(head: bytes) -> bool:
 
 
 def _check_magic(magic: bytes, size: int, where: str) -> None:
-    if magic.startswith(_ZIP):
+    if magic.startswith(ZIP):
         return
     if not size:
         raise SourceError(f"{where}: the file is empty", hint=_ANOTHER_COPY)

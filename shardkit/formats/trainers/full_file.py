@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError
 from shardkit.files.strict_json import open_regular, read_exactly
 from shardkit.formats.contract import Checkpoint, Opener, asset_directories, parent
 from shardkit.formats.rankfiles.files import TensorCollector
+from shardkit.formats.rankfiles.inside import find_states, open_states
 from shardkit.formats.torchsave.archive import Unsupported
 from shardkit.formats.torchsave.classes import foreign_objects
 from shardkit.formats.torchsave.file import (
@@ -64,9 +66,14 @@ def open_full_file(path: str) -> Checkpoint:
     gathered = gathering.finish()
     if not gathered.catalog.tensors:
         raise _without_tensors(file, "holds no tensors")
+    states = list(find_states(file.tree))
+    unreadable = tuple(gathering.left_out)
     return replace(
         gathered.as_checkpoint(path, "full-file", "Lightning (one file)" if is_lightning else "torch.save"),
         roots=_roots(file.tree, is_lightning=is_lightning),
+        optimizer=partial(open_states, replace(file, tree=None), states, gathered.catalog, unreadable)
+        if states
+        else None,
         assets=asset_directories(parent(path)),
         skipped=tuple(_skipped(file.tree, gathered.catalog.objects, gathering.left_out)),
         notes=tuple(_notes(file)),

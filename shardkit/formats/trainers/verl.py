@@ -73,7 +73,7 @@ def open_verl(path: str) -> Checkpoint:
         optimizer=partial(_open_optimizer, home.path, states, gathered) if has_states else None,
         assets=asset_directories(inner(home.path, "huggingface"), home.path, inner(path, "huggingface")),
         skipped=tuple(_skipped(path, home, files)),
-        notes=tuple(_notes(path, home)),
+        notes=(*gathered.notes, *_notes(path, home)),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from shardkit._version import DOCS
+from shardkit._version import page
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.mesh import Mesh
@@ -16,13 +16,12 @@ from shardkit.core.threads import OnStep, silent
 from shardkit.errors import LayoutError
 from shardkit.keys.expressions import Expression, leaves, made_name
 from shardkit.keys.names import COMPILED, IN_BLOCK, match_prefix, split
-from shardkit.layout.choice.factored import put_dense, put_factors
 from shardkit.layout.decided import ClassNames
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, declare
-from shardkit.layout.traced import Division, Trace, class_name, trace_model, why_no_class
+from shardkit.layout.traced import Trace, class_name, trace_model, why_no_class
 from shardkit.layout.wrap_policy import parse_policy
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.", re.ASCII)
 
 
 class Model(Protocol):
@@ -48,7 +47,6 @@ def make_layout(
     *,
     stages: str = "auto",
     dtype: DType | None = None,
-    division: Division | None = None,
     trust_remote_code: bool = False,
     origin: str = "auto",
     on_step: OnStep = silent,
@@ -61,7 +59,6 @@ def make_layout(
         wrap: see `wrap_policy`.
         stages: which pipeline stage holds what; see `layout.stages`.
         dtype: dtype that floating tensors will have; None keeps the stored ones.
-        division: what divides weights of a model that is traced; a declared layout has them whole.
         trust_remote_code: whether the model's own code may run, in the tracing child.
         origin: "traced" refuses where no model can be built, "declared" does not try; "auto" is as above.
         on_step: told that the model is traced, before the seconds that this takes.
@@ -72,9 +69,8 @@ def make_layout(
 
     Raises:
         PolicyError: the policy matches nothing, or needs a model where there is none.
-        LayoutError: the model and the source differ in names or shapes, weights cannot be divided into factors, the
-            model fails to build, or there is none and there must be.
-        UsageError: globs of the division match nothing.
+        LayoutError: the model and the source differ in names or shapes, the model fails to build, or there is none and
+            there must be: by `origin`, or because the files have single experts, which models of transformers fuse.
         ResourceError: the tracing child was killed or took too long.
     """
     parse_policy(wrap)
@@ -87,7 +83,6 @@ def make_layout(
                 wrap,
                 stages=stages,
                 dtype=dtype,
-                division=division,
                 names={name: entry.shape for name, entry in model.catalog.tensors.items()},
                 trust_remote_code=trust_remote_code,
                 on_start=lambda: on_step(f"tracing {class_name(model.config)} ..."),
@@ -100,7 +95,21 @@ def make_layout(
         raise LayoutError(
             f"--layout traced: no model can be traced: {reason}", hint="--layout auto declares it then"
         )
+    if origin != "declared":
+        _refuse_single_experts(model.catalog.tensors, reason)
     return declare(model.catalog.tensors, mesh, wrap, model.config, reason=reason)
+
+
+def _refuse_single_experts(names: Iterable[str], reason: str) -> None:
+    """Refuse to store single experts because no model says that it fuses them: stock `dcp.load` would not find its names."""
+    experts = [name for name in names if _EXPERT.search(name)]
+    if experts:
+        raise LayoutError(
+            f"the files have {count(len(experts), 'tensor')} of single experts, which models of transformers fuse, and no "
+            f"model can be traced: {reason}",
+            problems=[listed(experts)],
+            hint="mend that; or if the job's model has a module for each expert, --layout declared stores them as they are",
+        )
 
 
 def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Layout:
@@ -111,20 +120,9 @@ def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
         source: tensors of the source, by name.
         config: config.json, for the hint.
 
-    Returns:
-        Layout in which factors stand for what the source has as dense weights.
-
     Raises:
         LayoutError: names or shapes differ. Lists every difference.
     """
-    targets, placed = trace.layout.factored.values(), trace.layout.tensors
-    if not targets:
-        return _fit(trace, source, config)
-    dense = _fit(replace(trace, layout=put_dense(trace.layout, targets)), source, config)
-    return put_factors(dense, targets, placed, source)
-
-
-def _fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None) -> Layout:
     match = trace.match or ClassNames(names={name: name for name in source})
     made = {made_name(fqn, source): expression for fqn, expression in match.converted.items()}
     names = {**match.names, **{fqn: made_name(fqn, source) for fqn in match.converted}}
@@ -172,12 +170,6 @@ def _notes(
         yield (
             f"{count(len(renamed), 'tensor')} stored under the names of the model, which are not those of its files "
             f"({escape(sources[renamed[0]])} is {escape(renamed[0])})"
-        )
-    if made:
-        parts = {leaf.name for expression in made.values() for leaf in leaves(expression)}
-        yield (
-            f"{count(len(made), 'tensor')} of {escape(trace.model_class)} made of {count(len(parts), 'tensor')} of the "
-            f"files, as from_pretrained does: {listed([fqn for fqn, stored in sources.items() if stored in made])}"
         )
     if computed:
         yield (
@@ -254,9 +246,8 @@ def _misfit(
             "into the other",
             problems=_name_problems(name, unknown, missing),
             hint=f"the config names {name}: if the files are of another class, correct its architectures. Otherwise say "
-            f"with --keys RULES.toml what each name becomes ({DOCS}/keys.md; shardkit keys check RULES.toml SOURCE tries "
-            "it), "
-            "or keep the names of the files with --names hub",
+            f"with --keys RULES.toml what each name becomes ({page('keys.md')}; with --dry-run too, the names are "
+            "shown), or keep the names of the files with --names hub",
         )
     counts = {
         "in the files but not in the model": len(unknown),

@@ -1,10 +1,11 @@
-"""commit and status: what becomes of a job that was divided into parts.
+"""commit, status and abort: what becomes of a job that has not ended.
 
 Internal: import from `shardkit`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,14 +13,16 @@ from dataclasses import dataclass, replace
 from inspect import signature
 
 from shardkit._version import __version__
+from shardkit.core.keywords import suggests_keywords
 from shardkit.core.result import Result, wrote
 from shardkit.core.text import escape, in_shell, listed
 from shardkit.core.threads import ProgressOption
 from shardkit.errors import ShardkitError, SourceError, UsageError
+from shardkit.files import storage
 from shardkit.files.location import location_of
 from shardkit.files.place.contract import Notebook
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
-from shardkit.operations.leftovers import Leftover, remove, warn_before
+from shardkit.operations.leftovers import Leftover, outputs_in, remove, warn_before
 from shardkit.operations.options import OnWarning
 from shardkit.operations.parts.agreement import (
     Agreement,
@@ -27,7 +30,6 @@ from shardkit.operations.parts.agreement import (
     Committing,
     read_all,
     read_parts,
-    without_factors,
 )
 from shardkit.operations.parts.divided import incomplete
 from shardkit.operations.parts.results import WriteResult
@@ -65,6 +67,8 @@ class CommitResult(Result):
     """What could not be compared, by reason."""
     source_manifests: tuple[str, ...]
     """Manifests by shardkit that the source was compared with, beside what its files record."""
+    replaced: tuple[str, ...] = ()
+    """How the paths begin of data in a bucket that were replaced. They stay, as readers may need them."""
     elapsed_s: float
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -105,14 +109,9 @@ class PlanStatus:
     file_bytes: int
     finished_files: int
     finished_bytes: int
-    num_weights: int
-    """Weights that become factors, before files are written."""
-    finished_weights: int
-    """Those that have factors."""
     parts: tuple[PartStatus, ...]
     missing: tuple[tuple[str, int, str], ...]
-    """(part, files that it lacks, what to type) of each part that lacks something; while weights lack factors, their
-    number instead of that of files."""
+    """(part, files that it lacks, what to type) of each part that lacks something."""
     is_committed: bool
     """The output was made, and only the rest was not removed."""
 
@@ -127,20 +126,52 @@ class StatusResult(Result):
     """Something has its name."""
     plans: tuple[PlanStatus, ...]
     """One, unless several were begun at the same moment."""
-    aborted: bool
-    """Something was removed: what parts had written, or a run that is over; in a store, what nobody has committed."""
     stored: StoredStatus | None = None
     """What lies in a store beside the output; None for a local one."""
     runs: tuple[Leftover, ...] = ()
     """Directories in which runs of one process work, or worked until they were killed."""
+    outputs: tuple[str, ...] | None = None
+    """Where no output was named, all in the directory that are not committed: `plans` and `runs` are of these."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
     def headline(self) -> str:
-        """Return whether the output is there."""
-        return f"{escape(self.output)} {'is' if self.is_there else 'is not'} there"
+        """Return whether the output is there, or which are not committed in a directory."""
+        if self.outputs is not None:
+            names = listed([os.path.basename(path) for path in self.outputs])
+            return (
+                f"{escape(self.output)}: {f'not committed: {names}' if names else 'no output is under way'}"
+            )
+        return _headline(self.output, self.is_there)
 
 
+def _headline(output: str, is_there: bool) -> str:
+    return f"{escape(output)} {'is' if is_there else 'is not'} there"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortResult(Result):
+    """What was removed of a job that nobody has committed."""
+
+    output: str
+    """The directory; absolute."""
+    is_there: bool
+    """An output has its name, which stays."""
+    aborted: bool
+    """Something was removed: what parts had written, or a run that is over; in a store, what nobody has committed."""
+    stored: StoredStatus | None = None
+    """What was removed from a store; None for a local output, or if nothing was there."""
+    runs: tuple[Leftover, ...] = ()
+    """Directories in which runs of one process worked until they were killed, or work: those stay."""
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+    def headline(self) -> str:
+        """Return whether an output is there."""
+        return _headline(self.output, self.is_there)
+
+
+@suggests_keywords
 def commit(
     output: str | os.PathLike[str],
     *,
@@ -173,11 +204,9 @@ def commit(
     if staging is not None:
         staging.reopen()
     if staging is None or not staging.is_open:
-        ended = None
         if staging is not None and not staging.is_attended:
-            ended = _end(staging, progress, on_warning)
             staging.remove(only_closed=True)
-        return _was_there(place, begun, ended)
+        return _was_there(place, begun)
     try:
         agreement = Agreement.of(staging)
         _wait_for_all(staging, agreement, until)
@@ -196,6 +225,7 @@ def commit(
         checked_bytes=result.checked_bytes,
         unchecked=result.unchecked,
         source_manifests=result.source_manifests,
+        replaced=result.replaced,
         elapsed_s=round(time.monotonic() - begun, 3),
         notes=result.notes,
         warnings=result.warnings,
@@ -213,14 +243,6 @@ def _destination(output: str | os.PathLike[str]) -> Destination:
     if not location_of(given).is_writable:
         raise UsageError(f"{escape(given)}: this store is read only so far, so nothing is written there")
     return destination_at(given)
-
-
-def _end(staging: Notebook, progress: ProgressOption, on_warning: OnWarning | None) -> WriteResult | None:
-    """Do what comes after an output whose process died before it had; None if there is nothing to do, or no record of it."""
-    records = read_all([staging]) if staging.is_left else []
-    if not (records and records[0][1].command.goes_on):
-        return None
-    return _carry_out(staging, records[0][1], False, progress, on_warning)[0]
 
 
 def _carry_out(
@@ -247,7 +269,6 @@ def _carry_out(
     ended = list[bool]()
     share = Committing(
         check=lambda here: _check_same(staging.destination, agreement, here),
-        versions=agreement.versions,
         on_end=ended.append,
         overwrite=overwrite,
     )
@@ -273,7 +294,7 @@ def _check_harmless(command: Command) -> None:
 
 
 def _give_up(destination: str) -> str:
-    return f"`shardkit status {in_shell(destination)} --abort`"
+    return f"`shardkit abort {in_shell(destination)}`"
 
 
 def _check_same(destination: str, agreement: Agreement, here: Agreement) -> None:
@@ -289,20 +310,17 @@ def _check_same(destination: str, agreement: Agreement, here: Agreement) -> None
 
 
 def _wait_for_all(staging: Notebook, agreement: Agreement, until: float) -> None:
-    """Return once every file has a note; or when the time is over, if all factors are there that files are made of.
+    """Return once every file has a note.
 
     Raises:
         IncompleteError: some have none when the time is over.
     """
     while True:
         missing = staging.done.missing(len(agreement.files))
-        weights = without_factors(staging, agreement)
-        if not missing and not weights:
+        if not missing:
             return
         if time.monotonic() >= until or not staging.is_open:
-            if agreement.weights and not weights:  # whoever commits can write the files
-                return
-            raise incomplete(staging.destination, agreement, missing, weights)
+            raise incomplete(staging.destination, agreement, missing)
         time.sleep(_LOOK_AGAIN_S)
 
 
@@ -317,7 +335,7 @@ def _only_one(place: Destination) -> Notebook | None:
     return notebooks[0] if notebooks else None
 
 
-def _was_there(place: Destination, begun: float, ended: WriteResult | None = None) -> CommitResult:
+def _was_there(place: Destination, begun: float) -> CommitResult:
     path = place.path
     if place.identity() is None:
         raise UsageError(
@@ -334,60 +352,89 @@ def _was_there(place: Destination, begun: float, ended: WriteResult | None = Non
         unchecked=(),
         source_manifests=(),
         elapsed_s=round(time.monotonic() - begun, 3),
-        notes=(
-            f"{escape(path)} is there, and no parts of it are under way: nothing is left to commit",
-            *(() if ended is None else ended.notes),
-        ),
-        warnings=() if ended is None else ended.warnings,
-        pushed_to=ended.pushed_to if isinstance(ended, ConsolidateResult) else None,
+        notes=(f"{escape(path)} is there, and no parts of it are under way: nothing is left to commit",),
+        warnings=(),
     )
 
 
-def status(
-    output: str | os.PathLike[str], *, abort: bool = False, on_warning: OnWarning | None = None
-) -> StatusResult:
-    """Return what parts and runs have written of an output, which parts are missing, and how to continue; or remove it.
+@suggests_keywords
+def status(output: str | os.PathLike[str] | None = None) -> StatusResult:
+    """Return what parts and runs have written of an output, which parts are missing, and how to continue.
 
     Args:
-        output: the destination that they were given.
-        abort: remove everything that was written and nobody has committed. Parts that are still at work end with
-            an error. A run that is known to be at work is left alone; one of another host or container, of which nobody
-            can tell that here, is named first. Files that shardkit has not put there stay.
-        on_warning: told each warning, before anything is removed.
+        output: the destination that they were given. None: all of those in the working directory.
 
     Raises:
-        UsageError: a commit or a run that did not end has moved an old output aside, and it cannot go back.
-        SourceError, ResourceError: the record of the parts cannot be read, or not be removed.
+        SourceError, ResourceError: the record of the parts cannot be read.
     """
+    if output is None:
+        return _status_here()
     place = _destination(output)
     notebooks = place.stagings()
-    plans: tuple[PlanStatus, ...] = ()
-    try:
-        plans = tuple(_plan_status(staging, agreement) for staging, agreement in read_all(notebooks))
-    except SourceError:
-        if not abort:
-            raise
-    stored, runs, shown = place.uncommitted(), place.runs(), escape(place.path)
-    warnings: tuple[str, ...] = ()
-    if abort:
-        shared = [notebook.path for notebook in notebooks if location_of(notebook.path).has_directories]
-        warnings = warn_before(runs, on_warning, also_unknown=True, shared=shared)
-        for staging in notebooks:
-            staging.give_up()
-        place.give_up()
-        runs = remove(place.path, runs, also_unknown=True)
-    notes = []
-    if not notebooks and stored is None and not runs:
-        is_theirs = " since they have committed it" if place.has_commits() else ""
-        notes.append(f"no parts are under way for {shown}{is_theirs}")
+    plans = tuple(_plan_status(staging, agreement) for staging, agreement in read_all(notebooks))
+    stored, runs = place.uncommitted(), place.runs()
     return StatusResult(
         output=place.path,
         is_there=place.identity() is not None,
         plans=plans,
-        aborted=abort and (bool(notebooks) or stored is not None or any(run.is_removed for run in runs)),
         stored=stored,
         runs=runs,
-        notes=tuple(notes),
+        notes=() if notebooks or stored is not None or runs else (_nothing(place),),
+    )
+
+
+def _nothing(place: Destination) -> str:
+    end = " since they have committed it" if place.has_commits() else ""
+    return f"no parts are under way for {escape(place.path)}{end}"
+
+
+def _status_here() -> StatusResult:
+    """Return what is under way in the working directory."""
+    directory = storage.absolute(os.curdir)
+    every = [status(path) for path in outputs_in(directory)]
+    each = [found for found in every if found.plans or found.runs]
+    return StatusResult(
+        output=directory,
+        is_there=True,
+        plans=tuple(plan for found in each for plan in found.plans),
+        runs=tuple(run for found in each for run in found.runs),
+        outputs=tuple(found.output for found in each),
+        notes=(),
+    )
+
+
+def abort(output: str | os.PathLike[str], *, on_warning: OnWarning | None = None) -> AbortResult:
+    """Remove what parts and runs have written of an output, and nobody has committed.
+
+    Parts that are still at work end with an error. A run that is known to be at work is left alone; one of another host
+    or container, of which nobody can tell that here, is named first. Files that shardkit has not put there stay.
+
+    Args:
+        output: the destination that they were given. An output that is there stays.
+        on_warning: told each warning, before anything is removed.
+
+    Raises:
+        UsageError: a commit or a run that did not end has moved an old output aside, and it cannot go back.
+        ResourceError: the record of the parts cannot be read, or something cannot be removed.
+    """
+    place = _destination(output)
+    notebooks, stored, runs = place.stagings(), place.uncommitted(), place.runs()
+    with contextlib.suppress(SourceError):  # of a record that is damaged, but not of a disk that fails
+        read_all(notebooks)
+    shared = [notebook.path for notebook in notebooks if location_of(notebook.path).has_directories]
+    warnings = warn_before(runs, shared, on_warning)
+    nothing = () if notebooks or stored is not None or runs else (_nothing(place),)
+    for staging in notebooks:
+        staging.give_up()
+    place.give_up()
+    runs = remove(place.path, runs)
+    return AbortResult(
+        output=place.path,
+        is_there=place.identity() is not None,
+        aborted=bool(notebooks) or stored is not None or any(run.is_removed for run in runs),
+        stored=stored,
+        runs=runs,
+        notes=nothing,
         warnings=warnings,
     )
 
@@ -396,7 +443,6 @@ def _plan_status(staging: Notebook, agreement: Agreement) -> PlanStatus:
     files = agreement.files
     missing = staging.done.missing(len(files))
     finished = sorted({*range(len(files))} - {*missing})
-    weights = without_factors(staging, agreement)
     return PlanStatus(
         staging=staging.path,
         plan=agreement.plan,
@@ -406,12 +452,10 @@ def _plan_status(staging: Notebook, agreement: Agreement) -> PlanStatus:
         file_bytes=sum(size for _, size in files),
         finished_files=len(finished),
         finished_bytes=sum(files[number][1] for number in finished),
-        num_weights=len(agreement.weights),
-        finished_weights=len(agreement.weights) - len(weights),
         parts=tuple(_parts(staging)),
         missing=tuple(
             (str(part), number, agreement.command_of(part, staging.destination))
-            for part, number in agreement.missing_parts(missing, weights)
+            for part, number in agreement.missing_parts(missing)
         ),
         is_committed=not staging.is_open,
     )

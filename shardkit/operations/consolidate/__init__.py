@@ -13,34 +13,36 @@ from typing import Any, NamedTuple
 
 from shardkit.core.keywords import keywords_of
 from shardkit.core.text import escape, listed
-from shardkit.errors import Interrupted, UsageError, signal_of
+from shardkit.errors import Interrupted, refuse_warnings, signal_of
 from shardkit.files import storage, stores
 from shardkit.files.links import may_follow_links
 from shardkit.files.location import location_of
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import plain_base, take_plain
+from shardkit.formats.hub.adapter import ADAPTER_CONFIG
 from shardkit.formats.hub.assets import is_weights
-from shardkit.formats.hub.base import Base, find_base, open_base
-from shardkit.formats.hub.directory import model_class_of
-from shardkit.formats.owned import HUB_INDEX, OutputKind, is_text
+from shardkit.formats.hub.base import Base, FileDifference, find_base, open_base
+from shardkit.formats.hub.directory import library_of, model_class_of, own_loader_of
+from shardkit.formats.hub.files import refuse_part, variant_of
+from shardkit.formats.owned import OutputKind, is_text
 from shardkit.formats.quantised import hidden
 from shardkit.formats.registry import stray_weights
+from shardkit.keys.expressions import FusedTensors, NamedTensor
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as
-from shardkit.operations.consolidate.assets import Asset
-from shardkit.operations.consolidate.job import ConsolidateJob, build_job
+from shardkit.operations.consolidate.averaged import take_averaged
+from shardkit.operations.consolidate.job import ConsolidateJob, build_job, is_copied_quantised
 from shardkit.operations.consolidate.options import ConsolidateOptions
+from shardkit.operations.consolidate.own import own_differences, take_own
 from shardkit.operations.consolidate.run import ClassCheck, HubDescriptions
 from shardkit.operations.destination import (
     check_sidecar,
     default_place,
-    is_file_of,
     label_of,
     write_sidecar,
 )
-from shardkit.operations.parts.pool import in_pool
+from shardkit.operations.parts.on_ray import run_on_ray
 from shardkit.operations.parts.results import WriteResult
-from shardkit.operations.resolve import ResolvedCheckpoint, Taken, named_after, take
-from shardkit.operations.resolve_order import EXPORT_ENDING
+from shardkit.operations.resolve import EXPORT_ENDING, ResolvedCheckpoint, Taken, named_after, take
 from shardkit.operations.write import Writer, Writing
 from shardkit.osft.fold import folded_base, take_folded
 
@@ -53,9 +55,11 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
     Args:
         checkpoint: a checkpoint, or a run's directory, whose newest complete checkpoint is taken.
         output: the directory to make; by default in the working directory, named after the checkpoint.
-        base: the model that it was trained from, a directory or a repo id. Config and tokenizer are taken from it, and
-            names and shapes must be the same. By default it is what the trainer put into the checkpoint.
+        base: the model that it was trained from, a directory or a repo id. Names and shapes must be the same. By default
+            it is what the trainer put into the checkpoint.
         base_revision: branch, tag or commit of a repo id.
+        config: "checkpoint" takes config, generation config, tokenizer and processor from the checkpoint's own directory,
+            and what it lacks from the base; "base" takes all of them from the base.
         tokenizer: a directory with the tokenizer to put beside the weights instead of the base's, where training changed
             the vocabulary.
         dtype: "keep", "base" (as the base stores each tensor), "bf16", "fp16" or "fp32"; only floating tensors
@@ -65,13 +69,14 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
         max_shard_size: most bytes of tensors in a file, as a number or as "5GB". None divides them over files as a base
             on this machine does, if it has the same tensors in the same dtypes; otherwise it is 5GB.
         single_file: one file, whatever its size.
-        weights: "model", "ema", or another part of the checkpoint by its name.
+        weights: "model"; "ema", averaged weights; "eval", what `optimizer.eval()` of a schedule-free optimizer gives; or
+            another part of the checkpoint by its name.
         root: where the model begins, dotted; then nothing is guessed.
         strip_prefix: prefixes to take off names, instead of a guessed root.
         add_prefix: put before every name.
         rename: REGEX=REPL, in order.
-        include: globs; only these tensors are written.
-        exclude: globs; these tensors are not written.
+        include: globs over names of the output; only these tensors are written. Each must match.
+        exclude: globs over names of the output; these tensors are not written. Each must match.
         fill_from_base: globs of the base's names. What the checkpoint lacks of them is taken from `base`, as it is, if
             the checkpoint holds a part of its model. Only whole parts: no layer of a stack, no expert.
         allow_missing: tensors of the base may be missing.
@@ -87,20 +92,21 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
         adapter_config: an `adapter_config.json` or its directory; by default from the base or the checkpoint.
         check_source: compare the checkpoint, as its bytes move, with the CRC-32s that its files record; a difference is
             refused before the output appears.
-        source_manifest: a manifest of the source that lies elsewhere, to compare with too (`shardkit manifest`,
+        source_manifest: a manifest of the source that lies elsewhere, to compare with too (of
             `consolidate(manifest_file=...)`). One in the source or beside it is found without this.
         manifest: put `shardkit.json` with sizes and digests into the output.
         manifest_file: write the same to this file once the output is complete; for `verify(..., manifest=...)`.
         sha256: take the sha256 of every file too, for the manifest.
         overwrite: replace an existing Hub model, whole and in one step.
-        strict: refuse a run directory in which a newer checkpoint had to be passed over.
+        exist_ok: if `output` is there, leave it as it is, without a look inside; the result's `was_there` is true.
+        strict: warnings are errors, such as a newer checkpoint in a run directory that had to be passed over.
         dry_run: decide and check everything, and write nothing.
         resume: go on with an interrupted run of the same plan if its process is known to be dead.
         part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
             mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
-        executor: a pool whose workers carry out the parts, anything like `concurrent.futures.Executor`; or "ray", for the
-            Ray cluster that is running, or one on this machine. `output` has to be named, and callbacks stay here.
-        num_parts: how many parts the pool is given; Ray is given as many as can run at the same time by default.
+        executor: "ray" runs all parts as tasks of Ray: on the cluster that is running, or one on this machine. It needs
+            `output`.
+        num_parts: the number of Ray's tasks; by default as many as run at the same time.
         digest: "crc32" or "none".
         jobs: threads; by default the cores that this process may use, from 2 to 8.
         max_memory: bytes for all buffers, as a number or as "512MiB".
@@ -120,8 +126,8 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
         ResourceError: disk, permission or network.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
-    if options.is_pooled:
-        return in_pool(consolidate, options.given)
+    if options.is_on_ray:
+        return run_on_ray(consolidate, options.given)
     writer = Writer(options, kind=OutputKind.HUB, looks_late=True)
     checkpoint = stores.as_path(options.checkpoint)
     taken = take(checkpoint, strict=options.strict)
@@ -132,22 +138,21 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
     path = writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
     sidecar = _find_sidecar(options, writer, resolved.path)
     opened, base = _open(taken, options)
-    # What is there is compared as a whole, whatever this process would write of it.
-    job = build_job(opened, base, options, None if writer.exists else options.share)
+    job = build_job(opened, base, options, options.share)
     if not location_of(path).renames:
         job = job.marked(writer.destination.hash(job)[:8])
     writer.destination.check_beside(
-        {asset.name: asset.read for asset in job.assets if not is_weights(asset.name)},
-        # Earlier versions copied cards, licences and code as the base has them: whoever finds others, finds a person's.
-        {} if base is None else {name: [Asset(name, path, b"").read] for name, path in base.assets.items()},
+        {asset.name: asset.read for asset in job.assets if not is_weights(asset.name)}
     )
+    if options.strict:
+        refuse_warnings(job.warnings)  # all of them at once
     writer.warn(job.warnings)
     settled, pushed = _write(job, writer, resolved.path, sidecar)
     return _result(
         settled,
         resolved,
         writer.facts((*resolved.warnings, *settled.warnings)),
-        notes=(*resolved.notes, *job.notes, *settled.notes[len(job.notes) :], *pushed.notes),
+        notes=(*job.notes, *settled.notes[len(job.notes) :], *pushed.notes),
         pushed_to=pushed.address,
     )
 
@@ -164,23 +169,24 @@ def _write(
         sidecar: where the manifest goes apart from the output, if anywhere.
     """
     options, written, pushed = job.options, list[bytes](), list[_UploadOutcome]()
-    catalogs = [job.catalog, *(module.catalog for module in job.modules)]
-    manifests = writer.find_manifests(catalogs, source)
+    manifests = writer.find_manifests([job.catalog], source)
     with ClassCheck(job, writer.warn) as asked:
         describe = partial(
             HubDescriptions,
             job,
             manifests,
-            moving=writer.options,
             on_manifest=written.append,
             on_written=asked.settle,
         )
 
         def publish() -> None:
-            asked.settle()
-            if sidecar is not None:
-                _write_record(sidecar, written[-1], overwrite=options.overwrite)
-            pushed.append(_push(options, writer.path, [asset.name for asset in job.assets]))
+            notes: tuple[str, ...] = ()
+            if sidecar is not None and written:
+                write_sidecar(sidecar, written[-1], overwrite=options.overwrite)
+            elif sidecar is not None:
+                notes = (f"{escape(sidecar)} was not written: the output was there",)
+            outcome = _push(options, writer.path, [asset.name for asset in job.assets])
+            pushed.append(outcome._replace(notes=(*notes, *outcome.notes)))
 
         writer.write(
             Writing(
@@ -188,11 +194,9 @@ def _write(
                 describe=describe,
                 needed_bytes=job.needed_bytes,
                 after=publish,
-                describes_elsewhere=sidecar is not None,
-                open_all=job.whole,
             )
         )
-        settled = asked.settle() if writer.ends or options.dry_run else job
+        settled = asked.settle() if writer.has_made or options.dry_run else job
     return settled, pushed[0] if pushed else _UploadOutcome()
 
 
@@ -211,7 +215,7 @@ def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> 
     from shardkit.formats.hub.repo import push
 
     repo = escape(options.push_to_hub)
-    options.tell_step(f"uploading to {repo} ...")
+    options.tell_step(f"uploading to {repo} ...; if that fails, the same command with --exist-ok uploads it")
     try:
         pushed = push(
             directory,
@@ -224,7 +228,7 @@ def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> 
         raise Interrupted(
             f"interrupted: {escape(directory)} is whole; it was not uploaded to {repo}",
             signum=signal_of(interrupt),
-            hint="run the same command again to upload it",
+            hint="run the same command again with --exist-ok to upload it",
         ) from interrupt
     notes = list[str]()
     if pushed.kept:
@@ -238,27 +242,10 @@ def _find_sidecar(options: ConsolidateOptions, writer: Writer, source: str) -> s
     """Return where the manifest goes apart from the output, if anywhere; otherwise as `check_sidecar`."""
     if options.manifest_file is None:
         return None
-    path = writer.path
-    made = path if location_of(path).renames else os.path.join(path, HUB_INDEX)
-    may_be_ours = options.overwrite or writer.exists or (options.share is not None and storage.lexists(made))
-    return check_sidecar(os.fspath(options.manifest_file), overwrite=may_be_ours, outside=[path, source])
-
-
-def _write_record(path: str, data: bytes, *, overwrite: bool) -> None:
-    """Write the manifest to its own place, unless it is there already.
-
-    Raises:
-        UsageError: another one is there, and nothing is to be replaced.
-        ResourceError: the system refuses.
-    """
-    if is_file_of(path, data):
-        return
-    if storage.lexists(path) and not overwrite:
-        raise UsageError(
-            f"{escape(path)} exists, and is not the manifest that this command writes",
-            hint="move it somewhere else, or choose another --manifest-file, and run the same command again",
-        )
-    write_sidecar(path, data, overwrite=overwrite)
+    may_be_there = options.overwrite or writer.exists
+    return check_sidecar(
+        os.fspath(options.manifest_file), overwrite=may_be_there, outside=[writer.path, source]
+    )
 
 
 def default_output(checkpoint: str) -> str:
@@ -272,10 +259,14 @@ def _open(taken: Taken, options: ConsolidateOptions) -> tuple[Checkpoint, Base |
     Raises:
         UsageError, SourceError, IntegrityError, LayoutError, ResourceError: as opening and `open_base` do.
     """
+    refuse_part(taken.resolved.path)
     dtype, is_asked = dequantized_as(options.dtype, options.rules), options.dequantize
-    opened = take_folded(take_plain(taken.open(), dequantize=is_asked, dtype=dtype, by_content=is_asked))
+    stored = taken.open() if options.weights != "ema" else take_averaged(taken.open())
+    opened = take_folded(take_plain(stored, dequantize=is_asked, dtype=dtype, by_content=is_asked))
     given = None if options.base is None else os.fspath(options.base)
     base = find_base(opened) if given is None else open_base(given, revision=options.base_revision)
+    if base is not None and base.is_given and options.config == "checkpoint":
+        base = take_own(base, opened, has_tokenizer=options.tokenizer is not None)
     # What is copied as NVFP4 is compared with such a base, whose files say so.
     if base is not None and not hidden(opened.catalog.tensors):
         base = plain_base(base)
@@ -293,6 +284,19 @@ class SkippedPart:
     num_tensors: int
     num_objects: int
     """Entries that are not tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """What `push_to_hub` would upload; nobody has asked the Hub."""
+
+    repo: str
+    branch: str | None
+    """None for the repo's default branch. One that does not exist is created."""
+    private: bool
+    """A new repo is private. False: as the account makes new ones, by default public. One that exists stays as it is."""
+    upload_bytes: int
+    """At most: what the repo already has is not sent again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,13 +325,19 @@ class ConsolidateResult(WriteResult):
     """(prefix or segment that was taken out of names, number of these names)."""
     renamed: tuple[tuple[str, str, int], ...]
     """(prefix of names in memory, the Hub's prefix, number of these names); a whole name does not end in a dot."""
+    split: tuple[FusedTensors, ...]
+    """Tensors that become several, as on the Hub."""
     skipped: tuple[SkippedPart, ...]
     candidates: tuple[str, ...]
     """Other roots with weights of their own."""
     base: str | None
-    """The model whose config and files were taken."""
+    """The model that was named as the base, or whose config and files were found."""
     model_class: str | None
-    """The class that the config names."""
+    """The class that the config names; for a model with code of its own the `AutoModel...` that loads it."""
+    library: str | None = None
+    """The library with that class, "transformers" or "diffusers"; None if config.json names none."""
+    variant: str | None = None
+    """What `from_pretrained` has to get as `variant`, if the weight files have the names of one."""
     assets: tuple[str, ...]
     """Names of the files beside the weights."""
     ties: tuple[tuple[str, str], ...]
@@ -344,13 +354,21 @@ class ConsolidateResult(WriteResult):
     """Names of the weight files."""
     pushed_to: str | None
     """Address of the repo on the Hub."""
+    upload: Upload | None = None
+    """With `dry_run` and `push_to_hub`: what would be uploaded."""
     from_base: tuple[str, ...] = ()
     """Names of the tensors that were taken from the base."""
+    from_checkpoint: tuple[str, ...] = ()
+    """Names of the files in `assets` that are the checkpoint's own, where a base was named."""
+    differs_from_base: tuple[FileDifference, ...] = ()
+    """What these files mean otherwise than the base's."""
     unloadable: tuple[str, ...] = ()
     """Why `from_pretrained` would not load all weights of the output; in `warnings` too."""
     held_against: str | None = None
     """What told whether `from_pretrained` finds all weights: "base" or "class". None if only names and shapes told; a
     note says why."""
+    names: tuple[NamedTensor, ...] = ()
+    """With `dry_run`: all tensors of the output."""
     missing: tuple[str, ...] = ()
     """Names of all weights that the class says `from_pretrained` would initialise at random."""
     misfits: tuple[tuple[str, str], ...] = ()
@@ -385,7 +403,6 @@ def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
                 what=part.kind, where=part.path, num_tensors=part.num_tensors, num_objects=part.num_objects
             )
             for part in job.selection.skipped
-            if part.path not in {module.place for module in job.modules}
         ),
         *(
             SkippedPart(what=name, where=reason, num_tensors=0, num_objects=0)
@@ -418,8 +435,10 @@ def _result(
         notes: all of them.
         pushed_to: address of the repo.
     """
-    selection, answer = job.selection, job.answer
+    selection, answer, repo = job.selection, job.answer, job.options.push_to_hub
     is_asked = answer is not None and answer.failure is None
+    own = job.base.own if job.base is not None else None
+    config = job.base.config if job.base is not None else None
     return ConsolidateResult(
         **facts,
         checkpoint=stores.as_path(job.options.checkpoint),
@@ -429,27 +448,43 @@ def _result(
         format=job.checkpoint.format,
         writer=job.checkpoint.writer,
         kind=job.kind,
-        weights=job.options.naming.weights,
+        weights=job.weights,
         root=selection.root,
         stripped=tuple((rule.text, rule.num_names) for rule in selection.stripped),
         renamed=tuple((rule.old, rule.new, rule.num_names) for rule in selection.renamed),
+        split=job.split,
         skipped=_skipped(job),
         candidates=selection.candidates,
         base=job.base.label if job.base else None,
-        model_class=model_class_of(job.base.config if job.base else None),
+        model_class=own_loader_of(config) or model_class_of(config),
+        library=None if is_copied_quantised(job.checkpoint) else library_of(config),
+        variant=next((variant_of(image.name) for image in job.output), None),
         assets=tuple(sorted(job.beside)),
         ties=tuple((kept, dropped) for dropped, kept in job.ties.dropped.items()),
         untied=job.ties.diverged,
         from_base=job.fit.carried,
+        from_checkpoint=tuple(sorted(own.names.intersection(job.beside))) if own is not None else (),
+        differs_from_base=own_differences(
+            job.base, (*job.beside, *([ADAPTER_CONFIG] if job.kind == "merged" else []))
+        ),
         cast=job.options.dtype,
         dtypes=tuple(count_dtypes((tensor.dtype.name, tensor.nbytes) for tensor in job.tensors)),
         num_tensors=len(job.tensors),
         num_parameters=sum(tensor.num_values for tensor in job.tensors),
         file_names=tuple(image.name for image in job.output),
         pushed_to=pushed_to,
+        upload=None
+        if repo is None or not job.options.dry_run
+        else Upload(
+            repo=repo,
+            branch=job.options.branch,
+            private=job.options.private,
+            upload_bytes=job.needed_bytes,
+        ),
         unloadable=job.unloadable,
         held_against="class" if is_asked else "base" if job.fit.is_whole else None,
         missing=answer.missing if answer is not None else (),
+        names=job.names,
         misfits=answer.misfits if answer is not None else (),
         notes=notes,
     )

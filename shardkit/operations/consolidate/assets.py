@@ -1,8 +1,7 @@
 """What lies beside the weights of the output: the base's config and other files, with the changes they need.
 
 A model may have modules with weights of their own, such as `2_Dense/` of sentence-transformers. They are copied from
-the base. If the checkpoint's names show for certain which tensors belong to a module, the output gets the trained
-values instead. If they do not, a warning says so.
+the base. A checkpoint in which they were trained too is refused, unless `--root` says what is written.
 """
 
 from __future__ import annotations
@@ -11,16 +10,15 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from shardkit.core.catalog import Catalog
-from shardkit.core.dtypes import CASTS, DType, most_bytes
+from shardkit.core.dtypes import DType, most_bytes
 from shardkit.core.text import count, escape, in_shell, listed
-from shardkit.errors import ShardkitError, SourceError
+from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.strict_json import parse_integer, read_small
-from shardkit.formats.contract import Checkpoint
+from shardkit.formats.configs import follow_weights
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG
 from shardkit.formats.hub.assets import (
     CARD,
@@ -32,13 +30,9 @@ from shardkit.formats.hub.assets import (
     modules,
 )
 from shardkit.formats.hub.base import Base
-from shardkit.formats.hub.directory import open_weights
-from shardkit.formats.hub.files import select_file
-from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
+from shardkit.formats.hub.safetensors import OutputTensor
 from shardkit.formats.hub.tokenizer import Tokenizer
 from shardkit.formats.quantised import FILES, QUANTIZATION_CONFIGS, plain_config
-from shardkit.operations.casts import BASE, KEEP
-from shardkit.transfer.plan import TransferPlan, build_plan
 
 _MAX_BYTES = 256 << 20
 _DTYPE, _OLD_DTYPE = "dtype", "torch_dtype"
@@ -49,7 +43,6 @@ _WITHOUT_CACHE = frozenset(
     " pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder ultrabert".split()
 )
 """Types of models whose config says `use_cache: false` by itself, in transformers 5.23."""
-_ENDING = ".safetensors"
 
 
 class Asset(NamedTuple):
@@ -93,14 +86,22 @@ def main_dtype(tensors: Sequence[OutputTensor], base: Base | None) -> DType | No
 
 
 def model_assets(
-    base: Base | None, dtype: DType | None, *, untie: bool, is_plain: bool
+    base: Base | None,
+    dtype: DType | None,
+    *,
+    most: DType | None,
+    untie: bool,
+    tied: bool | None,
+    is_plain: bool,
 ) -> tuple[list[Asset], list[str]]:
     """Return the files to write beside a model's weights, and the notes about them.
 
     Args:
         base: the model that the checkpoint was trained from, if it is known.
         dtype: of the weights; None if the config's is right.
+        most: the dtype of most bytes, for a config of the checkpoint's own where the base's says nothing.
         untie: the config must say that embeddings are not tied.
+        tied: whether they are one in the output, where the base's config says nothing.
         is_plain: no weights are quantised, whatever the base's are: nothing may say how they would be.
     """
     if base is None:
@@ -113,14 +114,23 @@ def model_assets(
         if name == CARD and base.is_given:
             continue
         if name == CONFIG and base.config is not None:
-            content, said = _model_config(base, dtype, untie=untie)
+            content, said = _model_config(base, dtype, most=most, untie=untie, tied=tied)
             assets.append(Asset(name, None, content))
             notes += said
-        elif name == GENERATION_CONFIG and base.is_trainers:
+        elif name == GENERATION_CONFIG and (base.is_trainers or _is_own(base, name)):
             assets.append(_generation_config(name, path))
         else:
-            assets.append(Asset(name, path, b""))
+            assets.append(_copy(base, name, path))
     return assets, notes
+
+
+def _is_own(base: Base, name: str) -> bool:
+    return base.own is not None and name in base.own.names
+
+
+def _copy(base: Base, name: str, path: str) -> Asset:
+    content = base.own.contents.get(name) if base.own is not None else None
+    return Asset(name, path, b"") if content is None else Asset(name, None, content)
 
 
 def _without_quantisation(base: Base) -> tuple[Base, list[str]]:
@@ -150,8 +160,9 @@ def _card(base: Base) -> tuple[list[Asset], list[str]]:
 
 def adapter_assets(base: Base | None, config: bytes | None) -> list[Asset]:
     """Return the files to write beside an adapter's weights: its config, and the tokenizer, which it may have changed."""
-    beside = base.assets.items() if base else ()
-    assets = [Asset(name, path, b"") for name, path in beside if is_tokenizer_file(name)]
+    assets = (
+        [_copy(base, *each) for each in base.assets.items() if is_tokenizer_file(each[0])] if base else []
+    )
     return [*assets, Asset(ADAPTER_CONFIG, None, config)] if config is not None else assets
 
 
@@ -161,19 +172,25 @@ def with_tokenizer(assets: Iterable[Asset], tokenizer: Tokenizer) -> list[Asset]
     return [*others, *(Asset(name, path, b"") for name, path in tokenizer.files.items())]
 
 
-def _model_config(base: Base, dtype: DType | None, *, untie: bool) -> tuple[bytes, list[str]]:
-    """Return the base's config.json with the dtype of the output."""
+def _model_config(
+    base: Base, dtype: DType | None, *, most: DType | None, untie: bool, tied: bool | None
+) -> tuple[bytes, list[str]]:
+    """Return the checkpoint's config.json, or else the base's, with what is right for the output's weights."""
     assert base.config is not None
     config, notes = dict(base.config), list[str]()
     if dtype is not None:
         set_dtype(config, dtype.name)
     if untie:
         _untie(config)
-    if base.is_trainers:
+    own = None if base.own is None else base.own.config
+    if own is not None:
+        config = follow_weights(own, config, dtype=most.name if most is not None else None, tied=tied)
+    if base.is_trainers or own is not None:
         # Trainers set it for gradient checkpointing.
         if config.get("use_cache") is False and config.get("model_type") not in _WITHOUT_CACHE:
             config["use_cache"] = True
-            notes.append(f"use_cache is on again; training had switched it off in {escape(base.label)}")
+            where = escape(base.label) if own is None else "the checkpoint"
+            notes.append(f"use_cache is on again; training had switched it off in {where}")
         if os.path.isabs(str(config.get("_name_or_path", ""))):
             del config["_name_or_path"]
     return dump_config(config), notes
@@ -186,11 +203,12 @@ def dtype_of(config: Mapping[str, object] | None) -> str | None:
 
 
 def set_dtype(config: dict[str, object], name: str) -> None:
-    """Set the dtype wherever the config, or the config of a part, has one."""
+    """Set the dtype wherever the config, or the config of a part, has one; transformers' config gets one."""
     keys = [key for key in (_DTYPE, _OLD_DTYPE) if key in config]
     config |= _parts_with(config, (_DTYPE, _OLD_DTYPE), name)
-    for key in keys or [_DTYPE if _is_new(config) else _OLD_DTYPE]:
-        config[key] = name
+    if not keys and _may_get_keys(config):
+        keys = [_DTYPE if _is_new(config) else _OLD_DTYPE]
+    config |= dict.fromkeys(keys, name)
 
 
 def _parts_with(config: Mapping[str, object], keys: Iterable[str], value: object) -> dict[str, object]:
@@ -213,7 +231,13 @@ def _is_new(config: Mapping[str, object]) -> bool:
 
 def _untie(config: dict[str, object]) -> None:
     config |= _parts_with(config, (_TIE,), False)
-    config[_TIE] = False
+    if _TIE in config or _may_get_keys(config):
+        config[_TIE] = False
+
+
+def _may_get_keys(config: Mapping[str, object]) -> bool:
+    """True for transformers' config. Other libraries hand each key to the class, which refuses one that is new."""
+    return "model_type" in config
 
 
 def _generation_config(name: str, path: str) -> Asset:
@@ -232,67 +256,37 @@ def dump_config(config: Mapping[str, object]) -> bytes:
     return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedModule:
-    """A module's weight file, to be written from the checkpoint."""
-
-    file: str
-    """Relative to the output."""
-    place: str
-    """Beginning of its tensors' names in the checkpoint."""
-    catalog: Catalog
-    """Its tensors."""
-    output: SafetensorsImages
-    """One image."""
-    plan: TransferPlan
-
-    @property
-    def note(self) -> str:
-        """What a person should be told."""
-        number = count(len(self.catalog.tensors), "tensor")
-        return f"{escape(self.file)} comes from the checkpoint ({number} of {escape(self.place)}), not from the base"
-
-
 def trained_modules(
-    checkpoint: Checkpoint,
-    base: Base | None,
-    assets: Iterable[str],
-    root: str,
-    left: Iterable[str],
-    *,
-    dtype: str,
-    takes: bool,
-) -> tuple[list[TrainedModule], list[str]]:
-    """Return the modules to write from the checkpoint, and a warning for each trained one that stays the base's.
+    base: Base | None, assets: Iterable[str], root: str, left: Iterable[str], *, by_hand: bool
+) -> list[str]:
+    """Return a warning for each module whose weights are copied from the base, though the checkpoint has trained ones.
 
     Args:
-        checkpoint: what is consolidated.
         base: a sentence-transformers model, or any other.
         assets: names of the files that are copied beside the weights.
         root: where the model begins in the checkpoint, dotted, such as "0.auto_model".
         left: names of tensors that do not belong to the model.
-        dtype: as for `--dtype`.
-        takes: False if a person chose the tensors by name.
+        by_hand: a person chose the tensors by name.
 
     Raises:
-        SourceError: a trained tensor cannot be read.
+        SourceError: there is such a module, and nobody chose the tensors.
     """
-    written, warnings = list[TrainedModule](), list[str]()
-    for file, place, trained in _places(base, assets, root, left):
-        assert base is not None
-        why = "" if takes else "names were chosen by hand"
-        if not why:
-            made = _made(checkpoint, base, file, place, trained, dtype)
-            if isinstance(made, TrainedModule):
-                written.append(made)
-                continue
-            why = made
-        tensors = f"{count(len(trained), 'tensor')} of that module ({listed(trained)})"
-        warnings.append(
-            f"{escape(file)} comes from the base, though the checkpoint has {tensors}: {why}; "
-            f"--root {in_shell(place)} writes these, to put them in its place"
+    modules = [
+        (
+            place,
+            f"{escape(file)}: the checkpoint has {count(len(trained), 'tensor')} of it, {listed(trained)}",
         )
-    return written, warnings
+        for file, place, trained in _places(base, assets, root, left)
+    ]
+    writes = " and ".join(f"`--root {in_shell(place)}`" for place, _ in modules)
+    if not by_hand:
+        SourceError.raise_for(
+            [line for _, line in modules],
+            "modules beside the transformer were trained too, and one run writes one model",
+            hint=f"write the transformer with `--root {in_shell(root)}`, and the weights of its modules with {writes}; put "
+            "these in the place of the base's",
+        )
+    return [f"copied from the base: {line}; --root {in_shell(place)} writes these" for place, line in modules]
 
 
 def _places(
@@ -313,38 +307,3 @@ def _places(
         trained = [stored for stored in names if stored.startswith(f"{place}.")]
         if name and folder != os.curdir and copied and trained:
             yield copied[0], place, trained
-
-
-def _made(
-    checkpoint: Checkpoint, base: Base, file: str, place: str, trained: Sequence[str], dtype: str
-) -> TrainedModule | str:
-    """Return the module to write, or why it is not certain that these tensors are its own."""
-    directory, name_in_base = os.path.split(base.assets[file])
-    if not name_in_base.endswith(_ENDING):
-        return "its file is not a safetensors file"
-    try:
-        held = open_weights(directory, select_file(name_in_base), chosen_by_hand=True).catalog.tensors
-    except ShardkitError as error:
-        return f"its file cannot be opened: {error.message}"
-    entries = checkpoint.catalog.tensors
-    names = {source.removeprefix(f"{place}."): source for source in trained}
-    if differing := sorted(held.keys() ^ names.keys()):
-        return f"its file has other names ({listed(differing)})"
-    shapes = [name for name, source in names.items() if entries[source].shape != held[name].shape]
-    if shapes:
-        return f"its file has other shapes ({listed(shapes)})"
-    chosen = []
-    for name in held:  # in the file's order
-        stored = entries[names[name]].dtype
-        wanted = held[name].dtype if dtype == BASE else CASTS.get(dtype, stored)
-        can_cast = stored.is_convertible and wanted.is_convertible and dtype != KEEP
-        chosen.append(OutputTensor(name, names[name], wanted if can_cast else stored, held[name].shape))
-    catalog = checkpoint.select(list(names.values()))
-    output = SafetensorsImages(chosen, max_shard_bytes=None, stem=file.removesuffix(_ENDING))
-    return TrainedModule(
-        file=file,
-        place=place,
-        catalog=catalog,
-        output=output,
-        plan=build_plan(output, catalog),
-    )

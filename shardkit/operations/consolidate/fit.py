@@ -77,6 +77,7 @@ def check_fit(
     options: ConsolidateOptions,
     *,
     checkpoint: str,
+    why_missing: str,
     left: Mapping[str, Shape],
     is_plain: bool = True,
     why_not_rules: Sequence[str] = (),
@@ -90,6 +91,7 @@ def check_fit(
         asked: what the model's class says of the base's names, where it was asked.
         options: what is asked for.
         checkpoint: its path, for a command that a hint shows.
+        why_missing: as in `Checkpoint`.
         left: shape by stored name of its tensors that are not written.
         is_plain: no weights of the checkpoint are quantised.
         why_not_rules: why key rules that know all names of the output, or most, were not applied.
@@ -141,7 +143,8 @@ def check_fit(
         raise _names_of_a_trainer(base, checkpoint, why_not_rules)
     LayoutError.raise_for(
         problems,
-        f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}",
+        f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}"
+        + (f" (it was {why_missing})" if comparison.missing and why_missing else ""),
         hint=_FEWER
         if experts
         else _hint(comparison, filling, vocabulary, checkpoint, left, options.fill_from_base),
@@ -154,8 +157,8 @@ def _names_of_a_trainer(base: Base, checkpoint: str, why_not_rules: Sequence[str
         f"the checkpoint does not fit --base {escape(base.label)}: its names are a trainer's own, and no key rules fit all "
         "of them",
         problems=why_not_rules,
-        hint=f"`shardkit keys show {in_shell(checkpoint)} --base {in_shell(base.label)}` lists names and shapes; --keys "
-        "FILE takes your own rules, and --keys NAME with --exclude GLOB a set without some tensors",
+        hint=f"`shardkit inspect {in_shell(checkpoint)} --tensors` lists names and shapes; --keys FILE "
+        "takes your own rules, and --keys NAME with --exclude GLOB a set without some tensors",
     )
 
 

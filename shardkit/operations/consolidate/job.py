@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from shardkit.core.catalog import Catalog, carry
+from shardkit.core.dtypes import most_bytes
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
 from shardkit.core.threads import OnStep
@@ -23,7 +24,10 @@ from shardkit.errors import LayoutError, ShardkitError, SourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import refuse_pointers
-from shardkit.formats.contract import Checkpoint
+from shardkit.formats.contract import Checkpoint, copies_warnings
+from shardkit.formats.dcp.hugging_face import LAST_RANKS
+from shardkit.formats.dequantize import why_scaled
+from shardkit.formats.hub.adapter import ADAPTER_CONFIG
 from shardkit.formats.hub.assets import CONFIG
 from shardkit.formats.hub.base import (
     SAVED_ROOT,
@@ -38,15 +42,26 @@ from shardkit.formats.hub.base import (
     recorded_shards,
     saved_derived,
 )
+from shardkit.formats.hub.files import MODEL
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImage, SafetensorsImages
 from shardkit.formats.hub.tokenizer import Tokenizer
 from shardkit.formats.quantised import may_be_quantised
-from shardkit.keys.check import compare_with_base, find_gaps, refuse_factors
-from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, made_name, under_names
-from shardkit.keys.names import in_order, split
+from shardkit.keys.check import compare_with_base, refuse_factors
+from shardkit.keys.expressions import (
+    EXPERTS,
+    Expression,
+    FusedTensors,
+    NamedTensor,
+    Opaque,
+    Stored,
+    leaves,
+    made_name,
+    under_names,
+)
+from shardkit.keys.names import in_order, natural, split
 from shardkit.keys.peft import refuse_prompts
 from shardkit.keys.renaming import KeyRule, find_rules, name_as_hub, name_part
-from shardkit.keys.rule_sets import Padding
+from shardkit.keys.rule_sets import AUTO, NONE, Padding, load_rules
 from shardkit.keys.select import Globs, Naming, Selection, select_model
 from shardkit.keys.ties import is_output, may_be_untied, ties_embeddings
 from shardkit.layout.decided import ClassNames, DecidedNames, as_tensors, decide_names
@@ -61,7 +76,6 @@ from shardkit.layout.traced import (
 from shardkit.operations.casts import (
     BASE,
     KEEP,
-    Dtypes,
     check_choice,
     choose_dtypes,
     held_dtypes,
@@ -71,7 +85,6 @@ from shardkit.operations.consolidate.adapter import STEM as ADAPTER_STEM
 from shardkit.operations.consolidate.adapter import Chosen, choose_tensors, merged_by_peft
 from shardkit.operations.consolidate.assets import (
     Asset,
-    TrainedModule,
     adapter_assets,
     main_dtype,
     model_assets,
@@ -79,10 +92,12 @@ from shardkit.operations.consolidate.assets import (
     with_tokenizer,
 )
 from shardkit.operations.consolidate.fit import BaseFit, base_shapes, check_fit
-from shardkit.operations.consolidate.globs import Sieve, make_sieve
+from shardkit.operations.consolidate.globs import Sieve, leave_out
+from shardkit.operations.consolidate.headers import is_diffusers_lora, keep_settings
 from shardkit.operations.consolidate.options import ConsolidateOptions
+from shardkit.operations.consolidate.own import eos_warnings, own_notes, own_tokenizer
+from shardkit.operations.consolidate.schedule_free import EVAL, optimizer_warnings, take_evaluated
 from shardkit.operations.consolidate.vocabulary import RowsChange, check_tokenizer, follow_vocabulary
-from shardkit.operations.keys import AUTO, NONE, load_rules
 from shardkit.operations.parts.agreement import Share
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
@@ -95,6 +110,8 @@ from shardkit.transfer.sources import is_far
 _log = logging.getLogger("shardkit")
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
+_DECIDERS = {"shipped": "shipped rules", "base": "equal names"}
+"""What results call those whose names in `decide_names` are others."""
 _NO_TIES = Ties(dropped={}, diverged=(), untied=False)
 
 
@@ -104,6 +121,8 @@ class ConsolidateJob:
 
     checkpoint: Checkpoint
     options: ConsolidateOptions
+    weights: str
+    """As they were asked for: "model", "ema", "eval" ..."""
     selection: Selection
     kind: str
     """"model", "adapter", or "merged": an adapter added to its model."""
@@ -111,8 +130,6 @@ class ConsolidateJob:
     base: Base | None
     catalog: Catalog
     """Of the tensors that were chosen; extents are raw bytes, and what other parts read may have no chunks."""
-    closed: Catalog
-    """The same before records were opened."""
     tensors: tuple[OutputTensor, ...]
     """In the order of the output."""
     output: SafetensorsImages
@@ -124,8 +141,6 @@ class ConsolidateJob:
 
     Not their stamps: each machine of a job may have the base in a place of its own.
     """
-    modules: tuple[TrainedModule, ...]
-    """Weights of modules that lie beside the model's, and are the checkpoint's."""
     notes: tuple[str, ...]
     unloadable: tuple[str, ...]
     """Why `from_pretrained` would not load all weights of the output; the first of `warnings`."""
@@ -134,12 +149,15 @@ class ConsolidateJob:
     """How names and shapes fit the base's."""
     answer: ClassAnswer | None = None
     """What the class says of the output's names, where it was to be asked."""
+    split: tuple[FusedTensors, ...] = ()
+    """Tensors that become several."""
+    names: tuple[NamedTensor, ...] = ()
+    """All tensors of the output, in a dry run."""
 
     @property
     def needed_bytes(self) -> int:
         """Room for all that is written."""
-        weights = self.plan.written_bytes + sum(module.plan.written_bytes for module in self.modules)
-        return weights + sum(asset.nbytes for asset in self.assets)
+        return self.plan.written_bytes + sum(asset.nbytes for asset in self.assets)
 
     @property
     def decided(self) -> dict[str, object]:
@@ -149,14 +167,7 @@ class ConsolidateJob:
     @property
     def beside(self) -> tuple[str, ...]:
         """See `operations.write.Job`."""
-        return (*(asset.name for asset in self.assets), *(module.file for module in self.modules))
-
-    def whole(self) -> ConsolidateJob:
-        """Return the same job with all records open, whoever reads them."""
-        if self.closed.open_records is None:
-            return self
-        catalog = self.closed.open_records(self.closed.tensors)
-        return replace(self, catalog=catalog, plan=build_plan(self.output, catalog))
+        return tuple(asset.name for asset in self.assets)
 
     def marked(self, mark: str) -> ConsolidateJob:
         """Return the same job with a mark in the names of its weight files, as they lie in a store.
@@ -169,6 +180,12 @@ class ConsolidateJob:
                 "an adapter cannot be written into a store so far: PEFT finds its weights by their name, without an index",
                 hint="write it into a local directory, or add it to its model with --merge-lora",
             )
+        if self.output.stem != MODEL:
+            raise UsageError(
+                f"a model in {self.output.stem} files cannot be written into a store so far: its library finds the "
+                "weights by their name",
+                hint="write it into a local directory, and copy that",
+            )
         output = self.output.marked(mark)
         return replace(self, output=output, plan=replace(self.plan, images=output))
 
@@ -178,7 +195,7 @@ class ConsolidateJob:
             tool=manifest.TOOL,
             layout=self.checkpoint.format,
             writer=self.checkpoint.writer,
-            weights=self.options.naming.weights,
+            weights=self.weights,
             holds=self.kind,
             root=self.selection.root,
             key_rules=tuple(map(tuple, (*self.selection.stripped, *self.selection.renamed))),
@@ -220,62 +237,99 @@ def build_job(
         LayoutError: names or shapes differ from those of the given base.
     """
     _check_options(checkpoint, base, options)
+    weights, evaluated, of_training = options.weights, tuple[str, ...](), tuple[str, ...]()
+    if weights == EVAL:
+        options = replace(options, weights="model")
+        checkpoint, evaluated = take_evaluated(checkpoint, _select(checkpoint, base, options.naming).names)
+    elif weights == "model":
+        of_training = tuple(optimizer_warnings(checkpoint))
+    elif checkpoint.roots.get(weights) == ():  # all of it is what was asked for
+        options = replace(options, weights="model")
     named = _name(checkpoint, base, options)
     chosen, selection, fit, base = named.chosen, named.selection, named.fit, named.vocabulary.base
-    tensors, dtypes = _tensors(named, checkpoint, base, options)
+    tensors, dtype_notes = _tensors(named, checkpoint, base, options)
     written = take_factors(tensors, chosen.catalog, checkpoint.folded, keep=options.keep_factors)
-    output = _images(written.tensors, base, options, chosen.kind)
+    headers = keep_settings(checkpoint, written.tensors)
+    output = _images(written.tensors, base, options, checkpoint, chosen.kind, headers.settings)
     check_tokenizer(options.new_tokenizer, base, {tensor.fqn: tensor.shape for tensor in written.tensors})
-    found, changed = _assets(chosen, base, named.ties, written.tensors, options.new_tokenizer)
-    modules, untaken = trained_modules(
-        checkpoint,
+    assets, changed, doubts = _assets(chosen, base, named.ties, written.tensors, options.new_tokenizer)
+    left = checkpoint.catalog.tensors.keys() - selection.names.keys()
+    untrained = trained_modules(
         base,
-        [asset.name for asset in found],
+        [asset.name for asset in assets],
         selection.root,
-        checkpoint.catalog.tensors.keys() - selection.names.keys(),
-        dtype=options.dtype,
-        takes=options.naming.weights == "model" and not options.naming.chooses_names,
+        left,
+        by_hand=options.naming.weights != "model" or options.naming.chooses_names,
     )
-    assets = tuple(asset for asset in found if asset.name not in [module.file for module in modules])
     catalog = _opened(written, _images_of(output, share), as_read=share is not None and not options.dry_run)
     unloadable: tuple[str, ...] = ()
     if chosen.kind != "adapter":
-        unloadable = (*selection.unloadable, *fit.missing, *_gap_warnings(tensors, base, options))
-        unloadable = (*unloadable, *written.unloadable)
+        unloadable = (*selection.unloadable, *fit.missing, *written.unloadable)
     return ConsolidateJob(
         checkpoint=checkpoint,
         options=options,
         selection=selection,
         kind=chosen.kind,
+        split=chosen.split,
         ties=named.ties,
         base=base,
         catalog=catalog,
-        closed=written.catalog,
         tensors=written.tensors,
         output=output,
         plan=build_plan(output, catalog),
-        assets=assets,
+        assets=tuple(assets),
         contents=tuple((asset.name, int(crc32(asset.read()))) for asset in assets),
-        modules=tuple(modules),
+        weights=weights,
         notes=(
-            *checkpoint.notes,
+            *(note for note in checkpoint.notes if note != LAST_RANKS or chosen.kind == "adapter"),
+            *evaluated,
             *named.notes(base),
+            *headers.notes,
+            *_copied_scales(checkpoint),
             *written.notes,
-            *dtypes.notes,
+            *dtype_notes,
             *changed,
-            *(module.note for module in modules),
         ),
         unloadable=unloadable,
         warnings=(
             *unloadable,
+            *of_training,
+            *copies_warnings([copy for copy in checkpoint.differing if copy.tensor not in left]),
             *named.warnings(base),
-            *dtypes.warnings,
             *_tie_warnings(named.ties, base),
-            *untaken,
+            *doubts,
+            *untrained,
         ),
         fit=fit,
         answer=named.answer,
+        names=tuple(_named_tensors(written.tensors, chosen, checkpoint, options)) if options.dry_run else (),
     )
+
+
+def _named_tensors(
+    tensors: Iterable[OutputTensor], chosen: Chosen, checkpoint: Checkpoint, options: ConsolidateOptions
+) -> Iterator[NamedTensor]:
+    """Yield the tensors of the output with what they are made of."""
+    by = "equal names"
+    if options.naming.changes_names:
+        by = "person"
+    elif options.naming.weights == "model" and options.naming.root is None and recorded_rules(checkpoint):
+        by = "manifest"
+    for tensor in tensors:
+        sources = sorted(chosen.origins.get(tensor.source, (tensor.source,)), key=natural)
+        yield NamedTensor.made_of(tensor.fqn, chosen.by.get(tensor.fqn, by), sources)
+
+
+def is_copied_quantised(checkpoint: Checkpoint) -> bool:
+    """True for a source whose weights are quantised in a way that no config tells, and are copied so."""
+    return any(_copied_scales(checkpoint))
+
+
+def _copied_scales(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a note about quantised weights that are copied as they are, where no config tells of them."""
+    why = why_scaled(checkpoint) if checkpoint.hub is not None and checkpoint.dequantized is None else None
+    if why is not None:
+        yield f"the model is quantised, and copied so: {why}: its values mean nothing without their scales"
 
 
 def _images_of(output: SafetensorsImages, share: Share | None) -> list[SafetensorsImage]:
@@ -329,6 +383,8 @@ class _NamedTensors:
     def warnings(self, base: Base | None) -> Iterator[str]:
         """Yield the warnings about the choice, without those that say that the output cannot be loaded."""
         selection = self.selection
+        if base is not None and self.chosen.kind != "adapter":
+            yield from base.warnings
         if not selection.unloadable:  # else they ask for the base
             yield from _base_warnings(base, self.chosen.kind)
         yield from self.fit.warnings
@@ -345,16 +401,19 @@ class _NamedTensors:
 def _name(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions) -> _NamedTensors:
     """Choose the tensors, name them, and compare them with the base's; errors as for `build_job`."""
     ask = partial(_ask_class, on_step=options.tell_step)
-    sieve, selection, chosen = _sifted(checkpoint, base, options, ask)
+    sieve, selection, chosen = _choose(checkpoint, base, options, ask)
     vocabulary = RowsChange(base=base)
     if chosen.kind != "adapter":
-        vocabulary = follow_vocabulary(checkpoint, base, _shapes_in(chosen), options.new_tokenizer)
+        shapes = _shapes_in(chosen, sieve.taken(chosen))
+        vocabulary = follow_vocabulary(checkpoint, base, shapes, options.new_tokenizer)
     if vocabulary.changed:  # names that differ from the base's are found by shapes
         base = vocabulary.base
-        sieve, selection, chosen = _sifted(checkpoint, base, options, ask)
+        sieve, selection, chosen = _choose(checkpoint, base, options, ask)
     chosen, answer, by_class, tied = _name_as_saved(chosen, selection, checkpoint, base, options)
     chosen, ties, fit, renamed = _fit(chosen, selection, checkpoint, vocabulary, options, sieve, ask, tied)
-    selection = sieve.tell(selection, chosen)
+    if any(sieve.globs):
+        written = {stored for source in chosen.names for stored in chosen.origins.get(source, (source,))}
+        selection = selection.only(written)
     selection = replace(selection, renamed=(*selection.renamed, *by_class, *renamed))
     chosen = replace(chosen, names=_in_order(chosen.names, base_shapes(base)) or chosen.names)
     named = _NamedTensors(
@@ -369,32 +428,14 @@ def _name(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions
     )
 
 
-def _sifted(
-    checkpoint: Checkpoint,
-    base: Base | None,
-    options: ConsolidateOptions,
-    ask: Callable[[Base], ClassNames | None],
-) -> tuple[Sieve, Selection, Chosen]:
-    """Choose the tensors and name them, with what sifts them by names; errors as for `build_job`."""
-    sieve = make_sieve(
-        checkpoint,
-        base,
-        Naming() if options.merge_lora else options.naming,
-        options.key_rules,
-        select=partial(_select, checkpoint, base),
-        ask=ask,
-    )
-    return sieve, *_choose(checkpoint, base, options, sieve)
-
-
 def _has_config(base: Base | None) -> bool:
     return base is not None and base.config is not None
 
 
 def _tensors(
     named: _NamedTensors, checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions
-) -> tuple[tuple[OutputTensor, ...], Dtypes]:
-    """Choose the dtypes; return what is written, in the order of the output.
+) -> tuple[tuple[OutputTensor, ...], list[str]]:
+    """Choose the dtypes; return what is written, in the order of the output, and notes.
 
     Raises:
         UsageError: the dtype or a rule cannot be carried out.
@@ -408,27 +449,30 @@ def _tensors(
     if folded and not options.keep_factors and options.dtype in (KEEP, BASE):
         nbytes = {name: stored.tensors[source].nbytes for source, name in names.items()}
         held, said = held_folded(held, folded, nbytes, base)
-    dtypes = choose_dtypes(held, names, options.dtype, options.rules, base, checkpoint.path)
-    dtypes = replace(dtypes, notes=(*said, *dtypes.notes))
+    dtypes, notes = choose_dtypes(held, names, options.dtype, options.rules, base, checkpoint.path)
     tensors = tuple(
-        OutputTensor(name, source, dtypes.chosen[name], stored.tensors[source].shape)
+        OutputTensor(name, source, dtypes[name], stored.tensors[source].shape)
         for source, name in names.items()
     )
-    return tensors, dtypes
+    return tensors, [*said, *notes]
 
 
 def _choose(
-    checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions, sieve: Sieve
-) -> tuple[Selection, Chosen]:
-    """Choose the tensors and name them; errors as for `build_job`."""
+    checkpoint: Checkpoint,
+    base: Base | None,
+    options: ConsolidateOptions,
+    ask: Callable[[Base], ClassNames | None],
+) -> tuple[Sieve, Selection, Chosen]:
+    """Choose the tensors and name them, with what sifts them by names; errors as for `build_job`."""
     naming = options.naming
     if not naming.chooses_names:
         # First: otherwise their names would be refused because they fit nothing.
         refuse_factors(checkpoint.catalog.tensors, hint=merged_by_peft(checkpoint, base))
         refuse_prompts(checkpoint.catalog.tensors, base_shapes(base) or ())
-    selection = _select(checkpoint, base, naming, sieve.undecided)
-    refuse_factors(selection.names, hint=merged_by_peft(checkpoint, base))
-    _refuse_objects(checkpoint.catalog.objects, selection)
+    selection, sieve = leave_out(checkpoint, base, _select(checkpoint, base, naming), options, ask)
+    taken = [stored for stored, name in selection.names.items() if sieve.globs.take(name)]
+    refuse_factors(taken, hint=merged_by_peft(checkpoint, base))
+    _refuse_objects(checkpoint.catalog.objects, taken)
     chosen = choose_tensors(
         checkpoint,
         selection.names,
@@ -449,26 +493,19 @@ def _choose(
     if rules is not None:
         _refuse_rules(chosen, naming)
     elif chosen.kind == "adapter" or naming.root is not None or naming.changes_names:
-        return selection, chosen
+        return sieve, selection, chosen
     is_plain = chosen.kind == "model" and (sieve.takes_rules or not naming.chooses_names)
     tokens = options.new_tokenizer.tokens if options.new_tokenizer is not None else None
-    decide = partial(
-        _decided,
-        live=selection.live,
+    chosen, decided = _decided(
+        chosen,
+        selection.live,
         rules=rules,
         derived=saved_derived(checkpoint) if rules is None else None,
         takes_shipped=is_plain and options.key_rules == AUTO,
         config=base.config if base else None,
         padding=replace(checkpoint.padding or Padding(), tokens=tokens),
     )
-    fewer = chosen if rules is None else sieve.without(chosen, selection)
-    try:
-        chosen, decided = decide(chosen)
-    except LayoutError:  # a person's rules may fit what --exclude leaves
-        if len(fewer.names) == len(chosen.names):
-            raise
-        chosen, decided = decide(fewer)
-    return _with_rules(
+    return sieve, *_with_rules(
         selection, replace(chosen, warnings=(*chosen.warnings, *decided.warnings)), base, decided
     )
 
@@ -538,16 +575,24 @@ def _decided(
     if {*decided.by.values()} <= {"selection"}:
         return chosen, decided
     notes = list[str]()
-    if decided.apart:
-        notes.append(
-            f"{count(len(decided.gone), 'tensor')} taken apart into {count(len(decided.apart), 'tensor')}, as on the Hub: "
-            f"{listed(sorted(decided.gone))}"
-        )
     notes += [
         f"{count(rows, 'row')} of {escape(name)} that the model drops {'is' if rows == 1 else 'are'} zeros"
         for name, rows in decided.padded.items()
     ]
-    return replace(_made(chosen, decided.made, sources), notes=(*chosen.notes, *notes)), decided
+    split = [
+        FusedTensors(are_experts=are_experts, num_stored=len(gone), num_tensors=len(apart))
+        for are_experts in (True, False)
+        for gone in [[name for name in decided.gone if (EXPERTS in name) == are_experts]]
+        for apart in [[name for name in decided.apart if (EXPERTS in name) == are_experts]]
+        if gone and apart
+    ]
+    chosen = replace(chosen, notes=(*chosen.notes, *notes), split=tuple(split))
+    by = {
+        name: chosen.by[name] if who == "selection" and name in chosen.by else _DECIDERS.get(who, who)
+        for name, who in decided.by.items()
+        if who != "selection" or name in chosen.by
+    }
+    return replace(_made(chosen, decided.made, sources), by=by), decided
 
 
 def _refuse_opaque(derived: Mapping[str, Expression], shapes: Mapping[str, Shape]) -> None:
@@ -621,6 +666,7 @@ def _name_as_saved(
         return chosen, None, (), ()
     if form.made is None:
         return replace(chosen, warnings=(*chosen.warnings, *_lost_form(form))), None, (), ()
+    chosen = replace(chosen, by=dict.fromkeys(form.made, "class"))
     here = (tuple(sources[name] for name in group if name in sources) for group in form.ties)
     ties = tuple(group for group in here if len(group) > 1)
     if all(isinstance(made, Stored) and made.name == name for name, made in form.made.items()):
@@ -649,9 +695,9 @@ def _lost_form(form: HubForm) -> Iterator[str]:
         )
 
 
-def _refuse_objects(objects: Sequence[str], selection: Selection) -> None:
+def _refuse_objects(objects: Sequence[str], stored: Iterable[str]) -> None:
     """Refuse an entry that is no tensor if another layer has a tensor of that name: a weight is lost there."""
-    patterns = {_NUMBER.sub("#", name) for name in selection.names if _NUMBER.search(name)}
+    patterns = {_NUMBER.sub("#", name) for name in stored if _NUMBER.search(name)}
     lost = [
         name for name in objects if _NUMBER.sub("#", name) in patterns and not name.endswith("_extra_state")
     ]
@@ -685,21 +731,19 @@ def _fit(
     if chosen.kind == "adapter":
         if options.fill_from_base:
             raise UsageError("--fill-from-base is about a model, and the checkpoint holds an adapter")
-        return chosen, _NO_TIES, BaseFit(), ()
+        return sieve.sift(chosen), _NO_TIES, BaseFit(), ()
     asked, renamed, base = sieve.asked, tuple[KeyRule, ...](), vocabulary.base
     recorded = RecordedNames() if base_shapes(base) is not None else recorded_names(checkpoint)
     recorded = recorded._replace(ties=(*recorded.ties, *tied))
-    if asked is None:
-        chosen = sieve.sift(chosen, selection)
-        ties, shapes, groups = _ties(chosen, base, None, recorded)
-        if base is not None and _may_ask(shapes, base, groups):
-            asked = ask(base)
+    ties, shapes, groups = _ties(chosen, base, asked, recorded)
+    if asked is None and base is not None and _may_ask(shapes, base, groups):
+        asked = ask(base)
     if base is not None and base.tensors is not None:
         chosen, renamed = _fit_base(chosen, selection, base, options, asked)
-        if sieve.asked is not None:
-            chosen = sieve.sift(chosen, selection)
-        if asked is not None or renamed:
-            ties, shapes, groups = _ties(chosen, base, asked, recorded)
+    if any(sieve.globs):
+        chosen = sieve.sift(chosen)
+    if any(sieve.globs) or asked is not None or renamed:
+        ties, shapes, groups = _ties(chosen, base, asked, recorded)
     fit = check_fit(
         shapes,
         vocabulary,
@@ -707,6 +751,7 @@ def _fit(
         asked,
         options,
         checkpoint=checkpoint.path,
+        why_missing=checkpoint.why_missing,
         left={
             name: entry.shape
             for name, entry in checkpoint.catalog.tensors.items()
@@ -755,8 +800,8 @@ def _fit_base(
     return replace(chosen, names=kept, notes=(*chosen.notes, *notes)), rules
 
 
-def _shapes_in(chosen: Chosen) -> dict[str, Shape]:
-    return {name: chosen.catalog.tensors[source].shape for source, name in chosen.names.items()}
+def _shapes_in(chosen: Chosen, names: Mapping[str, str]) -> dict[str, Shape]:
+    return {name: chosen.catalog.tensors[source].shape for source, name in names.items()}
 
 
 def _live_in_whole(
@@ -871,14 +916,28 @@ def _carry(chosen: Chosen, base: Base | None, names: Sequence[str]) -> Chosen:
 
 
 def _images(
-    tensors: Sequence[OutputTensor], base: Base | None, options: ConsolidateOptions, kind: str
+    tensors: Sequence[OutputTensor],
+    base: Base | None,
+    options: ConsolidateOptions,
+    checkpoint: Checkpoint,
+    kind: str,
+    settings: Mapping[str, str],
 ) -> SafetensorsImages:
-    if kind == "adapter":
-        return SafetensorsImages(tensors, max_shard_bytes=None, stem=ADAPTER_STEM)  # PEFT has no index
+    if kind == "adapter":  # PEFT has no index
+        is_whole = is_diffusers_lora(checkpoint) and all(tensor.fqn == tensor.source for tensor in tensors)
+        stem = checkpoint.hub.stem if checkpoint.hub is not None and is_whole else ADAPTER_STEM
+        return SafetensorsImages(tensors, max_shard_bytes=None, stem=stem, settings=settings)
     files = files_of(base) if base is not None and options.follows_base else None
     if files is not None and not _is_as_in(base, tensors):
         files = None
-    return SafetensorsImages(tensors, max_shard_bytes=options.max_shard_bytes, files=files)
+    return SafetensorsImages(
+        tensors,
+        max_shard_bytes=options.max_shard_bytes,
+        stem=MODEL if base is None else base.stem,
+        files=files,
+        index=base.index if base is not None and files is not None else None,
+        settings=settings,
+    )
 
 
 def _is_as_in(base: Base | None, tensors: Sequence[OutputTensor]) -> bool:
@@ -895,17 +954,49 @@ def _assets(
     ties: Ties,
     tensors: Sequence[OutputTensor],
     tokenizer: Tokenizer | None,
-) -> tuple[list[Asset], list[str]]:
+) -> tuple[list[Asset], list[str], list[str]]:
+    """Return the files beside the weights, notes and warnings about them."""
     if chosen.kind == "adapter":
         assets, changed = adapter_assets(base, chosen.adapter_config), list[str]()
     else:
         config = base.config if base else None
-        untie = _unties(ties, config)
-        is_plain = not may_be_quantised({tensor.fqn: tensor for tensor in tensors})
-        assets, changed = model_assets(base, main_dtype(tensors, base), untie=untie, is_plain=is_plain)
+        assets, changed = model_assets(
+            base,
+            main_dtype(tensors, base),
+            most=most_bytes((tensor.dtype, tensor.nbytes) for tensor in tensors),
+            untie=_unties(ties, config),
+            tied=_are_tied(ties, tensors, config),
+            is_plain=not may_be_quantised({tensor.fqn: tensor for tensor in tensors}),
+        )
     assets = assets if tokenizer is None else with_tokenizer(assets, tokenizer)
     refuse_pointers({asset.name: asset.path for asset in assets if asset.path is not None})
-    return assets, changed
+    own, names = base.own if base is not None else None, [asset.name for asset in assets]
+    scales = [ADAPTER_CONFIG] if chosen.kind == "merged" else []
+    changed += own_notes(base, [*names, *scales]) if base is not None else ()
+    warnings = list(own.warnings) if own is not None else []
+    if tokenizer is not None or (own is not None and own.names) or (base is not None and base.is_trainers):
+        warnings += eos_warnings(assets)
+    if own is not None and tokenizer is None:
+        warnings += _row_warnings(own_tokenizer(base), base, tensors)
+    return assets, changed, warnings
+
+
+def _are_tied(ties: Ties, tensors: Sequence[OutputTensor], config: Mapping[str, Any] | None) -> bool | None:
+    """Return whether input and output embeddings are one in the output; None if there is no output layer."""
+    said = ties_embeddings(config)
+    if said is not None or not any(is_output(tensor.fqn) for tensor in tensors):
+        return said if said is not None or not any(map(is_output, ties.dropped)) else True
+    return False
+
+
+def _row_warnings(
+    tokenizer: Tokenizer | None, base: Base | None, tensors: Sequence[OutputTensor]
+) -> Iterator[str]:
+    """Yield a warning about a tokenizer of the checkpoint's own with ids beyond the rows of the output."""
+    try:
+        check_tokenizer(tokenizer, base, {tensor.fqn: tensor.shape for tensor in tensors})
+    except LayoutError as error:
+        yield f"{error.message}; {error.to_json()['hint']}"
 
 
 def _check_options(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions) -> None:
@@ -933,12 +1024,14 @@ def _check_filled_from(base: Base | None) -> None:
         )
 
 
-def _select(
-    checkpoint: Checkpoint, base: Base | None, naming: Naming, undecided: Container[str] = ()
-) -> Selection:
+def _select(checkpoint: Checkpoint, base: Base | None, naming: Naming) -> Selection:
     catalog = checkpoint.catalog
-    if checkpoint.hub is not None and not catalog.tensors:  # even a file without tensors is a model
-        return Selection(names={}, root="", stripped=(), skipped=(), candidates=())
+    is_lora = is_diffusers_lora(checkpoint) and not (naming.chooses_names or naming.changes_names)
+    if checkpoint.hub is not None and (
+        is_lora or not catalog.tensors
+    ):  # even a file without tensors is a model
+        names = {name: name for name in catalog.tensors}
+        return Selection(names=names, root="", stripped=(), skipped=(), candidates=())
     recorded = recorded_rules(checkpoint) if naming.weights == "model" else None
     if recorded is not None and naming.root is None and not naming.strip_prefix:
         root, shards = recorded.root, recorded_shards(checkpoint)
@@ -955,7 +1048,6 @@ def _select(
         checkpoint.roots,
         base_shapes=base_shapes(base),
         key_rules=None if recorded is None else recorded.rules,
-        undecided=undecided,
     )
     selection = select(naming=naming)
     is_of_class = base is None and naming.weights == "model" and holds_saved_state(checkpoint)
@@ -970,20 +1062,6 @@ def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
     return [
         f"{escape(kept)} and {escape(other)} are tied in the base, but training made them differ: both are kept{said}"
         for kept, other in ties.diverged
-    ]
-
-
-def _gap_warnings(
-    tensors: Sequence[OutputTensor], base: Base | None, options: ConsolidateOptions
-) -> list[str]:
-    """Return the weights that the output seems to lack, if there is no base to compare and no part was asked for."""
-    config = base.config if base is not None and base.tensors is None else None
-    if options.naming.chooses_part:
-        return []
-    shapes = {tensor.fqn: tensor.shape for tensor in tensors}
-    return [
-        f"{gap.line('the output')}; --base MODEL, with its weights, compares every name"
-        for gap in find_gaps(shapes, config)
     ]
 
 

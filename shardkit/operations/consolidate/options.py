@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import ClassVar, Literal
 
 from shardkit.core.dtypes import Cast
-from shardkit.core.text import MIB, parse_size
+from shardkit.core.text import MIB, escape, parse_size
 from shardkit.core.threads import OnStep, silent
 from shardkit.errors import UsageError
 from shardkit.files import stores
@@ -19,6 +19,7 @@ from shardkit.keys.select import Naming
 from shardkit.operations.casts import DtypeRule, parse_rules
 from shardkit.operations.options import WriteOptions
 
+_CONFIGS = ("checkpoint", "base")
 _SHARD_SIZE = "5GB"  # as transformers and huggingface_hub have it
 
 
@@ -31,6 +32,7 @@ class ConsolidateOptions(WriteOptions):
     output: str | os.PathLike[str] | None = field(default=None, kw_only=False)
     base: str | os.PathLike[str] | None = None
     base_revision: str | None = None
+    config: Literal["checkpoint", "base"] = "checkpoint"
     tokenizer: str | os.PathLike[str] | None = None
     dtype: Cast | Literal["base"] = "keep"
     dtype_rules: Sequence[str] = ()
@@ -131,6 +133,10 @@ class ConsolidateOptions(WriteOptions):
             raise UsageError(f"--max-shard-size must be at least one byte, not {self.max_shard_size}")
         if self.base_revision is not None and self.base is None:
             raise UsageError("--base-revision belongs to --base, which is not given")
+        if self.config not in _CONFIGS:
+            raise UsageError(f"--config {escape(self.config)!r} is not one of {', '.join(_CONFIGS)}")
+        if self.config == "base" and self.base is None:
+            raise UsageError("--config base is about a base: name it with --base")
         if self.sha256 and not self.is_recorded:
             raise UsageError(
                 "--sha256 goes into a manifest, and none is to be written",
@@ -150,4 +156,4 @@ class ConsolidateOptions(WriteOptions):
             )
         from shardkit.formats.hub.repo import check_push
 
-        check_push(self.push_to_hub)
+        check_push(self.push_to_hub, is_tried=self.dry_run)

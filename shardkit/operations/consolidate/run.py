@@ -8,41 +8,38 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardkit.core.catalog import FileStamp
 from shardkit.core.text import count, escape
-from shardkit.core.threads import NoProgress
-from shardkit.errors import IntegrityError, ResourceError, ShardkitError
+from shardkit.errors import IntegrityError, ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import combine, crc32
 from shardkit.formats.contract import OpenedHubModel
+from shardkit.formats.dcp.hugging_face import LAST_RANKS
 from shardkit.formats.hub.assets import CONFIG, is_weights
 from shardkit.formats.hub.directory import open_weights
 from shardkit.formats.hub.files import select_file, select_weights
 from shardkit.formats.recorded import SourceManifests
 from shardkit.layout.traced import ClassAnswer, ClassQuestion, asking
 from shardkit.operations.companions import BesideFile
-from shardkit.operations.consolidate.assets import Asset, TrainedModule
+from shardkit.operations.consolidate.assets import Asset
 from shardkit.operations.consolidate.job import ConsolidateJob
 from shardkit.operations.describe import OutputFiles
-from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.execute import FileDigest
 
 _PART = ".part"
 _SWITCHED_OFF = "--ask-class off"
 
 
-class HubDescriptions(ExitStack):
+class HubDescriptions:
     """Writes config, tokenizer and the like, then the index. Then it reads everything back.
 
     Args:
         job: what is being written.
         manifests: of the checkpoint. Copied files are compared with them.
         directory: where the files go; the weights lie there too.
-        moving: how to write the weights of modules.
         on_manifest: gets the manifest.
         on_written: called when all weights are on disk, before the rest is written.
         shards: where the weights lie, if not in `directory`: in a store, which has compared their CRC-32s.
@@ -54,17 +51,15 @@ class HubDescriptions(ExitStack):
         manifests: SourceManifests,
         directory: str,
         *,
-        moving: ExecuteOptions,
         on_manifest: Callable[[bytes], object],
         on_written: Callable[[], object],
         shards: str | None = None,
     ) -> None:
-        super().__init__()
         self._job, self._directory, self._shards = job, directory, shards or directory
         self._on_manifest = on_manifest
         self._manifests, self._has_digests = manifests, job.options.digest != "none"
         self._files = OutputFiles(directory, digest=self._has_digests, sha256=job.options.sha256)
-        self._moving, self._on_written = moving, on_written
+        self._on_written = on_written
         self._hashes: dict[str, str | None] = {}
 
     def add_file(self, digest: FileDigest) -> None:
@@ -88,7 +83,6 @@ class HubDescriptions(ExitStack):
         self._on_written()
         others = [self._write_asset(asset) for asset in self._job.assets]
         self._manifests.check_copies(self._files.copies)
-        others += [self._move(module) for module in self._job.modules]
         index = self._job.output.index()
         if index is not None:
             others.append(self._files.describe(self._job.output.index_name, index))
@@ -146,23 +140,6 @@ class HubDescriptions(ExitStack):
             raise ResourceError(f"cannot copy {escape(asset.name)}: {error.strerror}") from error
         is_recorded = self._manifests.crc_of(asset.path) is not None
         return self._files.copy(file, asset.path, is_recorded=is_recorded)
-
-    def _move(self, module: TrainedModule) -> manifest.File:
-        """Write a module's weights from the checkpoint; return what the manifest says of them."""
-        storage.make_folders(self._directory, os.path.dirname(module.file))
-        digests, _ = Execution(
-            module.plan,
-            self._directory,
-            self._moving,
-            finished={},
-            on_finished=lambda *_: None,
-            progress=NoProgress(),
-            check=SourceCheck(module.catalog) if self._moving.check_source else None,
-        ).run()
-        digest = digests[module.file]
-        sha256 = self._files.sha256_of(os.path.join(self._directory, module.file), module.file)
-        crc = digest.crc32 if self._has_digests else None
-        return manifest.File(name=module.file, size=digest.size, crc32=crc, sha256=sha256)
 
 
 def check_output(job: ConsolidateJob, directory: str) -> None:
@@ -225,8 +202,13 @@ class ClassCheck:
         self._step = ""
         self._question: ClassQuestion | None = None
         self._is_settled = not _may_ask(job)
+        self._must_know = (
+            LAST_RANKS in job.checkpoint.notes and job.kind != "adapter" and not _is_compared(job)
+        )
 
     def __enter__(self) -> ClassCheck:
+        if self._must_know and (self._is_settled or not self._job.options.ask_class):
+            raise _last_ranks()
         if self._job.options.ask_class and not self._is_settled and self._job.answer is None:
             config = next(asset.read() for asset in self._job.assets if asset.name == CONFIG)
             shapes = {tensor.fqn: tensor.shape for tensor in self._job.tensors}
@@ -239,17 +221,39 @@ class ClassCheck:
             self._question.close()
 
     def settle(self) -> ConsolidateJob:
-        """Wait for the answer and return the job with it. It replaces what names and shapes alone told."""
+        """Wait for the answer and return the job with it. It replaces what names and shapes alone told.
+
+        Raises:
+            SourceError: files of the last ranks may be missing, and the class does not find all weights.
+        """
         if not self._is_settled:
             self._is_settled = True
             if self._question is not None and self._question.is_open:
                 self._job.options.tell_step(self._step)
             answer = self._question.answer() if self._question else self._job.answer
             answer = answer or ClassAnswer(failure=_SWITCHED_OFF)
+            if self._must_know and (
+                problems := [answer.failure] if answer.failure else list(answer.lines("it"))
+            ):
+                raise _last_ranks(problems)
             told = self._job.unloadable
             self._job = _with_answer(self._job, answer)
             self._warn(line for line in self._job.unloadable if line not in told)
         return self._job
+
+
+def _is_compared(job: ConsolidateJob) -> bool:
+    """True if names and shapes of the output are those of a base."""
+    is_checked = job.base is not None and job.base.is_given and job.base.tensors is not None
+    return is_checked or job.fit.is_whole
+
+
+def _last_ranks(problems: Sequence[str] = ()) -> SourceError:
+    return SourceError(
+        f"the checkpoint may be incomplete: {LAST_RANKS}",
+        problems=problems,
+        hint="--base MODEL compares names and shapes with those of the model",
+    )
 
 
 def _may_ask(job: ConsolidateJob) -> bool:

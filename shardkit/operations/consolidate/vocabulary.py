@@ -12,8 +12,8 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.errors import LayoutError
 from shardkit.formats.contract import Checkpoint
-from shardkit.formats.hub.assets import is_tokenizer_file
-from shardkit.formats.hub.base import Base, find_config, recorded_tokens
+from shardkit.formats.hub.assets import is_tokenizer_file, is_vocabulary
+from shardkit.formats.hub.base import Base, find_config, own_config, recorded_tokens
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.hub.tokenizer import Tokenizer, tokenizer_files
 from shardkit.keys.tokens import (
@@ -101,8 +101,14 @@ def _why_not(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | Non
         )
     if not rows.is_cut:
         return ""
-    new, copy = rows.new[0], "--base COPY, a directory with config.json and tokenizer of the base alone"
-    by_hand = f"{copy} and vocab_size {new} in it, writes these rows"
+    new, copy = (
+        rows.new[0],
+        "--base COPY --config base, COPY being a directory with config.json and tokenizer of the base",
+    )
+    by_hand = f"{copy} alone and vocab_size {new} in it, writes these rows"
+    config = own_config(checkpoint)
+    if config is not None and counts_tokens(config, rows.places, new):
+        return ""
     if rows.share is not None:
         return (
             f"{new} rows are {_SHARES[rows.share]} of the base's {rows.old}, as one of {rows.share} ranks has them: is a "
@@ -136,7 +142,7 @@ def _warnings(
     changed: tuple[TokenRows, ...], checkpoint: Checkpoint, base: Base, tokenizer: Tokenizer | None
 ) -> Iterator[str]:
     label = escape(base.label)
-    for rows in changed if tokenizer is None and base.is_given else ():
+    for rows in changed if tokenizer is None and base.is_given and not _has_own(base) else ():
         new = rows.new[0]
         more = "lack the new tokens" if new > rows.old else "have more tokens"
         whose, do = f"the tokenizer, which comes from {label}, may {more}", "takes another"
@@ -149,14 +155,20 @@ def _warnings(
 
 
 def _notes(changed: tuple[TokenRows, ...], base: Base, tokenizer: Tokenizer | None) -> Iterator[str]:
-    for rows in changed if tokenizer is not None or not base.is_given else ():
+    for rows in changed if tokenizer is not None or not base.is_given or _has_own(base) else ():
         new, key = rows.new[0], rows.places[0][-1]
         yield f"the vocabulary has {new} rows, in {escape(base.label)} {rows.old}: {key} is {new} now"
 
 
+def _has_own(base: Base) -> bool:
+    """True if the tokenizer is the checkpoint's own."""
+    return base.own is not None and any(map(is_vocabulary, base.own.names))
+
+
 def _where(checkpoint: Checkpoint) -> str:
     """Return the checkpoint's own directory that has a tokenizer, to name it; else a placeholder."""
-    return next((in_shell(directory) for directory in checkpoint.assets if tokenizer_files(directory)), "DIR")
+    homes = (home for home in checkpoint.assets if any(map(is_vocabulary, tokenizer_files(home))))
+    return next(map(in_shell, homes), "DIR")
 
 
 def check_tokenizer(tokenizer: Tokenizer | None, base: Base | None, shapes: Mapping[str, Shape]) -> None:
@@ -176,7 +188,7 @@ def check_tokenizer(tokenizer: Tokenizer | None, base: Base | None, shapes: Mapp
     short = [change for change in find_token_rows(rows, shapes, base.config) if change.new[0] > change.old]
     if short:
         raise LayoutError(
-            f"--tokenizer {escape(tokenizer.label)} needs {count(tokenizer.tokens, 'row')}, and the vocabulary has "
+            f"{tokenizer.label} needs {count(tokenizer.tokens, 'row')}, and the vocabulary has "
             f"{short[0].old}",
             hint="give the tokenizer that the model was trained with",
         )

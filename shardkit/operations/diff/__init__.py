@@ -6,42 +6,42 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardkit.core.dtypes import short_dtype
+from shardkit.core.dtypes import BY_NAME, DType, short_dtype
 from shardkit.core.factored import HIGH, factor_of
 from shardkit.core.keywords import keywords_of
 from shardkit.core.regions import Shape
-from shardkit.core.result import Result
+from shardkit.core.result import DrawnResult
 from shardkit.core.text import count, listed, parse_size
 from shardkit.core.threads import progress_for
 from shardkit.files import storage
 from shardkit.files.links import may_follow_links
 from shardkit.keys.names import natural
+from shardkit.operations.diff.experts import num_fused
 from shardkit.operations.diff.options import DiffOptions
-from shardkit.operations.diff.sides import OF_DIFF, ComparisonWording, find_ties, open_sides
+from shardkit.operations.diff.sides import find_ties, open_sides
 from shardkit.operations.resolve import Taken, take
+from shardkit.transfer.convert import make_converter
 from shardkit.transfer.plan import chunk_ranges
 from shardkit.transfer.sources import Reader, SourceFiles
 
 if TYPE_CHECKING:
-    from shardkit.operations.diff.values import Measure, RoundedSide, Roundings, TensorStats
+    from shardkit.operations.diff.values import Measure, TensorStats
 
 _MAX_MISSED = 1e-5  # of the norm: a decomposition in float64 misses 4e-8, mini_trainer's in float32 2e-6
 
-Status = Literal[
-    "equal", "close", "tied", "rounded", "folded", "only_a", "only_b", "shape", "dtype", "values"
-]
+Status = Literal["equal", "close", "tied", "folded", "only_a", "only_b", "shape", "dtype", "values"]
 
 SYMBOLS: dict[Status, str] = {
     "equal": "=",
     "close": "=",
     "tied": "=",
-    "rounded": "~",
     "folded": "~",
     "only_a": "-",
     "only_b": "+",
@@ -58,8 +58,8 @@ class TensorDiff:
     name: str
     status: Status
     """"equal" (the same bytes), "close" (within the tolerance), "tied" (only on one side, where it equals a tensor
-    that both have), "rounded" (equal after rounding, in the direction of `DiffResult.rounded_side`), "folded" (factors of OSFT on
-    one side, and all that differs is what factors miss: at most 1e-5 of the weight's norm), "only_a", "only_b", or what differs: "shape", "dtype", or else "values"."""
+    that both have), "folded" (factors of OSFT on one side, and all that differs is what factors miss: at most 1e-5 of the
+    weight's norm), "only_a", "only_b", or what differs: "shape", "dtype", or else "values"."""
     stored_a: str | None
     """Its name in A; None if A has none."""
     stored_b: str | None
@@ -72,36 +72,28 @@ class TensorDiff:
     """Elements whose bits differ, or, with two dtypes, whose values differ. None if nothing was compared."""
     num_outside: int | None = None
     """Elements beyond the tolerance; None if none was given."""
-    num_off_rounding: int | None = None
-    """Elements of the shorter floating dtype that are not the other side's after rounding; a finite number that becomes
-    infinite counts as one. None if neither dtype is shorter."""
-    rounded_to: str | None = None
-    """For "rounded": "bfloat16" or "float16", whatever dtype the values are stored as."""
-    num_flushed: int | None = None
-    """For "rounded": elements that are 0 on the rounded side and not on the other."""
     first_changed: Shape | None = None
     """Index of the first element that counts in `num_changed`."""
     tied_to: str | None = None
     """For "tied": the name that both sides have."""
+    relative_error: float | None = None
+    """|a - b| / max(|a|, |b|) of the tensors as vectors (Euclidean norms), where elements differ and all are finite
+    numbers, not all of them 0; else None."""
+    experts: tuple[float, ...] | None = None
+    """Of fused experts that differ: `relative_error` of each of them, or else its share of elements that differ; 0 for one
+    that does not differ."""
     stats: TensorStats | None = None
     """Figures, where they were asked for, elements differ, and the bits of the dtypes stand for numbers."""
 
     @property
     def symbol(self) -> str:
-        """ "=", "~" (equal after rounding or folding), "-" (only in A), "+" (only in B) or "*"."""
+        """ "=", "~" (equal after folding), "-" (only in A), "+" (only in B) or "*"."""
         return SYMBOLS[self.status]
 
     @property
     def is_difference(self) -> bool:
-        """True if A and B are not the same here, not even after rounding."""
+        """True if A and B are not the same here, not even after folding."""
         return self.symbol not in "=~"
-
-    @property
-    def is_said_by_dtypes(self) -> bool:
-        """True for "rounded" where the stored dtypes explain it: they differ, and nothing else was lost."""
-        return self.dtype_a != self.dtype_b and (
-            not self.num_changed or self.rounded_to in (self.dtype_a, self.dtype_b)
-        )
 
     @property
     def num_elements(self) -> int:
@@ -130,7 +122,9 @@ class TensorDiff:
         if self.num_changed is None:
             return (float("inf"), 0.0)
         share = self.share_changed or 0.0
-        if self.stats is None or self.stats.num_nonfinite:
+        if self.stats is None:
+            return (self.relative_error or 0.0, share)
+        if self.stats.num_nonfinite:
             return (2.0, share)  # more than any finite error between two tensors of like size
         return (self.stats.relative_error or 0.0, share)
 
@@ -140,7 +134,7 @@ class TensorDiff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiffResult(Result):
+class DiffResult(DrawnResult):
     """How two checkpoints differ."""
 
     a: str
@@ -153,9 +147,9 @@ class DiffResult(Result):
     """As `shardkit.inspect` names it."""
     format_b: str
     is_equal: bool
-    """No tensor differs, and none is equal only after rounding."""
-    rounded_side: Literal["a", "b"] | None
-    """The side whose "rounded" tensors hold the other's values rounded; None if no tensor is "rounded"."""
+    """No tensor differs, and none is equal only after folding."""
+    as_dtype: str | None
+    """A's tensors were rounded to it where B's have it: "bf16", "fp16" or "fp32"; None if nothing was rounded."""
     rtol: float | None
     """The tolerance; None if bits are compared."""
     atol: float | None
@@ -177,31 +171,14 @@ class DiffResult(Result):
         """The tensors that differ."""
         return tuple(tensor for tensor in self.tensors if tensor.is_difference)
 
-    @property
-    def is_equal_after_rounding(self) -> bool:
-        """True if no tensor differs, though some may be equal only after rounding."""
-        return not self.differences
-
-    @property
-    def num_flushed(self) -> int:
-        """Values that rounding made 0, of all "rounded" tensors."""
-        return sum(tensor.num_flushed or 0 for tensor in self.tensors)
-
-    def direction(self) -> str:
-        """Return which side is which when rounded, such as "B is A rounded to bf16"."""
-        rounded, source = ("B", "A") if self.rounded_side == "b" else ("A", "B")
-        dtypes = sorted({short_dtype(tensor.rounded_to) for tensor in self.tensors if tensor.rounded_to})
-        return f"{rounded} is {source} rounded to {' or '.join(dtypes)}"
-
     def headline(self) -> str:
         """Return whether they are equal, or how many tensors differ."""
-        if self.is_equal_after_rounding and not self.is_equal:
-            ways = ["folding"] if self.count("folded") else []
-            ways += ["rounding: " + self.direction()] if self.rounded_side is not None else []
-            return f"equal after {' and '.join(ways)}"
-        if self.is_equal:
-            return "equal" if self.rtol is None else "equal within the tolerance"
-        return f"{len(self.differences)} of {count(len(self.tensors), 'tensor')} differ"
+        if number := len(self.differences):
+            return f"{number} of {count(len(self.tensors), 'tensor')} differ"
+        ways = [] if self.rtol is None else ["within the tolerance"]
+        ways += [] if self.is_equal else ["after folding"]
+        ways += [] if self.as_dtype is None else [f"with A rounded to {self.as_dtype}"]
+        return " ".join(["equal", *ways])
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
@@ -209,8 +186,6 @@ class DiffResult(Result):
         counts = {f"num_{status}": self.count(status) for status in SYMBOLS}
         return {
             **plain,
-            "is_equal_after_rounding": self.is_equal_after_rounding,
-            "num_flushed": self.num_flushed,
             "num_tensors": len(self.tensors),
             **counts,
             "notes": list(self.notes),
@@ -233,11 +208,12 @@ def diff(options: DiffOptions) -> DiffResult:
         rtol: elements are equal where |a - b| <= atol + rtol * |b|, or both are NaN. None compares bits, unless `atol`
             is given.
         atol: the same; where only one of the two is given, the other is 0.
+        as_dtype: "bf16", "fp16" or "fp32": A's tensors are rounded to it, where B's have it, before they are compared.
         stats: take figures of how much tensors differ.
-        include: globs; only these tensors.
-        exclude: globs; not these tensors.
+        include: globs over the names that the result has; only these tensors. Each must match.
+        exclude: globs over the same names; not these tensors. Each must match.
         all_tensors: compare the optimizer's and all other tensors too, under their stored names.
-        strict: refuse a run directory in which a newer checkpoint was passed over.
+        strict: warnings are errors, such as a newer checkpoint in a run directory that had to be passed over.
         sort: "name", or "difference": what differs most comes first; this takes figures.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
@@ -261,22 +237,17 @@ class Comparison:
     Args:
         taken: the checkpoints; what is open of them is not opened again.
         options: what to compare, and how.
-        wording: of the notes.
 
     Raises:
         UsageError, SourceError, ResourceError: as `diff`.
     """
 
-    def __init__(
-        self, taken: tuple[Taken, Taken], options: DiffOptions, wording: ComparisonWording = OF_DIFF
-    ) -> None:
+    def __init__(self, taken: tuple[Taken, Taken], options: DiffOptions) -> None:
         self._begun, self._options = time.monotonic(), options
         self._progress = progress_for(options.progress)
-        self._a, self._b, self._notes = open_sides(taken, options, wording)
+        self._a, self._b, self._notes = open_sides(taken, options)
         self._names = sorted({*self._a.names, *self._b.names}, key=natural)
         self._readers: list[Reader] = []
-        self._roundings: dict[str, Roundings] = {}
-        """By name, of those that are equal after rounding."""
         self._read_bytes = 0  # of both sides
 
     def compare(self) -> DiffResult:
@@ -294,7 +265,8 @@ class Comparison:
             places = max((sum(side.entry(name).num_chunks for side in sides) for name in names), default=1)
             for side, source in zip(sides, files, strict=True):
                 source.expect(chunk_ranges(side.catalog, {side.names[name] for name in names}), places)
-            self._progress.start(sum(one.entry(name).nbytes for name in names), "diff")
+            sizes = (one.entry(name).num_elements * self._dtypes(name)[0].itemsize for name in names)
+            self._progress.start(sum(sizes), "diff")
             try:
                 is_one_alone = one.names.keys() != two.names.keys()
                 ties = {**find_ties(one, two), **find_ties(two, one)} if is_one_alone else {}
@@ -323,7 +295,6 @@ class Comparison:
 
     def _result(self, tensors: list[TensorDiff]) -> DiffResult:
         options, one, two = self._options, self._a, self._b
-        tensors, rounded_side = _rounded_one_way(tensors, self._roundings)
         if options.sort == "difference":
             tensors.sort(key=lambda tensor: tensor.magnitude, reverse=True)
         return DiffResult(
@@ -334,13 +305,13 @@ class Comparison:
             format_a=one.checkpoint.format,
             format_b=two.checkpoint.format,
             is_equal=all(tensor.symbol == "=" for tensor in tensors),
-            rounded_side=rounded_side,
+            as_dtype=None if options.target is None else short_dtype(options.target.name),
             rtol=options.tolerance.rtol if options.tolerance else None,
             atol=options.tolerance.atol if options.tolerance else None,
             tensors=tuple(tensors),
             read_bytes=self._read_bytes,
             elapsed_s=round(time.monotonic() - self._begun, 3),
-            notes=(*self._notes, *_frozen_notes(tensors)),
+            notes=(*self._notes, *_dtype_notes(tensors), *_frozen_notes(tensors)),
             warnings=(*one.resolved.warnings, *two.resolved.warnings),
         )
 
@@ -348,20 +319,33 @@ class Comparison:
         """Compare what both sides have under a name, in one shape."""
         measure = self._measure(name)
         entry, status = self._a.entry(name), self._status(name, measure)
-        if status in ("dtype", "values"):
-            if self._is_rounded(name, measure):
-                self._roundings[name] = measure.roundings
-            elif self._is_factors(name) and _is_folded_well(measure):
-                status = "folded"
+        relative_error = self._relative_error(name, measure)
+        if status in ("dtype", "values") and self._is_factors(name) and _is_folded_well(measure):
+            status = "folded"
         return self._describe(
             name,
             status,
             num_changed=measure.num_changed,
             num_outside=measure.num_outside if self._options.tolerance is not None else None,
-            num_off_rounding=measure.num_off_rounding,
             first_changed=_unravel(measure.first_changed, entry.shape),
+            relative_error=relative_error,
+            experts=measure.of_experts() if SYMBOLS[status] == "*" else None,
             stats=measure.stats() if measure.num_changed and self._options.takes_stats else None,
         )
+
+    def _relative_error(self, name: str, measure: Measure) -> float | None:
+        """Return how far two tensors are apart; equal bands before the first difference are read again."""
+        norms = measure.norms
+        if not measure.num_changed or norms is None:
+            return None
+        if norms.num_missing:
+            first = 0
+            for left, right in self._bands(name, measured=self._is_measured(name)):
+                if first >= norms.num_missing:
+                    break
+                norms.add(left, right, first)
+                first += len(left) // self._dtypes(name)[0].itemsize
+        return norms.relative_error()
 
     def _describe(self, name: str, status: Status, **fields: Any) -> TensorDiff:
         one, two = (side.entry(name) if name in side.names else None for side in (self._a, self._b))
@@ -378,32 +362,25 @@ class Comparison:
         )
 
     def _status(self, name: str, measure: Measure) -> Status:
-        if self._a.entry(name).dtype is not self._b.entry(name).dtype:
+        one, two = self._dtypes(name)
+        if one is not two:
             return "dtype"
         if not measure.num_changed:
             return "equal"
         return "close" if self._options.tolerance is not None and not measure.num_outside else "values"
 
-    def _is_rounded(self, name: str, measure: Measure) -> bool:
-        """True if one side is the other rounded; elements skipped so far, in equal bands, are read again now."""
-        left_over = measure.num_unchecked or 0
-        if left_over and measure.may_be_rounded:
-            for left, right in self._bands(name, measured=self._is_measured(name)):
-                measure.check_rounding(left, right)
-                left_over -= len(left) // self._a.entry(name).dtype.itemsize
-                if left_over <= 0 or not measure.may_be_rounded:
-                    break
-        return measure.may_be_rounded
-
     def _measure(self, name: str) -> Measure:
         """Compare two tensors of one shape; those that differ are read again where figures are wanted."""
-        from shardkit.operations.diff.values import Measure
+        from shardkit.operations.diff.values import ExpertSizes, Measure
 
-        one, two, options = self._a.entry(name).dtype, self._b.entry(name).dtype, self._options
+        (one, two), options = self._dtypes(name), self._options
         is_measured = options.takes_stats or self._is_factors(name)
         if is_measured and one is two and not self._has_difference(name):
             return Measure(one, two, tolerance=None, stats=False)
-        measure = Measure(one, two, tolerance=options.tolerance, stats=is_measured)
+        entry = self._a.entry(name)
+        number = num_fused(name, entry.shape) or 1
+        experts = ExpertSizes(number, entry.num_elements // number)
+        measure = Measure(one, two, tolerance=options.tolerance, stats=is_measured, experts=experts)
         for left, right in self._bands(name, measured=self._is_measured(name)):
             measure.add(left, right)
             self._progress.advance(len(left))
@@ -411,9 +388,9 @@ class Comparison:
 
     def _is_measured(self, name: str) -> bool:
         """True if more than bytes are compared, in shorter bands."""
-        is_same = self._a.entry(name).dtype is self._b.entry(name).dtype
+        one, two = self._dtypes(name)
         is_measured = self._options.takes_stats or self._options.tolerance is not None
-        return is_measured or not is_same or self._is_factors(name)
+        return is_measured or one is not two or self._is_factors(name)
 
     def _is_factors(self, name: str) -> bool:
         """True if one side has factors of a weight, and the other one the weight or other factors."""
@@ -430,52 +407,25 @@ class Comparison:
         self._progress.advance(done)
         return False
 
+    def _dtypes(self, name: str) -> tuple[DType, DType]:
+        """Return the dtypes that are compared: A's is another than the stored one where A is rounded."""
+        one, two = self._a.entry(name).dtype, self._b.entry(name).dtype
+        return (two if one.is_convertible and two is self._options.target else one), two
+
     def _bands(self, name: str, *, measured: bool) -> Iterator[tuple[memoryview, memoryview]]:
         """Yield both sides' bytes in step."""
-        one, two = self._a.entry(name), self._b.entry(name)
-        limit = self._options.max_elements(max(one.dtype.itemsize, two.dtype.itemsize), measured=measured)
+        stored, (one, two) = self._a.entry(name).dtype, self._dtypes(name)
+        limit = self._options.max_elements(max(stored.itemsize, two.itemsize), measured=measured)
+        convert = None if one is stored else make_converter(stored, one)
         sides = zip((self._a, self._b), self._readers, strict=True)
         for left, right in zip(*(side.bands(name, reader, limit) for side, reader in sides), strict=True):
             self._read_bytes += len(left) + len(right)
-            yield left, right
-
-
-def _rounded_one_way(
-    diffs: list[TensorDiff], roundings: Mapping[str, Roundings]
-) -> tuple[list[TensorDiff], RoundedSide | None]:
-    """Mark tensors "rounded" in one direction: that of most of them, or else that of the stored dtypes.
-
-    Args:
-        diffs: of every name.
-        roundings: by name, of those that are equal after rounding.
-
-    Returns:
-        The same tensors in the same order, and the side whose values are rounded; None if none are.
-    """
-    from shardkit.operations.diff.values import ROUNDED_TO
-
-    if not roundings:
-        return diffs, None
-    tensors = {tensor.name: tensor for tensor in diffs}
-
-    def stored(name: str, side: RoundedSide) -> str | None:
-        return tensors[name].dtype_a if side == "a" else tensors[name].dtype_b
-
-    def votes(side: RoundedSide) -> tuple[int, int]:
-        holding = [(name, dtype) for name, ways in roundings.items() for one, dtype in ways if one == side]
-        told = sum(stored(name, side) == dtype.name for name, dtype in holding)
-        return len({name for name, _ in holding}), told
-
-    sides: tuple[RoundedSide, ...] = ("b", "a")
-    side = max(sides, key=votes)
-    for name, ways in roundings.items():
-        holding = [dtype for dtype in ROUNDED_TO if (side, dtype) in ways]
-        if holding:
-            dtype = max(holding, key=lambda dtype: dtype.name == stored(name, side))
-            tensors[name] = replace(
-                tensors[name], status="rounded", rounded_to=dtype.name, num_flushed=ways[side, dtype]
-            )
-    return list(tensors.values()), side
+            if convert is None:
+                yield left, right
+            else:
+                narrow = memoryview(bytearray(len(left) // stored.itemsize * one.itemsize))
+                convert(left, narrow)
+                yield narrow, right
 
 
 def _is_folded_well(measure: Measure) -> bool:
@@ -487,6 +437,19 @@ def _is_folded_well(measure: Measure) -> bool:
         and stats.relative_error is not None
         and stats.relative_error <= _MAX_MISSED
     )
+
+
+def _dtype_notes(tensors: Sequence[TensorDiff]) -> Iterator[str]:
+    """Yield the way to compare tensors of which one side may hold the other's values rounded."""
+    dtypes = Counter((tensor.dtype_a, tensor.dtype_b) for tensor in tensors if tensor.status == "dtype")
+    for (a, b), number in dtypes.items():
+        one, two = BY_NAME.get(str(a)), BY_NAME.get(str(b))
+        if one and two and one.is_convertible and two.is_convertible and one.itemsize != two.itemsize:
+            order, narrow = ("A B", two) if two.itemsize < one.itemsize else ("B A", one)
+            yield (
+                f"{count(number, 'tensor')} {short_dtype(one.name)} in A and {short_dtype(two.name)} in B: "
+                f"`diff {order} --as {short_dtype(narrow.name)}` rounds the wider side first"
+            )
 
 
 def _frozen_notes(tensors: Sequence[TensorDiff]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
+from shardkit.core.dtypes import CASTS, DType, DTypeName, short_dtype
 from shardkit.core.text import KIB, MIB, escape, parse_size
 from shardkit.core.threads import ProgressOption
 from shardkit.errors import UsageError
@@ -33,6 +34,7 @@ class DiffOptions:
     b: str | os.PathLike[str] = field(kw_only=False)
     rtol: float | None = None
     atol: float | None = None
+    as_dtype: DTypeName | None = None
     stats: bool = False
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -50,6 +52,11 @@ class DiffOptions:
 
         is_exact = self.rtol is None and self.atol is None
         return None if is_exact else Tolerance(self.rtol or 0.0, self.atol or 0.0)
+
+    @property
+    def target(self) -> DType | None:
+        """What A is rounded to; None compares it as it is."""
+        return None if self.as_dtype is None else CASTS[short_dtype(self.as_dtype)]
 
     @property
     def takes_stats(self) -> bool:
@@ -71,6 +78,8 @@ class DiffOptions:
         """
         if self.sort not in SORTS:
             raise UsageError(f"--sort {escape(self.sort)!r} is not one of {', '.join(SORTS)}")
+        if self.as_dtype is not None and short_dtype(self.as_dtype) not in CASTS:
+            raise UsageError(f"--as {escape(self.as_dtype)!r} is not one of {', '.join(CASTS)}")
         for option, number in (("--rtol", self.rtol), ("--atol", self.atol)):
             if number is not None and not (math.isfinite(number) and number >= 0):
                 raise UsageError(f"{option} must be a number of at least 0, not {number}")

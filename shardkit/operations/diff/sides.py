@@ -14,13 +14,15 @@ from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.factored import factor_of
 from shardkit.core.regions import Shape, blocks, full_region
-from shardkit.core.text import MIB, count, escape, listed, nothing_left
+from shardkit.core.text import MIB, count, escape, listed
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage, stores
 from shardkit.files.links import link_notes
 from shardkit.formats.contract import Checkpoint
+from shardkit.formats.dcp.objects import object_lines
 from shardkit.formats.dequantize import PLAIN, config_of, take_plain
 from shardkit.formats.hub.base import recorded_rules, saved_derived
+from shardkit.formats.hub.files import refuse_part
 from shardkit.formats.quantised import can_dequantize, hidden, why_narrow, why_quantised
 from shardkit.keys.expressions import under_names
 from shardkit.keys.renaming import apply_key_rules
@@ -40,6 +42,8 @@ _FOLDED_BYTES = 8 * MIB  # of a folded weight, held at a time; folding takes twi
 
 Names = Mapping[str, str]
 """Name in the model -> stored name."""
+_LABELS = ("A", "B")
+"""What notes call the sides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,36 +120,24 @@ class Side:
             left = left[nbytes:]
 
 
-class ComparisonWording(NamedTuple):
-    """How notes speak of a comparison."""
-
-    sides: tuple[str, str]
-    compares_all: str
-    """What compares the tensors that are left out."""
-
-
-OF_DIFF = ComparisonWording(("A", "B"), "--all compares all")
-
-
-def open_sides(
-    taken: tuple[Taken, Taken], options: DiffOptions, wording: ComparisonWording
-) -> tuple[Side, Side, list[str]]:
+def open_sides(taken: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side, Side, list[str]]:
     """Open both checkpoints, and only the tensors of them that are compared.
 
     Args:
         taken: the checkpoints that the paths stand for.
         options: what to compare.
-        wording: of the notes.
 
     Returns:
         Both sides, and what a person should know.
 
     Raises:
-        UsageError: the globs leave nothing.
+        UsageError: a glob matches no name, or the globs leave nothing.
         SourceError, ResourceError: one of them cannot be opened.
     """
+    for source in taken:
+        refuse_part(source.resolved.path)
     opened = (taken[0].open(), taken[1].open())
-    notes = [line for source in taken for line in source.resolved.notes]
+    notes = list[str]()
     for side in opened:
         paths = {os.path.relpath(file.path, side.catalog.directory): file.path for file in side.catalog.files}
         notes += (
@@ -155,40 +147,43 @@ def open_sides(
         )
     if not options.all_tensors:
         for alike in (_both_plain, _in_one_state):
-            opened, told = alike(opened, wording)
+            opened, told = alike(opened)
             notes += told
-    named, said = (_name_all if options.all_tensors else _name_model)(opened, wording)
-    names = [tensors.names for tensors in named]
-    globs = Globs(tuple(options.include), tuple(options.exclude))
-    kept = [
-        {name: stored for name, stored in by_name.items() if globs.take(name, stored)} for by_name in names
+    notes += [
+        f"{label}: {line}"
+        for label, checkpoint in zip(_LABELS, opened, strict=True)
+        if checkpoint.dcp is not None
+        for lines in object_lines(checkpoint.dcp)
+        for line in lines
     ]
-    if not any(kept) and any(names):
-        known = [name for by_name in names for pair in by_name.items() for name in pair]
-        raise nothing_left(options.include, known, len({name for by_name in names for name in by_name}))
+    named, said = (_name_all if options.all_tensors else _name_model)(opened)
     a, b = (
         Side(
             given=stores.as_path(path),
             resolved=resolved.resolved,
             checkpoint=checkpoint,
-            names=chosen,
+            names=tensors.names,
             live=tensors.live,
-            catalog=checkpoint.select(list(chosen.values())),
+            catalog=checkpoint.select(list(tensors.names.values())),
         )
-        for path, resolved, checkpoint, tensors, chosen in zip(
-            (options.a, options.b), taken, opened, named, kept, strict=True
+        for path, resolved, checkpoint, tensors in zip(
+            (options.a, options.b), taken, opened, named, strict=True
         )
     )
     if not options.all_tensors:
-        a, by_rules = _in_one_form(a, b, wording.sides[0])
-        b, also = _in_one_form(b, a, wording.sides[1])
+        a, by_rules = _in_one_form(a, b, _LABELS[0])
+        b, also = _in_one_form(b, a, _LABELS[1])
         said += [*by_rules, *also]
+    globs = Globs(tuple(options.include), tuple(options.exclude))
+    globs.check(a.names.keys() | b.names.keys())
+    a, b = (
+        replace(side, names={name: stored for name, stored in side.names.items() if globs.take(name)})
+        for side in (a, b)
+    )
     return a, b, [*notes, *said]
 
 
-def _both_plain(
-    opened: tuple[Checkpoint, Checkpoint], wording: ComparisonWording
-) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
+def _both_plain(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
     """Dequantise a side whose weights are quantised, unless both are: these are compared as they are stored.
 
     Raises:
@@ -200,7 +195,7 @@ def _both_plain(
         return opened, []
     index = 0 if why[1] is None else 1
     side, other = opened[index], opened[1 - index]
-    called, other_called = wording.sides[index], wording.sides[1 - index]
+    called, other_called = _LABELS[index], _LABELS[1 - index]
     if not can_dequantize(config_of(side)):
         return opened, [
             f"{called} is quantised in a way that is not known here ({why[index]}), and {other_called} is not: what is "
@@ -216,9 +211,7 @@ def _both_plain(
     return opened, [f"{called}: dequantised to {dtype.name}: {number}"]
 
 
-def _in_one_state(
-    opened: tuple[Checkpoint, Checkpoint], wording: ComparisonWording
-) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
+def _in_one_state(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
     """Fold the factors of OSFT, unless both sides have the same ones: these are compared as they are.
 
     Raises:
@@ -227,7 +220,7 @@ def _in_one_state(
     folded = (take_folded(opened[0]), take_folded(opened[1]))
     held = [side.folded is not None for side in folded]
     if all(held):
-        named, _ = _name_model(opened, wording)
+        named, _ = _name_model(opened)
         one, two = (
             {
                 name: checkpoint.catalog.tensors[stored].shape
@@ -240,7 +233,7 @@ def _in_one_state(
             return opened, []
     notes = [
         f"{label}: folded from factors of OSFT: {count(len(side.folded.targets), 'weight')}"
-        for label, side in zip(wording.sides, folded, strict=True)
+        for label, side in zip(_LABELS, folded, strict=True)
         if side.folded is not None
     ]
     return folded, notes
@@ -384,20 +377,16 @@ class SideNames(NamedTuple):
     """Stored name -> name in memory, where that is known."""
 
 
-def _name_all(
-    opened: tuple[Checkpoint, Checkpoint], wording: ComparisonWording
-) -> tuple[tuple[SideNames, SideNames], list[str]]:
+def _name_all(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[SideNames, SideNames], list[str]]:
     notes = [
         f"{label}: {count(len(checkpoint.catalog.objects), 'entry', 'entries')} that are no tensors are not compared"
-        for label, checkpoint in zip(wording.sides, opened, strict=True)
+        for label, checkpoint in zip(_LABELS, opened, strict=True)
         if checkpoint.catalog.objects
     ]
     return (_stored(opened[0]), _stored(opened[1])), notes
 
 
-def _name_model(
-    opened: tuple[Checkpoint, Checkpoint], wording: ComparisonWording
-) -> tuple[tuple[SideNames, SideNames], list[str]]:
+def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[SideNames, SideNames], list[str]]:
     """Give the weights of both sides the same names: those of one side help to find the other's model."""
     first, second = (1, 0) if opened[1].hub is not None and opened[0].hub is None else (0, 1)
     answers: dict[int, SideNames | str] = {}
@@ -410,7 +399,7 @@ def _name_model(
         answers[side] = _as_on_hub(opened[side], answers[side], answers[other])
     named = dict[int, SideNames]()
     notes = []
-    for side, label in enumerate(wording.sides):
+    for side, label in enumerate(_LABELS):
         answer = answers[side]
         named[side] = _stored(opened[side]) if isinstance(answer, str) else answer
         if isinstance(answer, str):
@@ -418,7 +407,7 @@ def _name_model(
         left_out = len(opened[side].catalog.tensors) - len(named[side].names)
         if left_out:
             notes.append(
-                f"{label}: {count(left_out, 'tensor')} beside the model's weights not compared; {wording.compares_all}"
+                f"{label}: {count(left_out, 'tensor')} beside the model's weights not compared; --all compares all"
             )
     return (named[0], named[1]), notes
 

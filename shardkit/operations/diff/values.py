@@ -1,16 +1,16 @@
 """The values of two tensors side by side: which differ, by how much, and whether a tolerance allows it.
 
 Bits are compared as integers of the element's size, so NaN payloads and signs of zeros count. Values are compared as
-float64, which holds every shorter float exactly. Rounding starts from float64 too, so nothing is rounded twice; torch's
-own cast of float64 is the exception: it rounds through float32.
+float64, which holds every shorter float exactly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from math import sqrt
-from typing import Any, Literal, NamedTuple
+from math import isfinite, sqrt
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,15 +33,9 @@ of the largest exponent, the first of which is infinity.
 Source: torch 2.13, torch/headeronly/util/Float8_*.h.
 """
 _MAX_FLOAT = float(np.finfo(np.float64).max)
-_MANTISSA_BITS = 52  # of float64, as stored
-_ROUNDED_AT_ONCE = 16384  # values: a dozen float64s of each stay in the processor's cache
+_VALUES_AT_ONCE = 16384  # values: a dozen float64s of each stay in the processor's cache
 
-RoundedSide = Literal["a", "b"]
-"""The side that may hold the other's values, rounded."""
-Roundings = dict[tuple[RoundedSide, DType], int]
-"""(the side, what it is rounded to) -> how many values other than 0 became 0."""
-_RoundingWay = tuple[RoundedSide, DType, bool]
-"""The side, what it is rounded to, and whether through float32."""
+_OF_NUMBERS = ("float", "complex")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +49,6 @@ class TensorStats:
     """Largest |a - b|."""
     max_rel: float
     """Largest |a - b| / max(|a|, |b|); at most 2."""
-    max_ulp: int | None
-    """Largest number of representable values between a and b; None if the dtypes differ or have no ulp."""
     cosine: float | None
     """Cosine of the angle between the tensors as vectors; None if one of them is zero."""
     relative_error: float | None
@@ -77,72 +69,64 @@ def has_values(dtype: DType) -> bool:
     return dtype is not _PACKED
 
 
-def is_shorter(a: DType, b: DType) -> bool:
-    """True if `a` is an ordinary float shorter than `b`, so that `b` can be rounded to it."""
-    return a.is_convertible and b.is_convertible and a.itemsize < b.itemsize
+class ExpertSizes(NamedTuple):
+    """How many experts a tensor has, one after the other, and how many elements each; 1 for a tensor without experts."""
+
+    number: int = 1
+    num_elements: int = 0
+
+    def cut(self, first: int, num_elements: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (expert, start, stop) of pieces of a band, which fit into the processor's cache."""
+        start = 0
+        while start < num_elements:
+            stop, expert = min(start + _VALUES_AT_ONCE, num_elements), 0
+            if self.number > 1:
+                expert = (first + start) // self.num_elements
+                stop = min(stop, (expert + 1) * self.num_elements - first)
+            yield expert, start, stop
+            start = stop
 
 
-class _FloatFormat(NamedTuple):
-    """An IEEE-like binary format."""
-
-    mantissa_bits: int
-    """As stored."""
-    min_exponent: int
-    """Of the smallest normal number, 2 ** min_exponent."""
-    max_exponent: int
-    """Of the largest one."""
+_NO_EXPERTS = ExpertSizes()
 
 
-# IEEE 754-2019, table 3.5 (binary16, binary32); bfloat16 is the upper half of binary32.
-_FORMS = {
-    BY_NAME["float16"]: _FloatFormat(10, -14, 15),
-    BY_NAME["bfloat16"]: _FloatFormat(7, -126, 127),
-    BY_NAME["float32"]: _FloatFormat(23, -126, 127),
-}
-ROUNDED_TO = (BY_NAME["bfloat16"], BY_NAME["float16"])
-"""The dtypes that "equal after rounding" considers, in the order of preference."""
-
-
-def rounded(values: Array, dtype: DType) -> Array:
-    """Return float64 values rounded to the nearest of a shorter float's, ties to even; all NaNs become one.
+class Norms:
+    """Adds up how far two tensors are apart as vectors.
 
     Args:
-        values: float64.
-        dtype: float32, float16 or bfloat16.
+        a: dtype of one side.
+        b: dtype of the other.
+        experts: cuts the elements into experts, each of which gets an error of its own, too.
     """
-    form = _FORMS[dtype]
-    cut = np.uint64(_MANTISSA_BITS - form.mantissa_bits)
-    words = values.view(np.uint64)
-    below_half = (np.uint64(1) << (cut - np.uint64(1))) - np.uint64(1)
-    odd = (words >> cut) & np.uint64(1)
-    result = np.asarray(((words + below_half + odd) >> cut << cut).view(np.float64))
-    with np.errstate(all="ignore"):
-        size = np.abs(values)
-        # Subnormal numbers have a fixed spacing. It is float64's own at this number, so adding the number rounds.
-        anchor = 2.0 ** (_MANTISSA_BITS + form.min_exponent - form.mantissa_bits)
-        small = size < 2.0**form.min_exponent
-        if small.any():
-            result = np.where(small, np.copysign((size + anchor) - anchor, values), result)
-        result = np.where(
-            np.abs(result) >= 2.0 ** (form.max_exponent + 1), np.copysign(np.inf, values), result
-        )
-        return np.where(np.isnan(values), np.nan, result)
+
+    def __init__(self, a: DType, b: DType, experts: ExpertSizes = _NO_EXPERTS) -> None:
+        self._a, self._b, self._experts = a, b, experts
+        self._sums = np.zeros((experts.number, 3))
+        self.num_missing = 0
+        """Elements at the beginning, in equal bands, that are yet to be added."""
+
+    def add(self, left: memoryview, right: memoryview, first: int) -> None:
+        """Add a band of both sides, with the same number of elements, whose first one has this place in the tensor."""
+        with np.errstate(all="ignore"):
+            for expert, start, stop in self._experts.cut(first, len(left) // self._a.itemsize):
+                a = float64s(left[start * self._a.itemsize : stop * self._a.itemsize], self._a)
+                b = float64s(right[start * self._b.itemsize : stop * self._b.itemsize], self._b)
+                for index, values in enumerate((a - b, a, b)):
+                    self._sums[expert, index] += float(np.vdot(values, values).real)
+
+    def relative_error(self) -> float | None:
+        """Return |a - b| / max(|a|, |b|); None if both are zero, or not all values are finite numbers."""
+        return _relative(*map(float, self._sums.sum(axis=0)))
+
+    def of_experts(self) -> list[float | None]:
+        """Return the same for each expert."""
+        return [_relative(*map(float, sums)) for sums in self._sums]
 
 
-def _off_rounding(source: Array, other: Array, dtype: DType, *, is_twice: bool) -> tuple[Array, int]:
-    """Tell which values are not the source's after rounding, and count those that rounding made 0.
-
-    A finite number that becomes infinite does not count as rounded.
-
-    Args:
-        is_twice: to float32 first, as `tensor.to` does with float64. Source: torch 2.6 to 2.15,
-            c10::convert<BFloat16, double> and <Half, double>, whose constructors take a float.
-    """
-    wanted = rounded(rounded(source, BY_NAME["float32"]) if is_twice else source, dtype)
-    off = wanted.view(np.uint64) != other.view(np.uint64)
-    off &= ~(np.isnan(source) & np.isnan(other))
-    off |= np.isinf(wanted) & np.isfinite(source)
-    return off, int(np.count_nonzero((wanted == 0) & (source != 0)))
+def _relative(difference: float, *sides: float) -> float | None:
+    """Return the relative error out of three sums of squares."""
+    is_finite = isfinite(difference) and isfinite(max(sides))
+    return sqrt(difference) / sqrt(max(sides)) if is_finite and max(sides) else None
 
 
 class Measure:
@@ -153,37 +137,32 @@ class Measure:
         b: dtype of the other.
         tolerance: count what is beyond it.
         stats: take figures. Every band must then be given, equal ones too.
+        experts: cuts the elements into experts.
     """
 
-    def __init__(self, a: DType, b: DType, *, tolerance: Tolerance | None, stats: bool) -> None:
+    def __init__(
+        self,
+        a: DType,
+        b: DType,
+        *,
+        tolerance: Tolerance | None,
+        stats: bool,
+        experts: ExpertSizes = _NO_EXPERTS,
+    ) -> None:
+        self._experts = experts
+        self._by_expert = [0] * experts.number
+        """Elements that differ, or are beyond the tolerance, of each expert."""
         self._a, self._b, self._tolerance = a, b, tolerance
         can = has_values(a) and has_values(b)
         self._figures = _Figures(a, b) if stats and can else None
+        are_numbers = can and a.kind in _OF_NUMBERS and b.kind in _OF_NUMBERS
+        self.norms = Norms(a, b, experts) if are_numbers else None
+        """None if the elements are no numbers."""
         self._needs_values = can and (tolerance is not None or a is not b)
         self.num_changed = 0
         self.first_changed: int | None = None
         """Row-major."""
         self.num_outside = 0
-        self._counts_off = is_shorter(a, b) or is_shorter(b, a)
-        sides: tuple[tuple[RoundedSide, DType], ...] = (
-            (("b", a), ("a", b)) if a.is_convertible and b.is_convertible else ()
-        )
-        ways: list[_RoundingWay] = [
-            (side, dtype, is_twice)
-            for side, source in sides
-            for dtype in ROUNDED_TO
-            for is_twice in ((False, True) if source.name == "float64" else (False,))
-        ]
-        self._flushed: dict[_RoundingWay, int] = dict.fromkeys(ways, 0)
-        """How many values other than 0 became 0, for each way that holds for all elements so far."""
-        shorter: RoundedSide = "a" if is_shorter(a, b) else "b"
-        self._off: dict[_RoundingWay, int] = {
-            (shorter, {"a": a, "b": b}[shorter], is_twice): 0
-            for is_twice in ((False, True) if "float64" in (a.name, b.name) else (False,))
-        }
-        self.num_unchecked: int | None = None if a is b else 0
-        """Elements at the beginning, in equal bands, that `check_rounding` has yet to see; None if all are equal."""
-        self._has_other_value = a is not b  # other than NaNs whose bits differ
         self._start = 0
 
     def add(self, left: memoryview, right: memoryview) -> None:
@@ -192,54 +171,23 @@ class Measure:
         is_same = self._a is self._b and have_same_bytes(left, right)
         if not is_same:
             self._add_different(left, right)
-        if not is_same and self.num_unchecked is None:
-            self.num_unchecked = self._start
-        if self.num_unchecked is not None:
-            self.check_rounding(left, right)
         if self._figures is not None:
             self._figures.add(left, right)
+        if self.norms is not None and self.num_changed:
+            self.norms.add(left, right, self._start)
+        elif self.norms is not None:
+            self.norms.num_missing += num_elements
         self._start += num_elements
 
-    def check_rounding(self, left: memoryview, right: memoryview) -> None:
-        """Drop each of `roundings` that does not hold for these elements; count the elements that are not rounded."""
-        counted = self._off if self._counts_off else {}
-        for start in range(0, len(left) // self._a.itemsize, _ROUNDED_AT_ONCE):
-            wanted = dict.fromkeys((*self._flushed, *counted))
-            if not wanted:
-                return
-            stop = start + _ROUNDED_AT_ONCE
-            a = float64s(left[start * self._a.itemsize : stop * self._a.itemsize], self._a)
-            b = float64s(right[start * self._b.itemsize : stop * self._b.itemsize], self._b)
-            self._has_other_value = self._has_other_value or not bool(_are_same(a, b).all())
-            for way in wanted:
-                side, dtype, is_twice = way
-                sides = (a, b) if side == "b" else (b, a)
-                off, num_flushed = _off_rounding(*sides, dtype, is_twice=is_twice)
-                num_off = int(np.count_nonzero(off))
-                if way in counted:
-                    counted[way] += num_off
-                if num_off:
-                    self._flushed.pop(way, None)
-                elif way in self._flushed:
-                    self._flushed[way] += num_flushed
-
-    @property
-    def roundings(self) -> Roundings:
-        """The roundings that hold for all elements so far."""
-        roundings: Roundings = {}
-        for (side, dtype, _), num_flushed in self._flushed.items():
-            roundings.setdefault((side, dtype), num_flushed)
-        return roundings
-
-    @property
-    def num_off_rounding(self) -> int | None:
-        """Elements that are not the longer side's after rounding; None if neither side is longer."""
-        return min(self._off.values()) if self._counts_off else None
-
-    @property
-    def may_be_rounded(self) -> bool:
-        """True if one side holds the other's values rounded, as far as `check_rounding` has looked."""
-        return bool(self.roundings) and self.num_unchecked is not None and self._has_other_value
+    def of_experts(self) -> tuple[float, ...] | None:
+        """Return how much each expert differs: its relative error, else the share of its elements; 0 if it does not."""
+        if self._experts.number == 1:
+            return None
+        norms = self.norms.of_experts() if self.norms is not None else [None] * self._experts.number
+        return tuple(
+            (norm or changed / self._experts.num_elements) if changed else 0.0
+            for norm, changed in zip(norms, self._by_expert, strict=True)
+        )
 
     def stats(self) -> TensorStats | None:
         """Return the figures, where they were taken."""
@@ -260,6 +208,10 @@ class Measure:
         if self._tolerance is not None:
             outside = changed if values is None else changed & ~_are_close(*values, self._tolerance)
             self.num_outside += int(np.count_nonzero(outside))
+            changed = outside
+        if self._experts.number > 1:
+            for expert, start, stop in self._experts.cut(self._start, len(changed)):
+                self._by_expert[expert] += int(np.count_nonzero(changed[start:stop]))
 
 
 def have_same_bytes(left: memoryview, right: memoryview) -> bool:
@@ -363,9 +315,7 @@ class _Figures:
 
     def __init__(self, a: DType, b: DType) -> None:
         self._a, self._b = a, b
-        self._has_ulp = a is b and a.kind == "float" and has_values(a)
         self._max_abs = self._max_rel = 0.0
-        self._max_ulp = 0
         self._num_nonfinite = 0
         self._aa = self._bb = self._ab = self._dd = 0.0
 
@@ -382,9 +332,6 @@ class _Figures:
             a, b, distance = a[finite], b[finite], distance[finite]
         if len(a):
             self._add_finite(a, b, distance)
-        if self._has_ulp:
-            ulp = _most_ulp(left, right, self._a, None if is_plain else finite)
-            self._max_ulp = max(self._max_ulp, ulp)
 
     def _add_finite(self, a: Array, b: Array, distance: Array) -> None:
         with np.errstate(all="ignore"):
@@ -403,7 +350,6 @@ class _Figures:
         return TensorStats(
             max_abs=min(self._max_abs, _MAX_FLOAT),
             max_rel=min(self._max_rel, 2.0),
-            max_ulp=self._max_ulp if self._has_ulp else None,
             cosine=_finite(self._ab / norms) if norms else None,
             relative_error=_finite(sqrt(self._dd) / larger) if larger else None,
             num_nonfinite=self._num_nonfinite,
@@ -432,26 +378,3 @@ def _distance(a: Array, b: Array) -> Array:
         return np.where(a > b, a - b, b - a).view(np.uint64).astype(np.float64)  # wraps to the right number
     with np.errstate(all="ignore"):
         return np.abs(a.astype(np.float64, copy=False) - b.astype(np.float64, copy=False))
-
-
-def _most_ulp(left: memoryview, right: memoryview, dtype: DType, finite: Array | None) -> int:
-    """Return the largest number of representable values between two elements; `finite` None takes all elements."""
-    a, b = (_ordered(side, dtype) for side in (left, right))
-    if finite is not None:
-        a, b = a[finite], b[finite]
-    if not len(a):
-        return 0
-    if dtype.itemsize < 8:
-        return int(np.abs(a - b).max())
-    return int(np.where(a > b, a - b, b - a).view(np.uint64).max())  # wraps to the right number
-
-
-def _ordered(view: memoryview, dtype: DType) -> Array:
-    """Return floats as integers that count representable values from zero; both zeros are 0."""
-    if dtype is _UNSIGNED_FLOAT:
-        return _words(view, 1).astype(np.int32)
-    wide = np.int32 if dtype.itemsize <= 2 else np.int64
-    words = np.frombuffer(view, dtype=f"<i{dtype.itemsize}").astype(wide)
-    sign = words >> wide(8 * words.itemsize - 1)  # 0 or -1; arithmetic, as a branch for each sign is slow
-    magnitude = words & wide((1 << (8 * dtype.itemsize - 1)) - 1)
-    return np.asarray((magnitude ^ sign) - sign)

@@ -17,31 +17,35 @@ from shardkit._folding import fold
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, OF_CODES
 from shardkit.core.factored import stored_targets
+from shardkit.core.keywords import suggests_keywords
 from shardkit.core.regions import Shape
-from shardkit.core.result import Result
+from shardkit.core.result import DrawnResult
 from shardkit.core.text import escape, format_name, listed
-from shardkit.errors import LayoutError, SourceError
+from shardkit.errors import LayoutError, ResourceError, SourceError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.files.links import may_follow_links
 from shardkit.files.listing import unlike
-from shardkit.formats.contract import Checkpoint, absent
+from shardkit.formats.contract import Checkpoint, absent, copies_warnings
 from shardkit.formats.dcp import METADATA
+from shardkit.formats.dcp.objects import object_lines
 from shardkit.formats.dequantize import why_scaled
-from shardkit.formats.gaps import Gaps, gaps_among, gaps_of
+from shardkit.formats.gaps import find_gaps
 from shardkit.formats.hub.adapter import ADAPTER, is_adapter_file
-from shardkit.formats.hub.directory import model_class_of, read_config
+from shardkit.formats.hub.directory import model_class_of
 from shardkit.formats.quantised import why_quantised
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.keys.ties import ties_embeddings
-from shardkit.layout.recorded import recorded_layout
+from shardkit.layout.layout import Layout
+from shardkit.layout.recorded import recorded_layout, saved_layout, saved_mesh
 from shardkit.operations.casts import DTypeCount, count_dtypes
 from shardkit.operations.holdings import Holdings, hold, imbalance_of, shared_extents, size_on_disk
 from shardkit.operations.leftovers import Leftover, finished_in, leftover_at, refuse
 from shardkit.operations.resolve import stands_for
 
 _SHARD_SUFFIX = ".distcp"
+_QUICK_METADATA = 16 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +101,7 @@ class InspectedUnits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InspectResult(Result):
+class InspectResult(DrawnResult):
     """What a model or a checkpoint holds."""
 
     path: str
@@ -115,14 +119,14 @@ class InspectResult(Result):
     source: str | None = None
     """What it was made from: repo and commit, or file names."""
     model_class: str | None = None
-    """From config.json."""
+    """From config.json, or as `shardkit.save` recorded it."""
     world_size: int | None = None
-    """Ranks of the mesh; None if no mesh is recorded."""
+    """Ranks of the mesh, or that saved; None if neither is recorded."""
     mesh: str | None = None
     layout: str | None = None
-    """"traced" or "declared"."""
+    """"traced" or "declared"; "live" in what `shardkit.save` wrote: that of the model."""
     policy: str | None = None
-    """The wrap policy as it was asked for."""
+    """The wrap policy as it was asked for; None of a live model."""
     units: tuple[InspectedUnits, ...] = ()
     num_tensors: int
     """Tied tensors count once; their other names are in `ties`."""
@@ -181,11 +185,12 @@ class InspectResult(Result):
         return f"{escape(self.path)}: {self.title()}"
 
 
+@suggests_keywords
 @may_follow_links
 def inspect(
     path: str | os.PathLike[str], *, tensors: bool = False, holdings: bool = False, follow_links: bool = False
 ) -> InspectResult:
-    """Return what a path holds, without reading tensor data and without torch (a `.bin` from before 1.6 needs it).
+    """Return what a path holds, without reading tensor data and without torch.
 
     Args:
         path: a Hub model's directory or weight file, a PEFT adapter, a pre-sharded directory, any trainer's
@@ -212,7 +217,7 @@ def inspect(
     return replace(
         result,
         path=path,
-        notes=(*resolved.notes, *(note for note in result.notes if note not in resolved.warnings)),
+        notes=tuple(note for note in result.notes if note not in resolved.warnings),
         warnings=(*resolved.warnings, *result.warnings),
     )
 
@@ -238,21 +243,42 @@ def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
         said = manifest.read(directory)
         if isinstance(said, manifest.Presharded):  # else it lies beside a Hub model, or what training saved
             result = _inspect_presharded(path, directory, said, unfold=tensors)
-            shapes = {fqn: tensor.shape for fqn, tensor in said.tensors.items()}
-            with contextlib.suppress(SourceError):  # no JSON: verify tells by its checksum
-                result = _with_gaps(result, gaps_among(shapes, read_config(directory)))
             if not holdings:
                 return result
             return replace(result, holdings=hold(formats.open(directory).catalog, recorded_layout(said)))
     is_legacy = path.endswith(".bin") and storage.isfile(path)  # else it is a state dict, of whatever
     checkpoint = formats.open(path, format="hub" if is_legacy else None)
     describe = _inspect_sharded if checkpoint.hub is None else _inspect_hub
-    result = _with_gaps(describe(path, checkpoint, unfold=tensors), gaps_of(checkpoint))
-    return replace(result, holdings=hold(checkpoint.catalog)) if holdings else result
+    result = describe(path, checkpoint, unfold=tensors)
+    result = replace(result, warnings=(*result.warnings, *find_gaps(checkpoint)))
+    return (
+        replace(result, holdings=hold(checkpoint.catalog, _saved_layout(checkpoint))) if holdings else result
+    )
 
 
-def _with_gaps(result: InspectResult, gaps: Gaps) -> InspectResult:
-    return replace(result, warnings=(*result.warnings, *gaps.lines("the model")))
+def _saved_layout(checkpoint: Checkpoint) -> Layout | None:
+    said = checkpoint.manifest
+    return saved_layout(said, checkpoint.catalog.tensors) if isinstance(said, manifest.SavedState) else None
+
+
+def _saved_placements(said: object) -> dict[str, str]:
+    layout = said.layout if isinstance(said, manifest.SavedState) else None
+    groups = () if layout is None else layout.placed
+    return {name: ",".join(group.placements) for group in groups for name in group.names}
+
+
+def _saved_fields(said: object) -> dict[str, Any]:
+    """Return the fields of what `shardkit.save` recorded of the job."""
+    if not isinstance(said, manifest.SavedState):
+        return {}
+    meshes = [mesh.replace(", ", ",") for mesh in said.meshes]
+    return {
+        "model_class": said.model_class,
+        "world_size": said.world_size,
+        "mesh": str(saved_mesh(said.layout)) if said.layout is not None else " and ".join(meshes) or None,
+        "layout": "live",
+        "units": _units(said.units),
+    }
 
 
 def _is_part_of_checkpoint(name: str) -> bool:
@@ -294,12 +320,14 @@ def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> Insp
     catalog = checkpoint.catalog
     ties = shared_extents(catalog)
     copies = {name for group in ties for name in group[1:]}
+    placed = _saved_placements(checkpoint.manifest)
     tensors = [
-        _OneTensor(e.fqn, e.dtype.name, e.shape, None)
+        _OneTensor(e.fqn, e.dtype.name, e.shape, placed.get(e.fqn))
         for e in catalog.tensors.values()
         if e.fqn not in copies
     ]
     files = tuple(_files(catalog, copies))
+    targets = _target_fields(tensors, catalog.objects)
     is_dcp = checkpoint.format == catalog.format  # no trainer's own
     return InspectResult(
         path=path,
@@ -321,8 +349,16 @@ def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> Insp
             *_quantised(checkpoint, None),
             *(_beside(catalog.directory) if is_dcp else ()),
         ),
-        **_target_fields(tensors, catalog.objects),
+        warnings=(*targets.pop("warnings"), *copies_warnings(checkpoint.differing), *_lost(checkpoint)),
+        **targets,
+        **_saved_fields(checkpoint.manifest),
     )
+
+
+def _lost(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield warnings of objects with distributed tensors in them."""
+    for lines in () if checkpoint.dcp is None else object_lines(checkpoint.dcp):
+        yield from lines
 
 
 def _files(catalog: Catalog, copies: Collection[str]) -> Iterator[InspectedFile]:
@@ -388,9 +424,17 @@ def _inspect_presharded(
         warnings=(
             *_differences(directory, {file.name: file.size for file in listed_files}, on_disk),
             *targets.pop("warnings"),
+            *_lost_beside(directory, said),
         ),
         **targets,
     )
+
+
+def _lost_beside(directory: str, said: manifest.Presharded) -> Iterator[str]:
+    """Yield the same of a directory with a manifest, unless its `.metadata` takes seconds to parse, or is damaged."""
+    if said.objects and said.metadata is not None and said.metadata.size <= _QUICK_METADATA:
+        with contextlib.suppress(SourceError, ResourceError):
+            yield from _lost(formats.open(directory))
 
 
 def _source(source: manifest.RecordedSource) -> str:

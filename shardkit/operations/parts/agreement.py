@@ -16,16 +16,14 @@ from shardkit.files import storage
 from shardkit.files.place.contract import Notebook
 from shardkit.files.strict_json import parse_object, read_small
 from shardkit.operations.parts.part import Part, divide, parse_part
-from shardkit.transfer.digests import parse_versions
 
 SAVE = "save"
 """The verb of a run in which the ranks of a training job write: what its files are called is torch's to say."""
-_FORMAT = 1
+_FORMAT = 2
 _MAX_BYTES = 1 << 28
 _PATHS = ("source", "checkpoint", "base", "tokenizer", "keys", "source_manifest", "adapter_config")
 _MADE = "manifest_file"
 """A path that does not exist yet."""
-_AFTER = (_MADE, "push_to_hub")
 _OWN = {
     "output",
     "part",
@@ -35,6 +33,7 @@ _OWN = {
     "on_warning",
     "on_step",
     "dry_run",
+    "exist_ok",
     "holdings",
     "resume",
 }
@@ -87,11 +86,6 @@ class Command:
             options[_MADE] = storage.absolute(options[_MADE])
         return cls(verb=verb, options=options)
 
-    @property
-    def goes_on(self) -> bool:
-        """True if something comes after the output."""
-        return any(self.options.get(name) for name in _AFTER)
-
     def settings(self) -> dict[str, Any]:
         """Return the options that the parts have to agree on and that a plan does not contain."""
         return {name: self.options.get(name) for name in _SETTINGS}
@@ -126,10 +120,6 @@ class Agreement:
     """Of the process that began."""
     files: Sequence[tuple[str, int]]
     """Name and size of every file with tensors in it, in the order of the plan."""
-    weights: Sequence[tuple[str, int]] = ()
-    """Path of every weight that becomes factors, before files are written, and the operations that it takes."""
-    versions: Mapping[str, str] | None = None
-    """Of packages that decided the plan, where the process ran that began: others may have other ones."""
     replaces: str | None = None
     """In a store: ETag of the marker that is to be replaced; None if there was none."""
 
@@ -166,7 +156,7 @@ class Agreement:
             raise SourceError(
                 error.message,
                 hint="give up what the parts have written, and begin anew: "
-                f"`shardkit status {in_shell(staging.destination)} --abort`",
+                f"`shardkit abort {in_shell(staging.destination)}`",
             ) from None
 
     @classmethod
@@ -185,16 +175,12 @@ class Agreement:
             raise SourceError(f"{escape(name)} was written by another version of shardkit")
         try:
             command = content.pop("command")
-            files, weights = content.pop("files"), content.pop("weights", [])
-            versions = parse_versions(content.pop("versions", None))
+            files = content.pop("files")
             assert isinstance(command, dict)
             assert isinstance(files, list)
-            assert isinstance(weights, list)
             found = cls(
                 command=Command(**command),
                 files=[(str(n), int(s)) for n, s in files],
-                weights=[(str(n), int(s)) for n, s in weights],
-                versions=versions or None,
                 **{"beside": [], "here": [], **content},  # type: ignore[arg-type]
             )
             assert isinstance(found.command.options, dict)
@@ -248,23 +234,16 @@ class Agreement:
         given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
         return f"shardkit.{self.command.verb}({given})"
 
-    def missing_parts(self, files: Sequence[int], weights: Sequence[int] = ()) -> list[tuple[Part, int]]:
-        """Return the parts that lack something, with how many files each lacks; or weights, if any has no factors.
+    def missing_parts(self, files: Sequence[int]) -> list[tuple[Part, int]]:
+        """Return the parts that lack something, with how many files each lacks.
 
         Args:
             files: numbers of the files that are not finished.
-            weights: numbers of the weights without factors. No file is written before all weights have some.
         """
-        of, missing = (self.weights, weights) if weights else (self.files, files)
-        parts, lacking = divide([size for _, size in of], self.num_parts), dict[int, int]()
-        for number in missing:
+        parts, lacking = divide([size for _, size in self.files], self.num_parts), dict[int, int]()
+        for number in files:
             lacking[parts[number]] = lacking.get(parts[number], 0) + 1
         return [(Part(number=part, count=self.num_parts), lacking[part]) for part in sorted(lacking)]
-
-
-def without_factors(staging: Notebook, agreement: Agreement) -> list[int]:
-    """Return the numbers of the weights of a divided job that have no factors yet, as far as this machine sees them."""
-    return staging.factors.missing(len(agreement.weights)) if agreement.weights else []
 
 
 def read_parts(staging: Notebook) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
@@ -287,16 +266,8 @@ class Committing:
     """Refuses a plan that is not the parts' own."""
     on_end: Callable[[bool], object]
     """Is told whether this process made the output; otherwise another one has."""
-    versions: Mapping[str, str] | None = None
-    """As `Agreement` has them."""
     overwrite: bool = False
     """Replace whatever output is there by now."""
-    ends: bool = False
-    """The output is there, and what comes after it is done by nobody else; `NotThere` is raised if it is not."""
-
-
-class NotThere(Exception):
-    """Nothing is at a destination where an output is to be ended."""
 
 
 Share = Part | Committing

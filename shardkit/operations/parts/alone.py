@@ -132,5 +132,5 @@ class Alone:
             raise UsageError(
                 f"{escape(self._notebook.path)} belongs to another user",
                 hint="choose another destination; or have that user give it up: "
-                f"`shardkit status {in_shell(self._place.destination)} --abort`",
+                f"`shardkit abort {in_shell(self._place.destination)}`",
             )

@@ -12,9 +12,7 @@ import errno
 import json
 import os
 import socket
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -33,22 +31,18 @@ from shardkit.errors import (
 )
 from shardkit.files.digest import sha256_of
 from shardkit.files.place.contract import Place, given_up
-from shardkit.operations.parts.agreement import Agreement, read_all, read_parts
+from shardkit.operations.parts.agreement import Agreement, read_all
 from shardkit.operations.parts.alone import Alone
 from shardkit.operations.parts.notes import Note, load_note
 from shardkit.operations.parts.part import ALL, Part, share_of
 from shardkit.operations.parts.results import PartResult
-from shardkit.osft.phase import PhaseAt
-from shardkit.transfer.chains import Evidence
-from shardkit.transfer.checks import CheckedSource, SourceCheck
+from shardkit.transfer.checks import CheckedSource, Readings, SourceCheck, have_read
 from shardkit.transfer.digests import is_intact
 from shardkit.transfer.execute import (
     Describer,
     ExecuteOptions,
     Execution,
     FileDigest,
-    ReadingExecution,
-    compared_with,
 )
 from shardkit.transfer.fill import CrcPiece, crc_of
 from shardkit.transfer.plan import TransferPlan
@@ -60,7 +54,7 @@ _MOST_TRIES = 20  # each only if another process was in the middle of a commit
 class Describe(Protocol):
     """Returns what writes the rest of the files into a directory."""
 
-    def __call__(self, directory: str, /, *, shards: str | None = None) -> AbstractContextManager[Describer]:
+    def __call__(self, directory: str, /, *, shards: str | None = None) -> Describer:
         """Return it.
 
         Args:
@@ -81,8 +75,6 @@ class Divided:
         describe: writes what lies beside the images.
         options: how to move.
         progress: told of the bytes.
-        phase: gives what computes factors, of which files are made; None if there are none. Files are written by the parts that see
-            those of all weights then: at the latest by the last one, or by whoever commits.
         is_run: one process carries out all of it, or several that were started alike.
     """
 
@@ -95,7 +87,6 @@ class Divided:
         describe: Describe,
         options: ExecuteOptions,
         progress: Progress,
-        phase: PhaseAt | None,
         *,
         is_run: bool = False,
     ) -> None:
@@ -103,17 +94,12 @@ class Divided:
         self._destination, self._shared = place.destination, place.notebook
         self._images, self._data_nbytes = list(plan.images), data_nbytes
         self._options, self._progress, self._is_run = options, progress, is_run
-        self._resumed_weights = 0
         self._own = dict[str, Note]()  # what a run has written itself it need not read again
-        self._phase = None if phase is None else phase(self._shared.factors)
         self.alone = Alone(place, agreement)
         self.check = SourceCheck(plan.catalog) if options.check_source else None
         """Compares what is read with what the source records."""
         self.was_there = False
         """True once the output is known to have been there before this process began."""
-        self.on_joined: Callable[[Mapping[str, str]], object] = lambda _: None
-        """Is told with which versions of packages the part began that began, which may have been this one, and with which a
-        file was finished that this one goes on with."""
 
     # Beginning
 
@@ -138,7 +124,7 @@ class Divided:
         UsageError.raise_for(
             [escape(path) for path in (() if self._is_run else self.place.closed())],
             f"parts have committed {escape(self._destination)}, and it is another one by now",
-            hint=f"remove what they left: `shardkit status {in_shell(self._destination)} --abort`",
+            hint=f"remove what they left: `shardkit abort {in_shell(self._destination)}`",
         )
         raise ResourceError(
             f"{escape(self._destination)}: others begin and give up all the time", hint="run it again"
@@ -217,20 +203,10 @@ class Divided:
         return share_of([image.size for image in self._images], part)
 
     def bytes_left(self, part: Part) -> int:
-        """Return the size of the files that a part still has to write, and of the records of its factors."""
-        if self._phase is not None:
-            self._phase.take(None)
+        """Return the size of the files that a part still has to write."""
         mine = self.files_of(part)
         done = {number for number, _ in self._notes(mine)}
-        return sum(self._images[n].size for n in {*mine} - done) + self.record_bytes_left(part)
-
-    def weights_of(self, part: Part) -> list[int]:
-        """Return the numbers of the weights whose factors a part computes, by what they take."""
-        return share_of([operations for _, operations in self._agreement.weights], part)
-
-    def record_bytes_left(self, part: Part) -> int:
-        """Return the size of the records that a part still has to compute."""
-        return 0 if self._phase is None else self._phase.bytes_left(self.weights_of(part))
+        return sum(self._images[n].size for n in {*mine} - done)
 
     def run(self, part: Part) -> PartResult:
         """Write the files of a part that are not finished yet.
@@ -256,11 +232,10 @@ class Divided:
             return self.all_done(part)
         try:
             with self.place.workplace() as directory:
-                # A damaged record is refused before anything is moved.
-                for _, begun in () if self._is_run else read_all([self._shared]):
-                    self.on_joined(begun.versions or {})
+                if not self._is_run:  # a damaged record is refused before anything is moved
+                    list(read_all([self._shared]))
                 self._tell(part, is_done=False)
-                resumed = self._carry_out(part, directory)
+                resumed = self._move(self.files_of(part), directory, self._label(part))
                 self._tell(part, is_done=True)
             result = self.result(part, resumed_files=resumed)
             if self._is_run or self.place.is_open:
@@ -277,7 +252,7 @@ class Divided:
 
     def compared(self) -> CheckedSource:
         """Return how much of what was read was compared with what the source records."""
-        return compared_with(self.check, self._plan, self._options)
+        return CheckedSource() if self.check is None else self.check.judge().checked
 
     def all_done(self, part: Part) -> PartResult:
         """Return the outcome of a part whose output was there before it began."""
@@ -287,7 +262,6 @@ class Divided:
         """Return the outcome of a part, as far as it can be seen now."""
         mine = self.files_of(part)
         missing = [] if is_committed else self._missing()
-        without = [] if is_committed or self._phase is None else self._phase.missing()
         return PartResult(
             part=str(part),
             found=part.found,
@@ -297,11 +271,7 @@ class Divided:
             written_bytes=sum(self._images[number].size for number in mine),
             resumed_files=resumed_files,
             finished_files=len(self._images) - len(missing),
-            num_weights=len(self.weights_of(part)),
-            all_weights=len(self._agreement.weights),
-            resumed_weights=self._resumed_weights,
-            finished_weights=len(self._agreement.weights) - len(without),
-            missing=tuple(str(each) for each, _ in self._agreement.missing_parts(missing, without)),
+            missing=tuple(str(each) for each, _ in self._agreement.missing_parts(missing)),
             is_committed=is_committed,
             by_another=is_committed,
         )
@@ -323,7 +293,7 @@ class Divided:
             f"{self._agreement.plan[:16]} here",
             problems=problems,
             hint="give all parts the same command, source and version of shardkit; or give up what is there: "
-            f"`shardkit status {in_shell(self._destination)} --abort`",
+            f"`shardkit abort {in_shell(self._destination)}`",
         )
 
     def _tell(self, part: Part, *, is_done: bool) -> None:
@@ -331,45 +301,12 @@ class Divided:
         content = {"host": socket.gethostname(), "pid": os.getpid(), "found": part.found, "is_done": is_done}
         self.place.say(f"{part.number}-of-{part.count}.json", json.dumps(content).encode())
 
-    @property
-    def _computed(self) -> str | None:
-        """Stands for what was computed for the files; None if nothing was, or not all of it is known."""
-        return None if self._phase is None else self._phase.digest
-
-    def _counts(self, note: Note) -> bool:
-        """True if a file that is there may be one of the output."""
-        # What was made of other factors is no file of this output; before all are known, none is.
-        is_known = self._phase is None or self._computed is not None
-        return is_known and (self.check is None or note.source is not None) and note.factors == self._computed
-
-    def _carry_out(self, part: Part, directory: str) -> int:
-        """Do what a part has to do; return how many of its files were finished before."""
-        mine, label = self.files_of(part), self._label(part)
-        if self._phase is None:
-            return self._move(mine, directory, label)
-        for versions in self._phase.look_through() if self._is_run else ():
-            self.on_joined(versions)
-        with self.place.room_for_records() as work:
-            self._resumed_weights = self._phase.compute(
-                self.weights_of(part), work, self.check, self._progress, f"{label}, factors"
-            )
-            if self._phase.take(self.check):  # others lack some
-                return 0
-            resumed = sum(1 for _ in self._notes(mine))
-            rest = [number for number in range(len(self._images)) if number not in mine]
-            if self._is_another_at_work(part):  # it writes its own
-                self._move(mine, directory, label)
-                self._move(rest, directory, f"{label}, of others")
-            else:
-                self._move(mine + rest, directory, label)
-        return resumed
-
     def _label(self, part: Part) -> str:
         """Return what the progress of a part is called."""
         return self._agreement.command.verb if self._is_run else f"part {part}"
 
     def _notes(self, numbers: Sequence[int]) -> Iterator[tuple[int, Note]]:
-        """Yield number and note of those files that are finished and still there."""
+        """Yield number and note of those files that are finished and still there; the check gets what was read for them."""
         own = {
             number: note
             for number in numbers
@@ -379,13 +316,15 @@ class Divided:
         for number, content in self.place.notes([number for number in numbers if number not in own]):
             note = self._parsed(number, content)
             if note is not None:
+                if self.check is not None and note.readings is not None:
+                    self.check.put(note.digest.name, note.readings)
                 yield number, note
 
     def _parsed(self, number: int, content: Mapping[str, Any]) -> Note | None:
-        """Return a note that was read; None if it is damaged, or its file counts no more."""
+        """Return a note that was read; None if it is damaged, or does not say what was read of the source."""
         image = self._images[number]
         note = load_note(content, image.name, image.size)
-        return note if note is not None and self._counts(note) else None
+        return None if note is None or (self.check is not None and note.readings is None) else note
 
     def _forget(self, numbers: Sequence[int]) -> None:
         """Remove notes: the files are written anew."""
@@ -408,12 +347,7 @@ class Divided:
     def _is_whole(self, note: Note) -> bool:
         """True if a file that was finished before may be taken as it is: no run reads twice what it has written."""
         is_read = self._is_run and not self.place.vouches and note is not self._own.get(note.digest.name)
-        return (not is_read or is_intact(note.digest, self.place.data)) and self._load(note)
-
-    def _is_another_at_work(self, part: Part) -> bool:
-        """True if another part has begun and has not said that it ended; it may have died."""
-        own = (part.number, part.count)
-        return any(place != own and not content.get("is_done") for place, content in read_parts(self._shared))
+        return not is_read or is_intact(note.digest, self.place.data)
 
     def _move(self, mine: Sequence[int], directory: str, label: str) -> int:
         """Write files; return how many were finished before."""
@@ -422,25 +356,21 @@ class Divided:
             notes += [note] if (is_whole := self._is_whole(note)) else []
             useless += [] if is_whole else [number]
         self._forget(useless)  # else they would count for more than the files that are written now
-        for note in notes:
-            self.on_joined(note.versions or {})
         finished = {note.digest.name: note.digest for note in notes}
         names = {self._images[number].name: number for number in mine}
         self._progress.start(sum(self._data_nbytes[number] for number in mine), label)
         if finished:
             self._progress.advance(sum(self._data_nbytes[names[name]] for name in finished))
 
-        def on_finished(digest: FileDigest, read: Evidence) -> None:
+        def on_finished(digest: FileDigest, readings: Readings) -> None:
             number = names[digest.name]
             if takes_sha256:  # now, while the file is still in memory: whoever commits would read all files
                 path = os.path.join(directory, digest.name)
                 digest = replace(digest, sha256=sha256_of(path, digest.name))
             note = Note(
                 digest=digest,
-                source=None if self.check is None else self.check.dump(read),
+                readings=None if self.check is None else readings,
                 scattered=[(fqn, execution.pieces[fqn]) for fqn in scattered.get(number, ())],
-                factors=self._computed,
-                versions=self._agreement.versions,
             )
             self._publish(directory, number, note)
 
@@ -466,16 +396,10 @@ class Divided:
             execution.run()
         except IntegrityError:
             self._forget(mine)  # they vouch for what was read
-            if self._phase is not None:
-                self._phase.forget_damaged(self.check)
             raise
         finally:
             self._progress.finish()  # whoever is last goes on with the commit, which moves no bytes of the part
         return len(finished)
-
-    def _load(self, note: Note) -> bool:
-        # What this process has read itself is in `check` already.
-        return self.check is None or note is self._own.get(note.digest.name) or self.check.load(note.source)
 
     def _scattered(self) -> dict[int, list[str]]:
         """Return the scattered tensors of each file.
@@ -521,7 +445,6 @@ class Divided:
     def _commit(self) -> bool:
         try:
             with self.place.workplace() as directory:
-                self._write_rest(directory)
                 return self._make(directory)
         except (OSError, ShardkitError) as error:
             if self.place.another_has_made():
@@ -532,22 +455,6 @@ class Divided:
                 raise self._cannot_write(error) from error
             raise
 
-    def _write_rest(self, directory: str) -> None:
-        """Write the files whose parts have ended while others lacked factors.
-
-        Raises:
-            IncompleteError: a weight has no factors.
-        """
-        if self._phase is None:
-            return
-        without = self._phase.take(self.check)
-        if without:
-            raise incomplete(self._destination, self._agreement, [], without)
-        done = {number for number, _ in self._notes(range(len(self._images)))}
-        rest = [number for number in range(len(self._images)) if number not in done]
-        if rest:
-            self._move(rest, directory, "files")
-
     def _cannot_write(self, error: OSError) -> ResourceError:
         return ResourceError(f"cannot write to {escape(self._shared.path)}: {error.strerror}")
 
@@ -557,40 +464,12 @@ class Divided:
             return False
         digests, scattered = self._finished()
         with self.place.describing(directory) as beside:
-            with self._describe(beside.path, shards=beside.shards) as descriptions:
-                for digest in digests.values():
-                    if digest.name not in beside.linked:
-                        descriptions.add_file(digest)
-                self._finish(directory, descriptions, digests, scattered)
+            descriptions = self._describe(beside.path, shards=beside.shards)
+            for digest in digests.values():
+                if digest.name not in beside.linked:
+                    descriptions.add_file(digest)
+            self._finish(directory, descriptions, digests, scattered)
             return self.place.commit(beside.path)
-
-    def describe_again(self, plan: TransferPlan) -> None:
-        """Describe the output that is there, made of these very files, where its description goes to another place.
-
-        Args:
-            plan: of the job with all records open. Its source is read once more, for its digests.
-
-        Raises:
-            IntegrityError, ResourceError: as `Execution.run`.
-        """
-        with (
-            tempfile.TemporaryDirectory(prefix="shardkit-") as directory,
-            self._describe(directory, shards=self.place.data) as descriptions,
-        ):
-            self._progress.start(plan.hole_bytes, "describing")
-            execution = ReadingExecution(
-                plan,
-                self.place.data,
-                self._options,
-                finished={},
-                on_finished=lambda digest, _: descriptions.add_file(digest),
-                progress=self._progress,
-                check=SourceCheck(plan.catalog) if self._options.check_source else None,
-            )
-            try:
-                descriptions.finish(*execution.run())
-            finally:
-                self._progress.finish()
 
     def _finish(
         self,
@@ -611,27 +490,10 @@ class Divided:
             check=self.check,
         )
         try:
-            found = execution.run()
-            descriptions.finish(found[0], self._compared(found[1]))
+            descriptions.finish(*execution.run())
         except IntegrityError:
             self._forget_damaged()
             raise
-
-    def _compared(self, scattered: dict[str, int]) -> dict[str, int]:
-        """Return the CRC-32s of scattered tensors, and of factors.
-
-        Raises:
-            IntegrityError: other factors were read than were computed.
-        """
-        if self._phase is None or not self._options.digests:
-            return scattered
-        computed = self._phase.job.crcs
-        IntegrityError.raise_for(
-            [escape(name) for name, crc in computed.items() if scattered.get(name, crc) != crc],
-            "other factors were read than were computed: a disk fails",
-            hint="run it again: what is damaged is made anew",
-        )
-        return {**scattered, **computed}
 
     def interrupted(self, interrupt: KeyboardInterrupt) -> Interrupted:
         """Return the error of a process that a signal has ended: what became of the output, and what to type."""
@@ -640,7 +502,7 @@ class Divided:
         if self._is_run:
             became = f"was not made; {self.place.left}"
             if self.place.vouches:
-                give_up = f", or give it up: `shardkit status {shown} --abort`"
+                give_up = f", or give it up: `shardkit abort {shown}`"
         return Interrupted(
             f"interrupted: {escape(self._destination)} {became}",
             signum=signal_of(interrupt),
@@ -648,19 +510,17 @@ class Divided:
         )
 
     def warnings(self) -> tuple[str, ...]:
-        """Return the notes about the work of all parts, and about all factors."""
-        of_factors = () if self._phase is None else tuple(self._phase.warnings())
-        return (*of_factors, *(self.place.warnings() if self.was_there else ()))
+        """Return the notes about the work of all parts."""
+        return tuple(self.place.warnings()) if self.was_there else ()
 
     def _finished(self) -> tuple[dict[str, FileDigest], dict[str, int | None]]:
         """Return the digest of every file, and the CRC-32 of every scattered tensor."""
         digests, missing = dict[str, FileDigest](), {*range(len(self._images))}
         read = list[tuple[str, Sequence[CrcPiece] | None]]()
         for number, note in self._notes(range(len(self._images))):
-            if self._load(note):
-                missing.remove(number)
-                digests[note.digest.name] = note.digest
-                read += note.scattered
+            missing.remove(number)
+            digests[note.digest.name] = note.digest
+            read += note.scattered
         if missing:
             raise incomplete(self._destination, self._agreement, sorted(missing))
         return digests, self._scattered_crcs(read)
@@ -692,26 +552,20 @@ class Divided:
 
     def _forget_damaged(self) -> None:
         """Let the files be written again that were made of bytes that differ."""
-        notes, check = self._notes(range(len(self._images))), self.check
-        if self._phase is not None:
-            self._phase.forget_damaged(check)
-            self._forget(range(len(self._images)))  # factors are in all of them
-        elif check is not None:
-            self._forget([n for n, note in notes if note.source and check.has_doubts(note.source)])
+        if self.check is not None:
+            damaged = {(damage.file, damage.entry) for damage in self.check.judge().damaged}
+            notes = self._notes(range(len(self._images)))
+            self._forget([n for n, note in notes if note.readings and have_read(note.readings, damaged)])
 
 
-def incomplete(
-    destination: str, agreement: Agreement, files: Sequence[int], weights: Sequence[int] = ()
-) -> IncompleteError:
-    """Return the error that names the parts that lack files, or weights without factors, and what to type."""
-    parts = agreement.missing_parts(files, weights)
-    of, missing = (agreement.weights, weights) if weights else (agreement.files, files)
-    what, unit = ("factors of ", "weight") if weights else ("", "file")
+def incomplete(destination: str, agreement: Agreement, files: Sequence[int]) -> IncompleteError:
+    """Return the error that names the parts that lack files, and what to type."""
+    parts = agreement.missing_parts(files)
     return IncompleteError(
-        f"{escape(destination)}: {what}{count(len(missing), unit)} of {len(of)} "
-        f"{'is' if len(missing) == 1 and not weights else 'are'} missing, of {count(len(parts), 'part')}",
+        f"{escape(destination)}: {count(len(files), 'file')} of {len(agreement.files)} "
+        f"{'is' if len(files) == 1 else 'are'} missing, of {count(len(parts), 'part')}",
         problems=[
-            f"part {part}: {count(number, unit)}; {agreement.command_of(part, destination)}"
+            f"part {part}: {count(number, 'file')}; {agreement.command_of(part, destination)}"
             for part, number in parts
         ],
         hint="run these parts, then shardkit commit again; shardkit status shows who is at work",

@@ -22,8 +22,7 @@ _RECORD, _OF_EARLIER = "plan.json", "journal.jsonl"
 _AT_THE_TOP = (OWNER, _RECORD, "committed.json", _OF_EARLIER)
 _OF_ANY = re.compile(
     rf"{GONE}[^/]*/.+"  # an old output that was looked through
-    rf"|{TAKEN}[^/]*/committed\.json"
-    r"|(factors|work)/\d+(-[0-9a-f]{8}|\.json)?",  # records, and their notes
+    rf"|{TAKEN}[^/]*/committed\.json",
     re.ASCII | re.DOTALL,
 )
 """What lies in folders of runs and of parts, whatever else is there."""

@@ -21,10 +21,6 @@ from shardkit.transfer.plan import TransferPlan
 
 _NOTES = 3
 """What parts note of their files; those of another version of shardkit may not be put together with ours."""
-_OF_ONE_MACHINE = "computed_by"
-"""What of a job the bits of its factors depend upon, beside the weights."""
-_VERSIONS = "traced_with"
-"""Those that a job was decided with, by package: another run or part may have others, if it decides the same."""
 
 
 class Images(ImageSet, Protocol):
@@ -75,16 +71,14 @@ Stamp = Callable[[ReadFile], object]
 
 def ingredients(job: Job, stamp: Stamp) -> dict[str, object]:
     """Return the ingredients of a job's hash, as plain data: inputs, options and the version of shardkit."""
-    table, tensors, made = job.plan.catalog.chunks, job.plan.catalog.tensors, job.plan.made_of
-    records = {table.file[row] for name in made for row in tensors[name].chunk_ids}
-    files = [file for number, file in enumerate(job.plan.catalog.files) if number not in records]
+    files = job.plan.catalog.files
     plain = {file.path for file in files if file.is_raw}
     # What is decoded or computed of a file is known to those processes alone that read it.
     sources = [
         ReadFile(file.name, file.path, file.stamp) for file in files if file.is_raw or file.path not in plain
     ]
     described: dict[str, object] = {
-        **{key: value for key, value in job.decided.items() if key != _VERSIONS},
+        **job.decided,
         "version": __version__,
         "sources": sources,
         "images": [(image.name, image.size) for image in job.output],
@@ -128,35 +122,10 @@ def shared_stamp(file: ReadFile) -> list[int | str] | None:
     return [stamp.size, stamp.modified_ns // 1000]  # some file systems keep no more
 
 
-def shared_ingredients(job: Job, *, is_run: bool = False) -> dict[str, object]:
-    """Return the ingredients as all machines see them.
-
-    Args:
-        job: what is to be carried out.
-        is_run: by one process, whose kind of machine counts. Parts may run on several kinds.
-    """
-    made_of = ingredients(job, shared_stamp)
-    if not is_run:
-        made_of.pop(_OF_ONE_MACHINE, None)
-    return made_of
-
-
-def versions_of(job: Job) -> dict[str, str] | None:
-    """Return the versions of packages that the job was decided with; None if none had a say."""
-    versions = job.decided.get(_VERSIONS)
-    return versions if isinstance(versions, dict) else None
-
-
-def machine_of(job: Job) -> str:
-    """Return a hash of the kind of this machine, as far as factors depend on it."""
-    return hash_of(job.decided.get(_OF_ONE_MACHINE))[:16]
-
-
 def agreement_of(
     job: Job,
     command: Command,
     share: Share | None,
-    weights: Sequence[tuple[str, int]],
     replaces: str | None,
 ) -> Agreement:
     """Return what all processes agree on that share a job: the plan, and the content of the descriptions.
@@ -165,13 +134,9 @@ def agreement_of(
         job: what is to be carried out.
         command: the call that others may repeat.
         share: what of it this process does; None if it does all, alone.
-        weights, replaces: as `Agreement` has them.
+        replaces: as `Agreement` has it.
     """
-    made_of = {
-        **shared_ingredients(job, is_run=share is None),
-        "settings": command.settings(),
-        "notes": _NOTES,
-    }
+    made_of = {**ingredients(job, shared_stamp), "settings": command.settings(), "notes": _NOTES}
     digests = {key: hash_of(value) for key, value in made_of.items()}
     typed, cwd = as_typed(share)
     return Agreement(
@@ -188,7 +153,5 @@ def agreement_of(
         beside=sorted(job.beside),
         num_parts=share.count if isinstance(share, Part) else 1,
         files=[(image.name, image.size) for image in job.output],
-        weights=weights,
-        versions=versions_of(job),
         replaces=replaces,
     )

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardkit.transfer.digests import parse_digest, parse_versions
+from shardkit.transfer.checks import Readings, are_readings
+from shardkit.transfer.digests import parse_digest
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.fill import CrcPiece
 
@@ -19,15 +20,11 @@ class Note:
     """A finished file."""
 
     digest: FileDigest
-    source: Mapping[str, Any] | None
-    """What was read for it, from `SourceCheck.dump`; None if nothing was compared."""
+    readings: Readings | None
+    """What was read for it; None if nothing was compared."""
     scattered: Sequence[tuple[str, Sequence[CrcPiece] | None]]
     """Of each scattered tensor that it has a region of: its name in the source, and what was read of it; None if CRC-32s of
     what is read do not make up the tensor's."""
-    factors: str | None = None
-    """Digest of all factors, of which some are in it; None where there are none."""
-    versions: Mapping[str, str] | None = None
-    """Of packages that decided the plan, where it was written; None if none had a say."""
 
     def dump(self) -> dict[str, Any]:
         """Return the note as plain data."""
@@ -43,19 +40,16 @@ def load_note(content: Mapping[str, Any], name: str, size: int) -> Note | None:
         name: of the file.
         size: in bytes.
     """
-    entry, source, scattered = content.get("digest"), content.get("source"), content.get("scattered")
+    entry, readings, scattered = content.get("digest"), content.get("readings"), content.get("scattered")
     digest = parse_digest(entry) if isinstance(entry, dict) else None
     if digest is None or (digest.name, digest.size) != (name, size) or not isinstance(scattered, list):
         return None
-    if not (source is None or isinstance(source, dict)) or not all(map(_is_tensor, scattered)):
+    if not (readings is None or are_readings(readings)) or not all(map(_is_tensor, scattered)):
         return None
-    factors = content.get("factors")
     return Note(
         digest=digest,
-        source=source,
+        readings=readings,
         scattered=[_load(*entry) for entry in scattered],
-        factors=factors if isinstance(factors, str) else None,
-        versions=parse_versions(content.get("versions")) or None,
     )
 
 

@@ -32,16 +32,8 @@ class PartResult:
     """Those of them that were finished before."""
     finished_files: int
     """Of all parts, as far as this one can see."""
-    num_weights: int = 0
-    """Weights of this part that become factors, before files are written."""
-    all_weights: int = 0
-    """Those of all parts; 0 if there are none."""
-    resumed_weights: int = 0
-    """Those of this part whose factors had been computed before."""
-    finished_weights: int = 0
-    """Those of all parts that have factors, as far as this one can see."""
     missing: tuple[str, ...]
-    """The parts that lack something, as far as this one can see: factors, where some are missing, or else files."""
+    """The parts that lack files, as far as this one can see."""
     is_committed: bool
     """The output is there: this part was the last to finish, or another process has committed meanwhile."""
     by_another: bool = False
@@ -76,7 +68,7 @@ class WriteResult(Result):
     written_bytes: int
     """Size of all these files."""
     converted: tuple[Converted, ...]
-    """What has another dtype in the output than in the source. What becomes factors is not among it."""
+    """What has another dtype in the output than in the source."""
     checked_bytes: int
     """Bytes of the source that were compared, as they moved, with the CRC-32 recorded for them."""
     unchecked: tuple[Unchecked, ...]
@@ -90,9 +82,11 @@ class WriteResult(Result):
     resumed_files: int
     """Files that an interrupted run had finished."""
     was_there: bool = False
-    """The output was there already, and is what this call would write: nothing was written."""
+    """An output was there already and is left as it is: other processes of this job made it, or `exist_ok` was given."""
     part: PartResult | None = None
     """What became of a part; None where one process wrote all."""
+    replaced: tuple[str, ...] = ()
+    """How the paths begin of data in a bucket that were replaced. They stay, as readers may need them."""
     elapsed_s: float
     moving_s: float
     """Of `elapsed_s`, how long bytes moved; 0 if this process moved none."""
@@ -111,14 +105,14 @@ class WriteResult(Result):
                 f"{'dry run: ' if self.dry_run else ''}part {self.unfinished.part} of {escape(self.output)}"
             )
         if self.was_there:
-            return f"{escape(self.output)} is already there, as this command writes it"
+            return f"{escape(self.output)} is already there"
         return wrote(self.output, dry_run=self.dry_run)
 
 
 def converted_in(plan: TransferPlan) -> Iterator[Converted]:
     """Yield what a plan converts."""
-    every = (holes for holes in plan.images.tensors() if holes.source not in plan.made_of)
-    counts = Counter((plan.catalog.tensors[holes.source].dtype, holes.dtype) for holes in every)
+    tensors = plan.catalog.tensors
+    counts = Counter((tensors[holes.source].dtype, holes.dtype) for holes in plan.images.tensors())
     for (stored, written), number in counts.items():
         if stored is not written:
             yield Converted(stored=stored.name, written=written.name, num_tensors=number)

@@ -10,6 +10,7 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -19,6 +20,7 @@ from shardkit import formats
 from shardkit.core.catalog import Catalog, SourceFile, join_name
 from shardkit.core.keywords import keywords_of
 from shardkit.core.mesh import Mesh
+from shardkit.core.result import DrawnResult
 from shardkit.core.text import escape, in_shell
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
@@ -28,31 +30,31 @@ from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import take_plain
 from shardkit.formats.hub.directory import loader_of
+from shardkit.formats.hub.files import refuse_part
+from shardkit.formats.owned import content_of
 from shardkit.formats.registry import recognise
+from shardkit.keys.expressions import EXPERTS, FusedTensors, NamedTensor, leaves
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.casts import dequantized_as
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, DcpOutput, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space, default_output
 from shardkit.operations.holdings import Holdings, hold, imbalance_of
-from shardkit.operations.parts.part import Part, share_of
-from shardkit.operations.parts.pool import in_pool
+from shardkit.operations.parts.on_ray import run_on_ray
 from shardkit.operations.parts.results import WriteResult
 from shardkit.operations.preshard.job import PreshardJob, build_job
 from shardkit.operations.preshard.options import PreshardOptions
-from shardkit.operations.preshard.profiles import write_companions
+from shardkit.operations.preshard.profiles import find_assets, write_companions
 from shardkit.operations.resolve import stands_for
+from shardkit.operations.ties import shared_record_notes
 from shardkit.operations.write import Writer, Writing
-from shardkit.osft.compute import factored_job
-from shardkit.osft.cost import OsftResult, osft_result
-from shardkit.osft.job import FactoredJob
 from shardkit.transfer.rank_files import PlacedRegion
 
 _MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies what is smaller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreshardResult(WriteResult):
+class PreshardResult(WriteResult, DrawnResult):
     """What preshard wrote, or with `dry_run` would write."""
 
     source: str
@@ -72,6 +74,8 @@ class PreshardResult(WriteResult):
     imbalance: float
     """Size of the largest file over the mean."""
     num_tensors_with_empty_shards: int
+    fused: tuple[FusedTensors, ...]
+    """Tensors that are made of several of the files, as from_pretrained makes them."""
     shares_extents: bool
     """Most bytes are not copied: the file system shares blocks between files."""
     download_bytes: int
@@ -79,12 +83,12 @@ class PreshardResult(WriteResult):
     ties: tuple[tuple[str, ...], ...]
     omitted: tuple[tuple[str, str], ...]
     """(name, reason) of source tensors that are not in the output."""
-    osft: OsftResult | None
-    """What became factors, and what that takes; None without `osft`."""
     copied: tuple[str, ...]
     """Files of the model beside its weights, by their names in the output: config, tokenizer and the like."""
     skipped: tuple[tuple[str, str], ...]
     """(name, reason) of files that hold weights beside the model's own; they are not in the output either."""
+    names: tuple[NamedTensor, ...] = ()
+    """With `dry_run`: all tensors of the output."""
     holdings: Holdings | None = None
     """Which rank and which file holds which bytes; None unless it was asked for. Its `to_json` is its own."""
 
@@ -110,13 +114,9 @@ def preshard(options: PreshardOptions) -> PreshardResult:
             a set that shardkit has; "none" leaves that to the model's class.
         names: "live" stores what the live model of transformers has, under its names; "hub" what the files have.
         profile: the trainer that is to start from it: "plain" (stock `dcp.load`), "torchtitan", "accelerate",
-            "lightning" (FSDPStrategy), "lightning-mp" (ModelParallelStrategy), "transformers" or "verl".
+            "lightning" (FSDPStrategy), "lightning-mp" (ModelParallelStrategy) or "transformers".
         attribute: with a profile of Lightning, the attribute of the LightningModule that holds the model; "" if none does.
-        device: with profile "verl", the device type of its mesh, which is named in the files; "cuda" by default.
-        osft: store weights as factors, most of which are frozen in training: a plan, or the share of each weight's singular
-            directions that is trained.
-        dtype: "keep", "bf16", "fp16" or "fp32"; only floating tensors are converted. By default "keep", and with `osft`
-            "fp32". Factors are float32 in any case.
+        dtype: "keep", "bf16", "fp16" or "fp32"; only floating tensors are converted.
         dtype_rules: "GLOB=fp32" for other dtypes of some tensors, by their names in the output. The last that matches
             wins; each must match.
         dequantize: make plain weights of fp8, MXFP4 and NVFP4 ones, in bfloat16 unless a dtype is asked for. Quantised
@@ -124,25 +124,24 @@ def preshard(options: PreshardOptions) -> PreshardResult:
         revision: branch, tag or commit of a repo.
         variant: "fp16" for `model.fp16.safetensors` and the like.
         overwrite: replace an existing checkpoint, whole and in one step.
+        exist_ok: if `output` is there, leave it as it is, without a look inside; the result's `was_there` is true.
         dry_run: decide and check everything, and write nothing. Of a repo's safetensors files that are not in
             the cache, only the headers are read.
         holdings: tell too which rank and which file holds which bytes, for pictures.
         resume: go on with an interrupted run of the same plan if its process is known to be dead.
         part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
             mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
-        executor: a pool whose workers carry out the parts, anything like `concurrent.futures.Executor`; or "ray", for the
-            Ray cluster that is running, or one on this machine. `output` has to be named, and callbacks stay here.
-        num_parts: how many parts the pool is given; Ray is given as many as can run at the same time by default.
+        executor: "ray" runs all parts as tasks of Ray: on the cluster that is running, or one on this machine. It needs
+            `output`.
+        num_parts: the number of Ray's tasks; by default as many as run at the same time.
         digest: "crc32" or "none".
         sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
         check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is
             refused before the output appears.
-        source_manifest: a manifest of the source that lies elsewhere, to compare with too (`shardkit manifest`,
+        source_manifest: a manifest of the source that lies elsewhere, to compare with too (of
             `consolidate(manifest_file=...)`). One in the source or beside it is found without this.
-        jobs: threads; by default the cores that this process may use, from 2 to 8. With `osft` also the most processes
-            that compute factors.
-        max_memory: bytes for all buffers, as a number or as "512MiB"; by default 256 MiB. With `osft` it bounds the processes
-            that compute factors too, which by default may take what the machine has left.
+        jobs: threads; by default the cores that this process may use, from 2 to 8.
+        max_memory: bytes for all buffers, as a number or as "512MiB"; by default 256 MiB.
         trust_remote_code: the model's own code may run while its layout is traced, and where it converts tensors in a way
             that is not known here.
         follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
@@ -156,55 +155,44 @@ def preshard(options: PreshardOptions) -> PreshardResult:
         SourceError: the source is damaged or does not fit the model.
         IntegrityError: its bytes are not what its checksums say.
         ResourceError: disk, permission or network.
-        IncompleteError: a process died that computed factors; what was finished is kept.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
-    if options.is_pooled:
-        return in_pool(preshard, options.given)
-    source, output, writer = os.fspath(options.source), options.output, Writer(options)
+    if options.is_on_ray:
+        return run_on_ray(preshard, options.given)
+    source, output = os.fspath(options.source), options.output
     if not location_of(output).renames:
         options.trainer.check_in_store()
     local = source if storage.exists(source) else None
+    writer = Writer(options, looks_late=local is not None)
     if output is not None:  # before anything is downloaded
         writer.check_destination(os.fspath(output), local)
     checkpoint = _open(source, options, writer)
+    refuse_part(source)
     model = checkpoint.hub
     assert model is not None  # what was asked for
-    can_read = not (writer.exists and model.download_bytes)
     writer.find_manifests([model.catalog], local or model.directory)
-    as_dtype = dequantized_as(options.cast, options.rules)
+    as_dtype = dequantized_as(options.dtype, options.rules)
     plain = take_plain(checkpoint, dequantize=options.dequantize, dtype=as_dtype, by_content=True)
     assert plain.hub is not None
     chosen = default_output(plain.hub.label, local, options.ranks) if output is None else output
     path = writer.check_destination(os.fspath(chosen), local, local if output is None else None)
 
+    copied_files = find_assets(options.trainer, plain.hub).files
+    writer.destination.check_beside({name: content_of(file) for name, file in copied_files.items()})
     job = build_job(plain, options)
     shared_bytes = _shared_bytes(job, path)
-    factors = factored_job(
-        options.plan,
-        job.records,
-        jobs=writer.options.jobs,
-        max_memory=options.max_memory,
-        sending_bytes=writer.destination.sending_bytes(),
-    )
     writer.warn(job.warnings)
     writer.write(
         Writing(
             job=job,
-            describe=partial(_describe, job, factors, sha256=options.sha256),
+            describe=partial(_describe, job, sha256=options.sha256),
             needed_bytes=_needed_bytes(job, path, shared_bytes),
             share_extents=shared_bytes > 0,
-            factors=factors,
-            can_read=can_read,
         )
     )
-    facts = {**writer.facts(job.warnings), "osft": None}
-    became = facts["part"]
-    part = options.share if isinstance(options.share, Part) and not (became and became.is_committed) else None
-    if factors is not None:
-        numbers = None if part is None else share_of([size for _, size in factors.weights], part)
-        facts["osft"] = osft_result(factors, numbers, record_bytes=writer.record_bytes)
-    result = _result(job, source, facts, shares_extents=shared_bytes > job.plan.written_bytes // 2)
+    facts = writer.facts(job.warnings)
+    notes = (*job.notes, *shared_record_notes(path, job.aliases if isinstance(job.part, DcpOutput) else ()))
+    result = _result(job, source, facts, notes, shares_extents=shared_bytes > job.plan.written_bytes // 2)
     return replace(result, holdings=_hold(job)) if options.holdings else result
 
 
@@ -244,10 +232,10 @@ def _of_a_training(source: str, mesh: Mesh, error: SourceError) -> SourceError:
 
 
 def _describe(
-    job: PreshardJob, factors: FactoredJob | None, directory: str, *, sha256: bool, shards: str | None = None
+    job: PreshardJob, directory: str, *, sha256: bool, shards: str | None = None
 ) -> FolderDescriptions | FileDescriptions:
     """Return the writer of the files beside the shards in a directory."""
-    write_beside = partial(write_companions, job.profile, job.assets, job.layout.mesh.size)
+    write_beside = partial(write_companions, job.profile, job.assets)
     if isinstance(job.part, FilesOutput):
         return FileDescriptions(job.part, write_beside, directory, sha256=sha256)
     return FolderDescriptions(
@@ -255,7 +243,6 @@ def _describe(
         write_beside,
         directory,
         sha256=sha256,
-        measured={} if factors is None else factors.measured,
         shards=shards,
     )
 
@@ -288,7 +275,7 @@ def _shared_bytes(job: PreshardJob, path: str) -> int:
         return 0
     for holes in job.part.output.tensors():
         entry = catalog.tensors[holes.source]
-        is_copied = holes.source in job.plan.streamed and holes.source not in job.plan.made_of
+        is_copied = holes.source in job.plan.streamed
         if holes.dtype is not entry.dtype or not is_copied or entry.num_chunks != 1:
             continue
         sizes = [prod(region) * holes.dtype.itemsize for region in holes.sizes]
@@ -300,7 +287,9 @@ def _shared_bytes(job: PreshardJob, path: str) -> int:
     return total if total and can_share_extents(catalog, os.path.dirname(path)) else 0
 
 
-def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_extents: bool) -> PreshardResult:
+def _result(
+    job: PreshardJob, source: str, facts: dict[str, Any], notes: tuple[str, ...], *, shares_extents: bool
+) -> PreshardResult:
     layout = job.layout
     return PreshardResult(
         **facts,
@@ -317,14 +306,38 @@ def _result(job: PreshardJob, source: str, facts: dict[str, Any], *, shares_exte
         num_tensors_with_empty_shards=sum(
             _has_empty_shards(layout, fqn, tensor) for fqn, tensor in layout.tensors.items()
         ),
+        fused=tuple(_fused(layout)),
         shares_extents=shares_extents,
         download_bytes=job.model.download_bytes,
         ties=tuple((name, *others) for name, others in job.aliases.items()),
         omitted=layout.omitted,
         copied=tuple(job.assets),
         skipped=job.model.beside,
-        notes=job.notes,
+        names=tuple(_named(job)) if facts["dry_run"] else (),
+        notes=notes,
     )
+
+
+def _named(job: PreshardJob) -> Iterator[NamedTensor]:
+    """Yield the tensors of the output with what they are made of."""
+    made = job.layout.made
+    for fqn in job.layout.tensors:
+        stored = job.layout.sources[fqn]
+        sources = dict.fromkeys(leaf.name for leaf in leaves(made[stored])) if stored in made else [stored]
+        yield NamedTensor.made_of(fqn, job.named_by, sources)
+
+
+def _fused(layout: Layout) -> Iterator[FusedTensors]:
+    """Yield the experts that become fewer tensors, then all else that does."""
+    for are_experts in (True, False):
+        trees = [
+            tree
+            for fqn, stored in layout.sources.items()
+            if (tree := layout.made.get(stored)) is not None and (EXPERTS in fqn) == are_experts
+        ]
+        if trees:
+            parts = {leaf.name for tree in trees for leaf in leaves(tree)}
+            yield FusedTensors(are_experts=are_experts, num_stored=len(parts), num_tensors=len(trees))
 
 
 def _has_empty_shards(layout: Layout, fqn: str, tensor: TensorLayout) -> bool:

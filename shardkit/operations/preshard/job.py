@@ -8,12 +8,12 @@ Building a job reads headers, traces a layout, and reads the bytes of tied tenso
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from shardkit._version import major
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import CASTS, DType
-from shardkit.core.factored import FACTOR_DTYPE, factor_of, stored_targets
+from shardkit.core.factored import factor_of, stored_targets
 from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, format_size, listed
 from shardkit.core.threads import silent
@@ -21,10 +21,9 @@ from shardkit.errors import UsageError
 from shardkit.formats.contract import Checkpoint, Dequantized, OpenedHubModel
 from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
-from shardkit.formats.gaps import gaps_of
-from shardkit.formats.trainers.verl_writer import placed_by_verl, rank_images
+from shardkit.formats.gaps import find_gaps
 from shardkit.keys.expressions import Expression, Opaque
-from shardkit.keys.rule_sets import foreign_type
+from shardkit.keys.rule_sets import NONE, foreign_type, load_rules
 from shardkit.keys.rules import RuleSet
 from shardkit.layout.choice.choose import make_layout
 from shardkit.layout.choice.parallel_rules import data_axes, parallelise
@@ -36,12 +35,10 @@ from shardkit.operations.casts import (
     check_cast,
     held_dtypes,
     quantised_notes,
-    rounded_wide,
 )
 from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.describe_files import FilesOutput
-from shardkit.operations.environment import computed_by, traced_with
-from shardkit.operations.keys import NONE, load_rules
+from shardkit.operations.environment import traced_with
 from shardkit.operations.parts.ingredients import ReadFile
 from shardkit.operations.preshard.options import ORIGINS, STORED_NAMES, PreshardOptions
 from shardkit.operations.preshard.profiles import (
@@ -50,12 +47,9 @@ from shardkit.operations.preshard.profiles import (
     below,
     check_stock,
     choose_keys,
-    companions_of,
     find_assets,
     with_config,
 )
-from shardkit.osft.job import FactorRecords, factored_weight, plan_records
-from shardkit.osft.layout import check_osft_mesh, describe_osft, division_of, factor_layout
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.converted import group_nbytes, opaque_groups
 from shardkit.transfer.plan import TransferPlan, build_plan
@@ -82,8 +76,8 @@ class PreshardJob:
     output: DcpImages | JoinedImages | RankImages
     """Its images, named as in the whole directory."""
     plan: TransferPlan
-    records: FactorRecords
-    """Of the weights that become factors, in the plan's catalog."""
+    named_by: str
+    """Who decided the names; see `NamedTensor`."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -95,21 +89,18 @@ class PreshardJob:
     @property
     def decided(self) -> dict[str, object]:
         """See `operations.write.Job`."""
-        versions = traced_with(self.layout.origin)
         return {
             "identity": self.part.identity,
             "description": self.part.describe(),
             "profile": self.profile.name,
             "companions": {name: data.hex() for name, data in self.profile.companions.items()},
-            "traced_with": versions and asdict(versions),
-            "computed_by": computed_by() if self.records.weights else None,
             "assets": [ReadFile(name, path) for name, path in self.assets.items()],
         }
 
     @property
     def beside(self) -> tuple[str, ...]:
         """See `operations.write.Job`."""
-        return (*self.assets, *companions_of(self.profile, self.layout.mesh.size))
+        return (*self.assets, *self.profile.companions)
 
 
 def build_job(checkpoint: Checkpoint, options: PreshardOptions) -> PreshardJob:
@@ -125,12 +116,10 @@ def build_job(checkpoint: Checkpoint, options: PreshardOptions) -> PreshardJob:
     """
     assert checkpoint.hub is not None
     model, profile = checkpoint.hub, options.trainer
-    check_cast("--dtype", options.cast)
+    check_cast("--dtype", options.dtype)
     check_cast("--names", options.names, STORED_NAMES)
     check_cast("--layout", options.layout, ORIGINS)
     _check_keys(options)
-    if options.plan is not None:
-        _check_osft(profile, options.ranks, options.key_rules)
     _check_no_factors(model, options)
     layout = _placed(_choose_layout(model, options), options)
     return _job_of(checkpoint, layout, options, find_assets(profile, model))
@@ -141,18 +130,13 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
     assert checkpoint.hub is not None
     model, profile = checkpoint.hub, options.trainer
     whole = tuple(_taken_whole(model, layout))
-    factored = tuple(factored_weight(target, layout.sources) for target in layout.factored.values())
-    records = plan_records(_bound(model, layout, options), factored)
-    model = replace(model, catalog=records.catalog)
+    model = replace(model, catalog=_bound(model, layout, options))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
-    made_of = records.made_of
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
-    dense = {fqn: source for fqn, source in sources.items() if source not in made_of}
-    held = held_dtypes(model.catalog, dense, checkpoint.dequantized, layout.made)
-    dtypes, notes = _choose_dtypes(held, layout, options.cast)
+    held = held_dtypes(model.catalog, sources, checkpoint.dequantized, layout.made)
+    dtypes, notes = _choose_dtypes(held, layout, options.dtype)
     dtypes = apply_rules(options.rules, held, dtypes)
-    dtypes |= dict.fromkeys(sources.keys() - dense.keys(), FACTOR_DTYPE)
-    content = _StoredContent(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes, made_of=made_of)
+    content = _StoredContent(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes)
     part = _part(model, content, options, checkpoint.dequantized)
     output = _in_folder(part, profile.folder)
     files = assets.files
@@ -166,10 +150,11 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
         part=part,
         assets=files,
         output=output,
-        plan=build_plan(output, model.catalog, made_of),
-        records=records,
+        plan=build_plan(output, model.catalog),
+        named_by=_decider(layout, options),
         notes=(
             *model.catalog.notes,
+            *_settings_notes(model),
             *layout.notes,
             *_old_transformers(layout),
             *untried,
@@ -177,16 +162,22 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
             *_left_out(model, assets.refused),
         ),
         warnings=(
-            *(
-                gaps_of(checkpoint).lines("the source") if layout.origin == "declared" else ()
-            ),  # no class was asked
+            *(find_gaps(checkpoint) if layout.origin == "declared" else ()),  # no class was asked
             *not_for_stock(layout),
             *(foreign_type(load_rules(options.key_rules), model.config) if options.key_rules != NONE else ()),
             *whole,
             *warnings,
-            *rounded_wide(held, dtypes),
         ),
     )
+
+
+def _decider(layout: Layout, options: PreshardOptions) -> str:
+    """Return who decided the names of the output; see `NamedTensor`."""
+    if options.key_rules != NONE:
+        return "person"
+    if options.trainer.key_sets:
+        return "shipped rules"
+    return "class" if layout.origin == "traced" else "equal names"
 
 
 def _old_transformers(layout: Layout) -> Iterator[str]:
@@ -213,32 +204,8 @@ def _check_keys(options: PreshardOptions) -> None:
         )
 
 
-def _check_osft(profile: Profile, mesh: Mesh, keys: str) -> None:
-    """Refuse what cannot start from factors.
-
-    Args:
-        profile: the trainer that is to start.
-        mesh: its device mesh.
-        keys: key rules, as `--keys` takes them.
-
-    Raises:
-        MeshError, UsageError: it cannot.
-    """
-    check_osft_mesh(mesh)
-    if profile.form != "dcp" or profile.key_sets:
-        raise UsageError(
-            f"--osft with --profile {profile.name}: this trainer builds its own layers, and has none for factors",
-            hint="take profile plain, accelerate, lightning or lightning-mp, whose models are the caller's",
-        )
-    if keys != NONE:
-        raise UsageError(
-            "--osft with --keys: factors are for the layers of transformers' models",
-            hint="leave one of them out",
-        )
-
-
 def _check_no_factors(model: OpenedHubModel, options: PreshardOptions) -> None:
-    """Refuse a source with factors of OSFT where its names are held against those of a model, or divided again.
+    """Refuse a source with factors of OSFT where its names are compared with those of a model.
 
     Raises:
         UsageError: it has some.
@@ -247,11 +214,11 @@ def _check_no_factors(model: OpenedHubModel, options: PreshardOptions) -> None:
     paths = {path for name in model.catalog.tensors if (path := factor_of(name)) is not None}
     is_declared = options.names == "hub" or options.layout == "declared" or options.key_rules != NONE
     is_declared |= options.layout == "auto" and not model.config
-    if paths and (options.plan is not None or not is_declared):
+    if paths and not is_declared:
         raise UsageError(
             f"the source has {count(len(paths), 'weight')} as factors of OSFT: {listed([escape(path) for path in paths])}",
-            hint="shardkit.prepare and finalize start from it as it is; --layout declared without --osft stores the "
-            "factors for this mesh; shardkit consolidate makes dense weights of them, to divide them anew",
+            hint="shardkit.prepare and finalize start from it as it is; --layout declared stores the factors for this mesh; "
+            "shardkit consolidate makes dense weights of them",
         )
     stored_targets({name: entry.shape for name, entry in model.catalog.tensors.items()})
 
@@ -286,14 +253,11 @@ def _choose_layout(model: OpenedHubModel, options: PreshardOptions) -> Layout:
             laid_on,
             options.wrap,
             stages=options.stages,
-            dtype=CASTS.get(options.cast),
-            division=division_of(options.plan),
+            dtype=CASTS.get(options.dtype),
             trust_remote_code=options.trust_remote_code,
             origin=options.layout,
             on_step=options.on_step or silent,
         )
-    if options.plan is not None and layout.origin == "declared":
-        layout = factor_layout(layout, options.plan, model.catalog.tensors, model.config)
     return parallelise(layout, options.ranks, options.parallel) if options.parallel else layout
 
 
@@ -307,8 +271,6 @@ def _placed(layout: Layout, options: PreshardOptions) -> Layout:
     layout = below(layout, options.root)
     if profile.form == "safetensors":
         return unstrided(layout)
-    if profile.form == "verl":
-        return placed_by_verl(layout)
     if profile.name != "plain":
         check_stock(profile, layout)
     return layout
@@ -325,8 +287,6 @@ class _StoredContent:
     """The name of each stored tensor in the catalog."""
     dtypes: Mapping[str, DType]
     """What each stored tensor becomes."""
-    made_of: Mapping[str, str]
-    """Name of each factor in the catalog -> the weight there that it is computed from."""
 
 
 def _part(
@@ -338,17 +298,13 @@ def _part(
     """Return the files of ranks, in the form that the profile stores tensors in."""
     if options.trainer.form == "dcp":
         return _dcp_part(model, content, options, dequantized)
-    layout, sources = content.layout, content.sources
-    arguments = layout, content.dtypes, sources, content.aliases
-    is_verls = options.trainer.form == "verl"
     return FilesOutput(
-        output=rank_images(*arguments, options.device or "cuda") if is_verls else shard_images(*arguments),
-        format="verl" if is_verls else "dcp-hf",
+        output=shard_images(content.layout, content.dtypes, content.sources, content.aliases),
         dtypes=content.dtypes,
         identity=model.identity,
         aliases=content.aliases,
         opaque={fqn: made for fqn, made in _derived(content).items() if isinstance(made, Opaque)},
-        cast=options.cast,
+        cast=options.dtype,
         digest=options.digest,
     )
 
@@ -360,47 +316,28 @@ def _dcp_part(
     dequantized: Dequantized | None,
 ) -> DcpOutput:
     layout, aliases, sources = content.layout, content.aliases, content.sources
-    derived = _derived(content)
     return DcpOutput(
         output=DcpImages(layout, content.dtypes, sources, _phase(model, content.dtypes, sources)),
         layout=layout,
-        entries={
-            fqn: model.catalog.tensors[content.made_of.get(source, source)] for fqn, source in sources.items()
-        },
+        entries={fqn: model.catalog.tensors[source] for fqn, source in sources.items()},
         dtypes=content.dtypes,
         sources=sources,
         aliases=aliases,
-        derived=derived,
-        file_names=_names_of_derived(layout, derived, options.root),
-        osft=None
-        if options.plan is None
-        else describe_osft(options.plan, layout, content.dtypes, options.root),
+        derived=_derived(content),
         root=options.root,
         paths=options.trainer.paths(fqn for name in layout.tensors for fqn in (name, *aliases.get(name, ()))),
         identity=model.identity,
         dequantized=dequantized.method if dequantized is not None else None,
-        cast=options.cast,
+        cast=options.dtype,
         dtype_rules=options.rules,
         digest=options.digest,
     )
 
 
 def _derived(content: _StoredContent) -> dict[str, Expression]:
-    """Return what each tensor is made of that is no tensor of the source itself, and so is a weight behind factors."""
-    layout = content.layout
-    dense = {target.weight: layout.sources[target.weight] for target in layout.factored.values()}
-    made = layout.made
-    return {fqn: made[source] for fqn, source in {**content.sources, **dense}.items() if source in made}
-
-
-def _names_of_derived(layout: Layout, derived: Mapping[str, Expression], root: str) -> dict[str, str]:
-    """Return the source of factors whose weight is derived: its own name."""
-    return {
-        name: target.weight.removeprefix(root)
-        for target in layout.factored.values()
-        if target.weight in derived
-        for name in target.shapes
-    }
+    """Return what each tensor is made of that is no tensor of the source itself."""
+    made = content.layout.made
+    return {fqn: made[source] for fqn, source in content.sources.items() if source in made}
 
 
 def _in_folder(part: DcpOutput | FilesOutput, folder: str) -> DcpImages | JoinedImages | RankImages:
@@ -415,8 +352,8 @@ def not_for_stock(layout: Layout) -> Iterator[str]:
     names = layout.not_for_stock()
     if names:
         yield (
-            f"stock dcp.load does not fill {count(len(names), 'tensor')} right, and may raise no error: on this mesh "
-            f"ranks hold other regions than torch asks for ({listed(names)}); load with shardkit.finalize or "
+            f"stock dcp.load would silently load {count(len(names), 'tensor')} incorrectly on this mesh "
+            f"({listed(names)}); load with shardkit.finalize or "
             "shardkit.load_into"
         )
 
@@ -533,6 +470,13 @@ def _choose_dtypes(
     if target.name != "float32" and layout.keep_fp32 is None:
         notes.append("without the model nothing tells which tensors it keeps in fp32: all were converted")
     return chosen, notes
+
+
+def _settings_notes(model: OpenedHubModel) -> Iterator[str]:
+    """Yield a note about what safetensors headers say beside the tensors: shards have no such header."""
+    keys = sorted({key for settings in model.settings.values() for key in settings})
+    if keys:
+        yield f"not in the output, whose files have no such header: {listed(keys)} of {listed(list(model.settings))}"
 
 
 def _phase(model: OpenedHubModel, dtypes: Mapping[str, DType], sources: Mapping[str, str]) -> Phase:

@@ -14,9 +14,7 @@ from shardkit.core.threads import OnStep
 from shardkit.layout.choice.parallel_rules import ParallelRule, parse_parallel_rules
 from shardkit.operations.casts import DtypeRule, parse_rules
 from shardkit.operations.options import WriteOptions
-from shardkit.operations.parts.agreement import Command
 from shardkit.operations.preshard.profiles import Profile, ProfileName, find_profile
-from shardkit.osft.plan import OsftPlan, as_plain, as_plan
 
 Origin = Literal["auto", "traced", "declared"]
 StoredNames = Literal["live", "hub"]
@@ -41,9 +39,7 @@ class PreshardOptions(WriteOptions):
     names: StoredNames = "live"
     profile: ProfileName = "plain"
     attribute: str | None = None
-    device: str | None = None
-    osft: OsftPlan | float | None = None
-    dtype: Cast | None = None
+    dtype: Cast = "keep"
     dtype_rules: Sequence[str] = ()
     dequantize: bool = False
     revision: str | None = None
@@ -56,16 +52,6 @@ class PreshardOptions(WriteOptions):
     def ranks(self) -> Mesh:
         """Of the job that will load the output."""
         return parse_mesh(self.mesh, self.world_size)
-
-    @cached_property
-    def plan(self) -> OsftPlan | None:
-        """Which weights become factors; None if none do."""
-        return as_plan(self.osft)
-
-    @property
-    def cast(self) -> str:
-        """ "keep", "bf16", "fp16" or "fp32"."""
-        return self.dtype or ("keep" if self.plan is None else "fp32")
 
     @cached_property
     def rules(self) -> tuple[DtypeRule, ...]:
@@ -92,13 +78,7 @@ class PreshardOptions(WriteOptions):
         """What stands before the model's own names: "model."."""
         return self.trainer.head(self.attribute)
 
-    @cached_property
-    def command(self) -> Command:
-        """See `WriteOptions`."""
-        return Command.of(self.verb, {**self.given, "osft": as_plain(self.osft)})
-
     def check(self) -> None:
         """As `WriteOptions.check`."""
         super().check()
         _ = self.ranks, self.parallel, self.root, self.rules  # what is wrong with them is said now
-        self.trainer.check_device(self.device)

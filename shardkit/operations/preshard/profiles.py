@@ -12,12 +12,11 @@ torchtitan 0.2 and 0.3, components/checkpoint.py; lightning 2.6, strategies/fsdp
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from shardkit._version import DOCS
+from shardkit._version import page
 from shardkit.core.catalog import FileStamp
 from shardkit.core.text import count, escape, suggestion
 from shardkit.errors import SourceError, UsageError
@@ -26,18 +25,16 @@ from shardkit.files.stores import repo_of
 from shardkit.files.strict_json import refuse_pointers
 from shardkit.formats.contract import OpenedHubModel
 from shardkit.formats.hub.assets import asset_patterns, list_assets
+from shardkit.formats.hub.directory import library_of
 from shardkit.formats.hub.repo import fetch_files
 from shardkit.formats.quantised import FILES
 from shardkit.formats.torchsave.writer import Plain, plain_record
 from shardkit.keys.rule_sets import shipped
-from shardkit.layout.choice.factored import factors_below
 from shardkit.layout.layout import Layout
 from shardkit.operations.companions import BesideFile
 from shardkit.operations.describe import OutputFiles
 
-ProfileName = Literal[
-    "plain", "torchtitan", "accelerate", "lightning", "lightning-mp", "transformers", "verl"
-]
+ProfileName = Literal["plain", "torchtitan", "accelerate", "lightning", "lightning-mp", "transformers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +44,8 @@ class Profile:
     name: ProfileName
     folder: str = ""
     """Where the shard files and `.metadata` lie; "" is the directory itself."""
-    form: Literal["dcp", "safetensors", "verl"] = "dcp"
-    """How tensors are stored: as DCP's own `.distcp` files, as its safetensors shards, or as verl's files of ranks."""
+    form: Literal["dcp", "safetensors"] = "dcp"
+    """How tensors are stored: as DCP's own `.distcp` files, or as its safetensors shards."""
     root: tuple[str, ...] = ()
     """Keys of the state dict that the trainer loads, above the model's own."""
     attribute: str | None = None
@@ -57,8 +54,6 @@ class Profile:
     """How the names of its shipped key rules begin; "" if it trains models of transformers."""
     companions: Mapping[str, bytes] = field(default_factory=dict)
     """Files that it reads beside the shards, by name."""
-    assets: str = ""
-    """The folder that config, tokenizer and the like of the model are copied to."""
     needs_config: bool = False
     """The trainer reads config.json there."""
     usage: tuple[str, ...] = ()
@@ -80,17 +75,6 @@ class Profile:
             )
         parts = (*self.root, self.attribute if attribute is None else attribute)
         return "".join(f"{part}." for part in parts if part)
-
-    def check_device(self, device: str | None) -> None:
-        """Refuse a device type where no file names one.
-
-        Raises:
-            UsageError: it was given, and the profile has no use for it.
-        """
-        if device is not None and self.form != "verl":
-            raise UsageError(
-                f"--device: the files of --profile {self.name} name no device", hint="leave it out"
-            )
 
     def check_in_store(self) -> None:
         """Refuse a form that a store cannot make visible all at once: the trainer looks for several files.
@@ -170,16 +154,6 @@ PROFILES: dict[str, Profile] = {
                 "    {output!r}, distributed_config=DistributedConfig(...))",
             ),
         ),
-        Profile(
-            name="verl",
-            form="verl",
-            assets="huggingface",
-            needs_config=True,
-            usage=(
-                "verl, with actor.strategy=fsdp2 and checkpoint.load_contents=[model]:",
-                "  FSDPCheckpointManager.load_checkpoint({output!r})",
-            ),
-        ),
     )
 }
 
@@ -192,7 +166,8 @@ def find_profile(name: str) -> Profile:
     """
     if name not in PROFILES:
         raise UsageError(
-            f"--profile {escape(name)!r} is not one of {', '.join(PROFILES)}{suggestion(name, PROFILES)}"
+            f"--profile {escape(name)!r} is not one of {', '.join(PROFILES)}{suggestion(name, PROFILES)}",
+            hint="verl starts from the Hub's files" if name == "verl" else None,
         )
     return PROFILES[name]
 
@@ -217,7 +192,7 @@ def choose_keys(profile: Profile, config: Mapping[str, Any] | None) -> str:
     raise UsageError(
         f"--profile {profile.name}: no key rules for {escape(what)} are chosen by themselves",
         problems=[f"{rules.name}: {rules.title}" for rules in fitting or known],
-        hint=f"name one of these with --keys, or give a TOML file ({DOCS}/keys.md)",
+        hint=f"name one of these with --keys, or give a TOML file ({page('keys.md')})",
     )
 
 
@@ -230,7 +205,6 @@ def below(layout: Layout, root: str) -> Layout:
         tensors={root + fqn: replace(tensor, fqn=root + fqn) for fqn, tensor in layout.tensors.items()},
         ties=tuple(tuple(root + fqn for fqn in group) for group in layout.ties),
         sources={root + fqn: source for fqn, source in layout.sources.items()},
-        factored=factors_below(layout.factored, root),
         keep_fp32=None if layout.keep_fp32 is None else frozenset(root + fqn for fqn in layout.keep_fp32),
     )
 
@@ -279,9 +253,15 @@ def find_assets(profile: Profile, model: OpenedHubModel) -> Assets:
             f"--profile {profile.name}: there is no config.json beside the weights, and the trainer needs it",
             hint="give the directory of a whole model",
         )
+    if profile.needs_config and library_of(model.config) not in (None, "transformers"):
+        raise SourceError(
+            f"--profile {profile.name}: config.json names a class of {library_of(model.config)}, and the trainer loads "
+            "models of transformers",
+            hint="leave --profile out: shardkit.load_into fills any model that is wrapped for this mesh",
+        )
     files = {name: path for name, path in files.items() if name not in FILES}  # what is presharded is plain
     refuse_pointers(files)
-    return Assets({os.path.join(profile.assets, name): path for name, path in files.items()}, refused)
+    return Assets(files, refused)
 
 
 def with_config(
@@ -294,32 +274,22 @@ def with_config(
         assets: from `find_assets`.
         config: what config.json is to say.
     """
-    name = os.path.join(profile.assets, "config.json")
-    companions = {**profile.companions, name: _json(config or {})}
-    return replace(profile, companions=companions), {
-        other: path for other, path in assets.items() if other != name
-    }
-
-
-def companions_of(profile: Profile, world_size: int) -> dict[str, bytes]:
-    """Return the files that the trainer reads beside the shards of so many ranks, by name."""
-    if profile.form != "verl":
-        return dict(profile.companions)
-    return {**profile.companions, "fsdp_config.json": _json({"FSDP_version": 2, "world_size": world_size})}
+    companions = {**profile.companions, "config.json": _json(config or {})}
+    files = {name: path for name, path in assets.items() if name != "config.json"}
+    return replace(profile, companions=companions), files
 
 
 def write_companions(
-    profile: Profile, assets: Mapping[str, str], world_size: int, output: OutputFiles
+    profile: Profile, assets: Mapping[str, str], output: OutputFiles
 ) -> list[manifest.ListedFile]:
     """Write the files that the trainer reads beside the shards; return what the manifest says of them.
 
     Args:
         profile: says which.
         assets: files that are copied: name in the output -> path.
-        world_size: number of ranks.
         output: where they go.
     """
-    written = [output.write(name, data) for name, data in companions_of(profile, world_size).items()]
+    written = [output.write(name, data) for name, data in profile.companions.items()]
     copied = [
         output.copy(BesideFile(name, FileStamp.of(storage.stat(path))), path) for name, path in assets.items()
     ]

@@ -10,19 +10,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from shardkit.core.catalog import join_name
 from shardkit.core.keywords import keywords_of
+from shardkit.errors import refuse_warnings
 from shardkit.files import manifest, storage, stores
 from shardkit.files.links import may_follow_links
 from shardkit.files.location import location_of
+from shardkit.formats.owned import content_of
 from shardkit.formats.recorded import SourceManifests
 from shardkit.operations.describe import OutputFiles
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
 from shardkit.operations.destination import default_output, label_of
-from shardkit.operations.parts.pool import in_pool
+from shardkit.operations.parts.on_ray import run_on_ray
 from shardkit.operations.parts.results import WriteResult
 from shardkit.operations.reshard.job import Parts, ReshardJob, build_job, take_apart
 from shardkit.operations.reshard.options import ReshardOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, named_after, take
+from shardkit.operations.ties import shared_record_notes
 from shardkit.operations.uploading.place import check_one_folder
 from shardkit.operations.write import Writer, Writing
 
@@ -66,6 +70,9 @@ class ReshardResult(WriteResult):
     num_optimizer_tensors: int
     num_objects: int
     """Byte entries: those of a DCP checkpoint are carried over unread, those of other formats are plain settings."""
+    distributed_objects: tuple[str, ...]
+    """Byte entries with distributed tensors in an object, as one rank of the old mesh had them. With these training cannot
+    go on."""
     folders: tuple[str, ...]
     """The DCP directories, relative to the checkpoint; "" for the checkpoint itself."""
     copied: tuple[str, ...]
@@ -87,19 +94,20 @@ def reshard(options: ReshardOptions) -> ReshardResult:
         optimizer_dtype: the same for the optimizer's state.
         no_optimizer: leave the optimizer's state out, whatever it holds: it is not opened. Everything else is written.
         overwrite: replace an existing checkpoint, whole and in one step.
-        strict: refuse a run directory in which a newer checkpoint had to be passed over.
+        exist_ok: if `output` is there, leave it as it is, without a look inside; the result's `was_there` is true.
+        strict: warnings are errors, such as a newer checkpoint in a run directory that had to be passed over.
         dry_run: decide and check everything, and write nothing.
         resume: go on with an interrupted run of the same plan if its process is known to be dead.
         part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
             mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
-        executor: a pool whose workers carry out the parts, anything like `concurrent.futures.Executor`; or "ray", for the
-            Ray cluster that is running, or one on this machine. `output` has to be named, and callbacks stay here.
-        num_parts: how many parts the pool is given; Ray is given as many as can run at the same time by default.
+        executor: "ray" runs all parts as tasks of Ray: on the cluster that is running, or one on this machine. It needs
+            `output`.
+        num_parts: the number of Ray's tasks; by default as many as run at the same time.
         digest: "crc32" or "none".
         sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
         check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is
             refused before the output appears.
-        source_manifest: a manifest of the source that lies elsewhere, to compare with too (`shardkit manifest`,
+        source_manifest: a manifest of the source that lies elsewhere, to compare with too (of
             `consolidate(manifest_file=...)`). One in the source or beside it is found without this.
         jobs: threads; by default the cores that this process may use, from 2 to 8.
         max_memory: bytes for all buffers, as a number or as "512MiB".
@@ -115,8 +123,8 @@ def reshard(options: ReshardOptions) -> ReshardResult:
         ResourceError: disk or permission.
         Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
     """
-    if options.is_pooled:
-        return in_pool(reshard, options.given)
+    if options.is_on_ray:
+        return run_on_ray(reshard, options.given)
     source, writer = stores.as_path(options.checkpoint), Writer(options, looks_late=True)
     taken = take(source, strict=options.strict, whole_steps=True)
     resolved = taken.resolved
@@ -125,9 +133,10 @@ def reshard(options: ReshardOptions) -> ReshardResult:
     chosen = default_output(label_of(named), named, options.ranks) if output is None else output
     writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
     parts = take_apart(taken, options)
-    writer.destination.check_beside(
-        {}, {f"{folder}/": () for folder in parts.empty}
-    )  # no manifest lists them
+    copied_files = {name: content_of(path) for name, path in parts.places.items()}
+    writer.destination.check_beside({**copied_files, **{f"{folder}/": bytes for folder in parts.empty}})
+    if options.strict:
+        refuse_warnings(parts.warnings)  # all of them at once
     writer.warn(parts.warnings)
     manifests = writer.find_manifests([part.catalog for part in parts.parts], resolved.path)
     if not location_of(writer.path).renames:
@@ -147,13 +156,14 @@ def reshard(options: ReshardOptions) -> ReshardResult:
             needed_bytes=job.plan.written_bytes + chunks * DESCRIPTION_BYTES + copied,
         )
     )
-    return _result(job, source, resolved, writer.facts((*resolved.warnings, *parts.warnings)))
+    return _result(job, source, writer.path, resolved, writer.facts((*resolved.warnings, *parts.warnings)))
 
 
 def _result(
-    job: ReshardJob, source: str, resolved: ResolvedCheckpoint, facts: dict[str, Any]
+    job: ReshardJob, source: str, path: str, resolved: ResolvedCheckpoint, facts: dict[str, Any]
 ) -> ReshardResult:
     optimizer = sum(len(part.optimizer) for part in job.folders.values())
+    tied = [join_name(folder, name) for folder, part in job.folders.items() for name in part.aliases]
     objects = sum(len(part.objects) for part in job.folders.values())
     return ReshardResult(
         **facts,
@@ -166,7 +176,10 @@ def _result(
         num_tensors=sum(len(part.layout.tensors) for part in job.folders.values()) - optimizer - objects,
         num_optimizer_tensors=optimizer,
         num_objects=objects,
+        distributed_objects=tuple(
+            join_name(part.folder, name) for part in job.parts.parts for name in part.distributed_objects
+        ),
         folders=tuple(job.folders),
         copied=job.parts.siblings,
-        notes=(*resolved.notes, *job.notes),
+        notes=(*job.notes, *shared_record_notes(path, tied)),
     )

@@ -37,10 +37,11 @@ from shardkit.files.home import home_of
 from shardkit.files.manifest import Unit
 from shardkit.files.remote.contract import OtherVersion
 from shardkit.files.strict_json import open_regular, refuse_pointers
-from shardkit.formats.contract import Checkpoint, DcpFolder, EntryLocation, listing
+from shardkit.formats.contract import Checkpoint, DcpFolder, EntryLocation, copies_warnings, listing
 from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.images import DcpImages, JoinedImages
+from shardkit.formats.dcp.objects import distributed_objects
 from shardkit.formats.dequantize import take_plain
 from shardkit.formats.hub.assets import list_assets
 from shardkit.formats.hub.base import (
@@ -95,6 +96,8 @@ class CheckpointFolder:
     paths: dict[str, tuple[str | int, ...]] | None
     """planner_data of the save."""
     notes: tuple[str, ...]
+    distributed_objects: tuple[str, ...] = ()
+    """Byte entries with distributed tensors in them: as one rank of the old mesh had them."""
     damaged: tuple[str, ...] = ()
     """Why byte entries are not what torch writes; a line for each."""
     unboxed: frozenset[str] = frozenset()
@@ -228,7 +231,13 @@ def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
         empty=tuple(surveyed.empty),
         weights_beside=beside,
         notes=(*surveyed.notes(), *_notes(of_ranks, beside), *dropped),
-        warnings=tuple(_warnings(of_ranks, damaged)),
+        warnings=(
+            *copies_warnings([each for model in models for each in model.differing]),
+            *_warnings(of_ranks, damaged),
+            *_of_old_mesh(
+                [join_name(part.folder, name) for part in parts for name in part.distributed_objects]
+            ),
+        ),
     )
 
 
@@ -248,6 +257,15 @@ def _warnings(of_ranks: list[str], damaged: list[str]) -> Iterator[str]:
         yield (
             f"{count(len(damaged), 'byte entry is', 'byte entries are')} damaged and carried over as they are "
             f"(--check-source off): {'; '.join(damaged)}"
+        )
+
+
+def _of_old_mesh(names: Sequence[str]) -> Iterator[str]:
+    if names:
+        yield (
+            f"training cannot go on from it: {count(len(names), 'byte entry has', 'byte entries have')} distributed tensors "
+            "in an object, such as a tuple, which torch saves as one rank of the old mesh has them; copied as written: "
+            f"{listed(names)}"
         )
 
 
@@ -356,6 +374,7 @@ def _open_part(folder: str, opened: DcpFolder, *, no_optimizer: bool) -> Checkpo
             *_state_note(state, entries),
         ),
         damaged=tuple(damaged),
+        distributed_objects=tuple(name for name in distributed_objects(opened) if name in placed),
     )
 
 
@@ -412,15 +431,23 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     """
     take_plain(checkpoint, dequantize=False, has_option=False)
     entries, state = checkpoint.catalog.tensors, frozenset[str]()
+    opened = checkpoint.optimizer() if checkpoint.optimizer is not None and not no_optimizer else None
     if no_optimizer:
         state = optimizer_state(entries.values(), checkpoint.catalog.objects, "")
+    elif isinstance(opened, Unmapped):
+        state = frozenset(
+            name for name in entries if name.startswith(tuple(f"{place}." for place in opened.names))
+        )
     catalog = checkpoint.select([name for name in entries if name not in state])
     skipped = list(checkpoint.skipped)
-    opened = checkpoint.optimizer() if checkpoint.optimizer is not None and not no_optimizer else None
     warnings, notes, objects = list[str](), list(checkpoint.notes), tuple[str, ...]()
     unboxed = set[str]() if checkpoint.has_boxes else set(catalog.tensors)
     states = list[str]()
-    if isinstance(opened, OptimizerState):
+    if isinstance(opened, OptimizerState) and opened.is_whole:
+        catalog, objects = opened.catalog, opened.objects
+        notes += opened.notes
+        skipped = [pair for pair in skipped if not any(name.startswith(f"{pair[0]}.") for name in objects)]
+    elif isinstance(opened, OptimizerState):
         unboxed = {f"{_MODEL}.{name}" for name in unboxed}
         unboxed |= set() if opened.has_boxes else {f"{_OPTIM}.{name}" for name in opened.catalog.tensors}
         catalog = combine_catalogs({_MODEL: catalog, _OPTIM: opened.catalog})
@@ -459,7 +486,7 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         ),
         places=places,
         notes=tuple(f"{escape(name)} was not read: {escape(reason)}" for name, reason in skipped),
-        warnings=tuple(warnings),
+        warnings=(*copies_warnings(checkpoint.differing), *warnings),
         is_training=checkpoint.hub is None,
     )
 

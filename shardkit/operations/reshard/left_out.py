@@ -18,7 +18,7 @@ from shardkit.files.listing import walk
 from shardkit.formats.contract import inner, listing
 from shardkit.formats.dcp.directory import is_dcp, open_dcp
 from shardkit.keys.tree import is_optimizer_of, is_optimizers, object_kind, optimizer_names
-from shardkit.operations.resolve_order import is_a_step, is_ordered
+from shardkit.operations.resolve import is_a_step, is_ordered
 
 OF_A_RANK = re.compile(r"(?:^|[_-])rank[_-]?\d+\.|(?:rng_state|random_states)_\d+\.")
 _RECORDS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".distcp")

@@ -11,7 +11,6 @@ The marker is written last, by one request that succeeds only if nobody was fast
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType
 
 from shardkit.core.text import escape, listed
 from shardkit.errors import UsageError
@@ -28,7 +27,8 @@ def check_target(
     kind: OutputKind,
     *,
     overwrite: bool,
-    made: Made | None = MappingProxyType({}),
+    made: Made | None = None,
+    looks: bool = True,
 ) -> StoredOutput:
     """Return a place in a store that may be written.
 
@@ -37,7 +37,8 @@ def check_target(
         source: what is read, or None if it lies in a cache of its own.
         kind: of what is written.
         overwrite: an existing output of the same kind may be replaced.
-        made: as for `owned.find_foreign`; with `overwrite` None puts the question off.
+        made: as for `owned.find_foreign`.
+        looks: False puts the question off whose the files are that lie there.
 
     Raises:
         UsageError: an output is there, or something else; it is the source, lies in it or around it; the store can only
@@ -58,8 +59,7 @@ def check_target(
         raise UsageError(f"{shown} exists", hint="choose another name, or replace it: --overwrite")
     stores.forget()
     # Without `overwrite` only what is equal may lie there: `check_beside` looks.
-    is_put_off = overwrite and made is None
-    refused = None if is_put_off else refusal(path, shown, kind, made, may_be_begun=not overwrite)
+    refused = refusal(path, shown, kind, made, may_be_begun=not overwrite) if looks else None
     if refused is not None:
         raise refused
     return StoredOutput(path=path, marker=kind.value, etag=None if found is None else found.etag)

@@ -1,4 +1,4 @@
-"""What runs have left in a store that nobody has committed, and giving it up."""
+"""What lies in a store beside an output and is no part of it, and its removal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from shardkit.core.threads import at_once
-from shardkit.files.home import is_data_folder
+from shardkit.files.home import data_prefixes, is_data_folder
 from shardkit.files.place.store import PROBE
 from shardkit.files.place.store_notes import is_shared_folder
 from shardkit.files.remote.contract import Underway
@@ -24,6 +24,8 @@ class StoredStatus:
     num_files: int
     """Whole files that no marker names: of a run that has not ended, or of an output that was replaced."""
     file_bytes: int
+    prefixes: tuple[str, ...]
+    """How the paths of these files begin: of a folder, or of the weights of one Hub model."""
     num_uploads: int
     """Files that are on their way."""
     sent_bytes: int
@@ -37,11 +39,13 @@ def uncommitted(path: str) -> StoredStatus:
         ResourceError: the store does not answer.
     """
     files, uploads = _look(path)
+    names = "\n".join(name.removeprefix(f"{path}/") for name, _ in files)
     store = writer_of(path)
     parts = at_once(lambda each: store.sent_parts(each.path, each.upload) or {}, uploads)
     return StoredStatus(
         num_files=len(files),
         file_bytes=sum(size for _, size in files),
+        prefixes=tuple(f"{path}/{name}" for name in data_prefixes(names.encode())),
         num_uploads=len(uploads),
         sent_bytes=sum(part.size for sent in parts for part in sent.values()),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from shardkit.errors import SourceError
 from shardkit.files import storage
 from shardkit.files.digest import Archive, ByteReader, FileBytes, Scan, Stretch, crc32_combine
 from shardkit.files.remote.contract import OtherVersion
-from shardkit.files.strict_json import named_failures, open_regular, stamp_of
+from shardkit.files.strict_json import named_failures, open_regular
 from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, pread_of, read_directory
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import read_entries
@@ -28,14 +27,6 @@ def check_files(files: Sequence[FileBytes], report: Report, jobs: int) -> None:
     """Compare everything in files that has a recorded checksum with it, in threads."""
     tasks = [partial(check_whole, file) for file in files]
     in_threads(report, tasks, jobs, label="verify", total_bytes=sum(file.read_bytes for file in files))
-
-
-def check_sample(files: Sequence[FileBytes], report: Report, jobs: int, *, num_bytes: int, seed: int) -> None:
-    """Compare some chunks of files, `num_bytes` altogether or one more, with their checksums, in threads."""
-    chosen = choose(files, num_bytes, seed)
-    tasks = [partial(check_some, file, stretches) for file, stretches in chosen]
-    total_bytes = sum(stretch.nbytes for _, stretches in chosen for stretch in stretches)
-    in_threads(report, tasks, jobs, label="verify", total_bytes=total_bytes)
 
 
 def check_whole(file: FileBytes, report: Report) -> None:
@@ -53,61 +44,10 @@ def check_whole(file: FileBytes, report: Report) -> None:
             _decode(file, stretch, packed, report)
 
 
-def scan_whole(file: FileBytes, marks: Iterable[int], report: Report, *, sha256: bool) -> Scan | None:
-    """Read a whole file once: compare it with the checksums in it, and take digests.
-
-    Args:
-        file: without digests of its own.
-        marks: positions; CRC-32s can be asked for between any two of them.
-        report: gets what is wrong.
-        sha256: take it too.
-
-    Returns:
-        The digests; None if the file cannot be read, or changed its size.
-    """
-    with report.failing(file.name):
-        with open_regular(file.path, file.name, follow=file.follow) as (fd, size):
-            before = stamp_of(fd)
-            source = ByteReader(fd, file.name, size, report.read, ahead=True)
-            scan = _scan(file, source, report, marks, sha256=sha256)
-            _check_archives(file, fd, report)
-            if size != file.size or stamp_of(fd) != before:
-                raise SourceError("it changed while it was read", hint="begin again once nobody writes to it")
-        for stretch, packed in file.packed:
-            _decode(file, stretch, packed, report)
-        return scan
-    return None
-
-
-def check_some(file: FileBytes, chosen: Sequence[Stretch], report: Report) -> None:
-    """Read some chunks of a file, and report what is wrong."""
-    with report.failing(file.name), open_regular(file.path, file.name, follow=file.follow) as (fd, size):
-        source = ByteReader(fd, file.name, size, report.read, ahead=False)
-        _check_stretches(file, source, sorted(chosen, key=lambda s: s.start), report)
-
-
-def choose(files: Sequence[FileBytes], num_bytes: int, seed: int) -> list[tuple[FileBytes, list[Stretch]]]:
-    """Choose chunks with a checksum at random, `num_bytes` in all; return them in the order of the files."""
-    pool = [
-        (number, stretch)
-        for number, file in enumerate(files)
-        for stretch in file.stretches
-        if stretch.crc32 is not None and stretch.nbytes
-    ]
-    random.Random(seed).shuffle(pool)
-    chosen: dict[int, list[Stretch]] = {}
-    for number, stretch in pool:
-        if num_bytes <= 0:
-            break
-        chosen.setdefault(number, []).append(stretch)
-        num_bytes -= stretch.nbytes
-    return [(files[number], chosen[number]) for number in sorted(chosen)]
-
-
-def _scan(file: FileBytes, source: ByteReader, report: Report, marks: Iterable[int], *, sha256: bool) -> Scan:
+def _scan(file: FileBytes, source: ByteReader, report: Report, *, sha256: bool) -> Scan:
     """Read a whole file and compare every chunk that has a recorded checksum."""
     ends = (end for s in file.stretches for end in (s.start, s.start + s.nbytes))
-    scan = source.scan((*marks, *ends), sha256=sha256)
+    scan = source.scan(ends, sha256=sha256)
     for stretch in file.stretches:
         if stretch.start + stretch.nbytes <= source.size:  # else reported when it was looked at
             _compare(file, stretch, scan.crc(stretch.start, stretch.nbytes), report)
@@ -120,7 +60,7 @@ def _check_all(file: FileBytes, source: ByteReader, report: Report) -> None:
     What the file's checksum says is reported unless damaged chunks explain it: with theirs as recorded, the
     file would be whole.
     """
-    scan = _scan(file, source, report, (), sha256=file.sha256 is not None)
+    scan = _scan(file, source, report, sha256=file.sha256 is not None)
     report.num_checked_files += 1
     if file.is_damaged:
         return

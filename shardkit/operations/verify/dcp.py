@@ -21,6 +21,7 @@ from shardkit.formats.contract import DamagedFiles, DcpFolder
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.chunk_list import ListedChunk
 from shardkit.formats.dcp.directory import open_dcp, unused_shards
+from shardkit.formats.dcp.objects import object_lines
 from shardkit.formats.dcp.records import Packed, check_transforms, difference, packed_file
 from shardkit.formats.torchsave.archive import ZipEntry
 from shardkit.formats.torchsave.classes import UnreadableClass
@@ -67,7 +68,11 @@ def verify_dcp(
         report_damaged(error, directory, report, folder=folder, is_known=known)
         return _files_by_lists(folder, described, report)
     except SourceError as error:
-        report.error(error, file=os.path.join(folder, METADATA) if METADATA in error.message else None)
+        has_metadata = storage.lexists(path_in(directory, METADATA))  # ranks may each have their own
+        is_about_it = METADATA in error.message and has_metadata
+        report.error(error, file=os.path.join(folder, METADATA) if is_about_it else None)
+        if not has_metadata and error.hint:
+            report.add_notes([error.hint])
         return _files_by_lists(folder, described, report)
     report.num_tensors += len(opened.catalog.tensors)
     stored += (NamedShape(e.fqn, e.dtype.name, e.shape) for e in opened.catalog.tensors.values())
@@ -75,6 +80,10 @@ def verify_dcp(
     notes = [note for note in opened.catalog.notes if "were left alone" not in note]
     report.doubt(note for note in notes if "does not describe" in note)
     report.add_notes(notes)
+    if opened.catalog.tensors:  # else nothing can be taken from it, which is said with them
+        lines = object_lines(opened)
+        report.doubt(lines.lost)
+        report.add_notes(lines.notes)
     report.warnings += _stale(directory, folder, opened)
     if described is not None:
         check_tensors(described, opened.catalog, report)
@@ -181,6 +190,8 @@ class _Folder:
             ends[file] = max(ends[file], start + nbytes)
         for place in filter(None, self._opened.objects.values()):
             ends[place.file] = max(ends[place.file], place.start + place.nbytes)
+        for file, end in self._opened.copy_ends:
+            ends[file] = max(ends.get(file, 0), end)
         self._report.warnings += [
             f"{escape(file.name)}: {count(file.size - ends[number], 'byte')} behind its last record, which "
             f"{METADATA} does not place"

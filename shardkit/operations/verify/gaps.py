@@ -2,63 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape
-from shardkit.errors import UsageError
 from shardkit.formats.contract import Checkpoint
-from shardkit.formats.gaps import Gaps, gaps_of
-from shardkit.formats.hub.adapter import ADAPTER
-from shardkit.layout.traced import ClassQuestion
+from shardkit.formats.gaps import absent_files, cut_modules, is_whole_model
+from shardkit.layout.traced import ClassQuestion, asking, why_no_class
 from shardkit.operations.verify.result import Report
 
 _MODEL = "the model"
 
 
-def check_gaps(checkpoint: Checkpoint, report: Report, *, ask_class: bool) -> None:
-    """Report what a checkpoint seems to lack.
+def check_gaps(checkpoint: Checkpoint, report: Report) -> None:
+    """Report what a checkpoint lacks.
 
-    It is a problem if it is sure. Config and names alone give warnings, since a class may read a config in its own way.
+    The class that a Hub model's config names says it, where transformers is installed. Weight files that are missing
+    from a numbered set are a problem unless the class finds all weights.
 
     Args:
         checkpoint: opened.
-        report: gets what was found.
-        ask_class: ask the class that the config names, which knows all of its weights.
-
-    Raises:
-        UsageError: a class is to be asked about something else than a Hub model.
+        report: gets what was found; its progress shows a clock while the class is asked.
     """
-    gaps = gaps_of(checkpoint)
-    if ask_class and _ask(checkpoint, gaps, report):
-        gaps = gaps._replace(weights=())
-    if gaps.is_part:
-        report.problem("only a part of the model is here", details=tuple(gaps.lines(_MODEL)))
+    hub, is_whole = checkpoint.hub, False
+    if hub is not None and hub.config and is_whole_model(checkpoint):
+        is_whole = _finds_all(hub.config, hub.catalog, report)
+    lines = tuple(absent_files(checkpoint))
+    if lines and not is_whole:
+        report.problem("only a part of the model is here", details=lines)
     else:
-        report.doubt(gaps.lines(_MODEL))
+        report.doubt(lines)
+    report.doubt(cut_modules(checkpoint))
 
 
-def _ask(checkpoint: Checkpoint, gaps: Gaps, report: Report) -> bool:
-    """Ask the class; return whether it answered."""
-    hub = checkpoint.hub
-    if hub is None or checkpoint.writer == ADAPTER:
-        raise UsageError(
-            f"--ask-class is about the files of a Hub model, and {escape(checkpoint.path)} is something else",
-            hint="leave it out; consolidate asks the class about what it writes",
+def _finds_all(config: Mapping[str, Any], catalog: Catalog, report: Report) -> bool:
+    """Ask the class of a config about the weights of a catalog; True if it finds them all."""
+    failure = why_no_class(config)
+    if failure is None:
+        shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
+        report.progress.start(0, asking(config).removesuffix(" ..."))
+        try:
+            with ClassQuestion(config, shapes) as question:
+                answer = question.answer()
+        finally:
+            report.progress.finish()
+        failure = answer.failure
+    if failure is not None:
+        report.add_notes(
+            [f"the model's class was not asked whether from_pretrained finds all weights: {failure}"]
         )
-    shapes = {name: entry.shape for name, entry in hub.catalog.tensors.items()}
-    with ClassQuestion(hub.config or {}, shapes) as question:
-        answer = question.answer()
-    if answer.failure is not None:
-        said = f"the model's class was not asked whether from_pretrained finds all weights: {answer.failure}"
-        if gaps.has_own_code:
-            report.doubt([said])
-        else:
-            report.problem(said, is_unreadable=True)
         return False
     lines = list(answer.lines(_MODEL))
-    if gaps.has_own_code:
+    if "auto_map" in config:  # the model's own code may make something else of the config
         report.doubt(lines)
     else:
         for line in lines:
             report.problem(line)
     if not lines:
         report.add_notes([f"{escape(answer.model_class)}.from_pretrained finds all weights"])
-    return True
+    return not lines

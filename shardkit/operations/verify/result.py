@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
 
-from shardkit.core.result import Result
+from shardkit.core.result import DrawnResult, Result
 from shardkit.core.text import count, escape
 from shardkit.core.threads import NoProgress, Progress, run_all
 from shardkit.errors import ResourceError, ShardkitError
@@ -22,7 +22,7 @@ from shardkit.files.remote.contract import OtherVersion
 from shardkit.formats.contract import DamagedFiles
 from shardkit.operations.holdings import Holdings
 
-Level = Literal["structure", "sample", "full", "store"]
+Level = Literal["structure", "full"]
 SIZE = "size in bytes"
 """The message where a file has another size than is recorded."""
 
@@ -52,8 +52,7 @@ class VerifyProblem:
     """The file is as it was written, as far as is known: what is recorded of the checkpoint and what is there contradict
     each other, and the same file once more would change nothing."""
     is_unreadable: bool = False
-    """What is asked for is not known: the system could not read the file, a store keeps no checksum of it, or the
-    model's class could not be asked."""
+    """The system could not read the file, so that nobody knows what is in it."""
 
     def line(self) -> str:
         """Return it as one line, safe to print."""
@@ -76,7 +75,7 @@ def _box(region: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyResult(Result):
+class VerifyResult(DrawnResult):
     """What was checked, and every problem that was found."""
 
     path: str
@@ -90,22 +89,13 @@ class VerifyResult(Result):
     """Who wrote it, for people; None if it could not be opened."""
     manifests: tuple[str, ...]
     """Those that it was compared with: names relative to the checkpoint, and the path of one that lies elsewhere."""
-    against: str | None
-    """The other checkpoint that its tensors were compared with, as it was given."""
-    num_compared_tensors: int
-    """Tensors that both have, and whose values were compared."""
-    num_rounded_tensors: int
-    """Of these, tensors that are equal only after rounding one side to bf16 or fp16; a note says which side."""
     repo: str | None
     """The Hub's repo that its files were compared with."""
     commit: str | None
     """Of that repo."""
-    seed: int | None
-    """Seed of the choice of chunks; None unless the level is "sample"."""
     num_files: int
     """Files that hold tensors."""
     num_tensors: int
-    """0 with the level "store", as are chunks and bytes: no tensor is looked at."""
     num_chunks: int
     """Pieces of tensors, each in one place; those of tied names count once."""
     tensor_bytes: int
@@ -119,11 +109,7 @@ class VerifyResult(Result):
     num_checked_files: int
     """Files that were read whole and compared with a recorded checksum."""
     read_bytes: int
-    """Bytes that were compared with a checksum; headers, metadata, manifests and `against` not counted."""
-    num_vouched_files: int
-    """With the level "store": files whose CRC-32, as the store took it of what it has, is the recorded one."""
-    vouched_bytes: int
-    """Of those files; none of them was read."""
+    """Bytes that were compared with a checksum; headers, metadata and manifests not counted."""
     problems: tuple[VerifyProblem, ...]
     warnings: tuple[str, ...]
     """What does no harm but does not belong here, such as stale files."""
@@ -161,9 +147,8 @@ class VerifyResult(Result):
             return f"{count(len(self.problems), 'problem')} found"
         if self.doubts:
             return "no byte is damaged, but it does not look whole"
-        compares = self.level in ("full", "sample") and self.num_tensors
-        others = self.num_checked_chunks or self.num_checked_files or self.against or self.repo
-        if compares and not others:
+        is_compared = self.num_checked_chunks or self.num_checked_files or self.repo
+        if self.level == "full" and self.num_tensors and not is_compared:
             return "its structure is whole; no byte could be compared, because no checksum is recorded"
         return "no problem found"
 
@@ -200,10 +185,6 @@ class Report:
     num_unrecorded_chunks: int = 0
     num_checked_chunks: int = 0
     num_checked_files: int = 0
-    num_compared_tensors: int = 0
-    num_rounded_tensors: int = 0
-    num_vouched_files: int = 0
-    vouched_bytes: int = 0
     read_bytes: int = 0
 
     def collected(self) -> dict[str, Any]:

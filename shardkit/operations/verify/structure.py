@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shardkit import formats
 from shardkit._folding import fold_lines
 from shardkit.core.catalog import Catalog
-from shardkit.core.text import count, escape, in_shell, listed
+from shardkit.core.text import count, escape, listed
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import Archive, FileBytes, Stretch, place_of
@@ -21,9 +21,11 @@ from shardkit.files.home import path_in
 from shardkit.files.listing import walk
 from shardkit.files.remote.contract import OtherVersion
 from shardkit.files.strict_json import is_about_links, open_regular
-from shardkit.formats.contract import Checkpoint, DamagedFiles, absent
+from shardkit.formats.contract import Checkpoint, DamagedFiles, absent, copies_message
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
+from shardkit.formats.dcp.objects import SavedAsObjects
+from shardkit.formats.hub.files import part_notes
 from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import Unsupported, ZipEntry, ZipReader, pread_of, read_directory
 from shardkit.formats.torchsave.classes import UnreadableClass
@@ -52,16 +54,13 @@ class Structure(NamedTuple):
     """Its DCP directories, relative to it."""
 
 
-def check_structure(
-    path: str, report: Report, *, manifest_path: str | None = None, is_new: bool = False
-) -> Structure:
+def check_structure(path: str, report: Report, *, manifest_path: str | None = None) -> Structure:
     """Check everything except the tensors' bytes.
 
     Args:
         path: a checkpoint of any format.
         report: gets what is wrong.
         manifest_path: of a manifest that lies elsewhere.
-        is_new: it is about to get a manifest. None beside it is looked for, and no note says what has no checksum.
 
     Raises:
         SourceError: there is nothing, no checkpoint, or one of links that are not followed; or there is no manifest at
@@ -72,7 +71,7 @@ def check_structure(
         raise absent(path)
     refuse(path)
     directory = described_at(path)
-    beside = _manifest_beside(directory, manifest_path, report) if not is_new else None
+    beside = _manifest_beside(directory, manifest_path, report)
     checkpoint, failure = _open(path, is_known=beside is not None)
     described, folders = _survey(directory, checkpoint, report)
     if beside is not None:
@@ -94,17 +93,20 @@ def check_structure(
         report.warnings += [f"{escape(name)}: {reason}" for name, reason in strays]
         report.add_notes(
             f"not read: {escape(name)}: {escape(reason)}"
-            for name, reason in (checkpoint.skipped if not is_new else ())  # a manifest has every file
+            for name, reason in checkpoint.skipped
             if name.rstrip("/") not in folders and (name, reason) not in strays
         )
+        if checkpoint.differing:
+            lines = tuple(each.line() for each in checkpoint.differing)
+            report.problem(copies_message(checkpoint.differing), details=lines, is_contradiction=True)
         files += _weights(checkpoint, directory, folders, report)
+        report.add_notes(part_notes(os.path.basename(path)) if not storage.isdir(path) else ())
         for said in described:
             if not said.is_of_dcp and not said.folder and _has_tensors(said):
                 check_tensors(said, checkpoint.catalog, report)
     add_recorded(described, files, report)
     _count_unrecorded(files, report)
-    if not is_new:
-        report.add_notes(_lacking(directory, folders, described, files, checkpoint, report))
+    report.add_notes(_lacking(directory, folders, described, files, checkpoint, report))
     manifests = tuple(said.content for said in described)
     return Structure(checkpoint, directory, files, is_whole, manifests, tuple(folders))
 
@@ -115,7 +117,7 @@ def _manifest_beside(directory: str, manifest_path: str | None, report: Report) 
         if not storage.lexists(manifest_path):
             raise SourceError(
                 f"{escape(manifest_path)}: no such file",
-                hint=f"`shardkit manifest {in_shell(directory)} --output {in_shell(manifest_path)}` writes one",
+                hint="name an existing manifest, or leave --manifest out",
             )
         return manifest_path
     sidecar = manifest.sidecar_of(directory)
@@ -170,15 +172,9 @@ def _survey(
         described += [own] if own is not None else []
         is_described = own is not None and own.is_of_dcp
         is_opened = checkpoint is not None and checkpoint.opened_at(here) is not None
-        if is_described or is_opened or _is_of_dcp(here):
+        if is_described or is_opened or is_dcp(here):
             folders.append(folder)
     return described, folders
-
-
-def _is_of_dcp(directory: str) -> bool:
-    """True if `.metadata` is that of torch's DCP."""
-    recognised = recognise(directory) if is_dcp(directory) else None
-    return recognised is not None and recognised.is_torch_metadata
 
 
 def _add_beside(path: str, directory: str, described: list[Described], report: Report) -> None:
@@ -218,8 +214,10 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
     directory = described_at(path)
     of_the_machine = isinstance(failure, ResourceError)  # it may be over when the folders are looked at
     recognised = recognise(path) if has_folders and not report.problems and not of_the_machine else None
-    if recognised is not None and recognised.is_dcp_alone:
-        report.add_notes([f"it is whole, but shardkit cannot take the weights from it: {failure.message}"])
+    if recognised is not None and recognised.is_dcp_alone and not isinstance(failure, SavedAsObjects):
+        report.add_notes(
+            [f"nothing in it is damaged, but shardkit cannot take the weights from it: {failure.message}"]
+        )
         return True
     if any(problem.message == failure.message for problem in report.problems):
         return False
@@ -300,10 +298,8 @@ def _lacking(
     """Yield notes about what has no checksum anywhere; what the report counted is one note, with the reason."""
     covered = {place_of(file.path) for file in files if file.has_digest}
     owners = {said.folder for said in described if said.metadata is not None}
-    if any(
-        folder not in owners and place_of(path_in(os.path.join(directory, folder), METADATA)) not in covered
-        for folder in folders
-    ):
+    paths = [path_in(os.path.join(directory, folder), METADATA) for folder in folders if folder not in owners]
+    if any(storage.lexists(path) and place_of(path) not in covered for path in paths):
         yield f"{METADATA} has no checksum: that it says what was saved cannot be proved"
     if not report.num_unrecorded_chunks:
         return
@@ -312,11 +308,7 @@ def _lacking(
         what = "safetensors" if checkpoint.hub is not None else "such"
         why = f" ({what} files have none, only a manifest with digests has)"
     chunks, tensors = count(report.num_unrecorded_chunks, "chunk"), count(len(report.unrecorded), "tensor")
-    place = "" if manifest.may_lie_beside(directory) else " --output FILE"
-    yield (
-        f"no checksum is recorded of {chunks} of {tensors}{why}: "
-        f"their content cannot be checked; run `shardkit manifest {in_shell(directory)}{place}` once to record some"
-    )
+    yield f"no checksum is recorded of {chunks} of {tensors}{why}: their content cannot be checked"
 
 
 _MAX_WARNED = 3

@@ -23,10 +23,9 @@ from shardkit.errors import LayoutError
 from shardkit.osft.svd import Factors, check_factors, factorise, num_operations
 from shardkit.osft.training.orthogonal import prove_orthogonal
 from shardkit.training.fill.broadcast import Sent, WeightReader, send_parts
-from shardkit.training.fill.reading import Filled, Supply, Wanted, together, torch_dtype
+from shardkit.training.fill.reading import Filled, Supply, Wanted, compare_together, torch_dtype
 from shardkit.training.ranks.agree import agreed, broadcast_json, device_for, gather_json, say, wire, world
 from shardkit.training.ranks.local import LocalShard, flat_bytes
-from shardkit.transfer.checks import CheckedSource
 
 _PHASE = "computing factors"
 _NUM_PEERS = 32  # whom a rank sends to at once
@@ -101,9 +100,10 @@ def fill_factors(
                 weight = None
             exchange.run(of_ranks, factors)
         with agreed(_PHASE):
-            checked = reader.finish() if reader is not None else CheckedSource()
+            if reader is not None:
+                reader.check_unchanged()
     filled = Filled(elements=exchange.elements, read_bytes=read.read_bytes)
-    filled.checked = together([checked])
+    filled.checked = compare_together(None if reader is None else reader.check)
     prove_orthogonal(held, targets, svd)
     _say_how_good(measured)
     return filled

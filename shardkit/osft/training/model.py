@@ -14,7 +14,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.layout.classes import transformers_model
 from shardkit.osft.modules import candidates, factor_modules, factors_of, osft_modules
-from shardkit.osft.plan import ARGUMENT, Candidate, OsftPlan, choose_targets
+from shardkit.osft.plan import Candidate, OsftPlan, choose_targets
 from shardkit.osft.training.factorise import fill_factors
 from shardkit.training.fill.reading import Supply
 from shardkit.training.ranks.local import ExpectedTensor
@@ -88,7 +88,7 @@ def factor_model(
     notes: tuple[str, ...] = ()
     if plan is not None:
         model_type = getattr(getattr(transformers_model(model), "config", None), "model_type", None)
-        planned, notes = choose_targets(plan, _dense_candidates(model, own), model_type, ARGUMENT)
+        planned, notes = choose_targets(plan, _dense_candidates(model, own), model_type)
     said = [
         (what, named)
         for what, named in (("the source", stored), ("the model", own), ("osft=", planned))

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardkit._torch import swappable
+from shardkit.core.keywords import suggests_keywords
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
 from shardkit.training.fill.reading import Filled
@@ -37,6 +38,7 @@ from shardkit.training.ranks.local import LocalShard, allocate, distinct, places
 _SETTINGS = ("sync_module_states", "cpu_ram_efficient_loading")
 
 
+@suggests_keywords
 def param_init_fn(
     ctx: ModelInitializationContext,
     strategy: object = None,

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardkit._torch import Fsdp1Unit, foreach_norms, foreach_scale_, is_fsdp1_part
+from shardkit.core.keywords import suggests_keywords
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.training.ranks.local import cut_axes, fsdp1_units, local_tensor, reshard
 
@@ -35,6 +36,7 @@ class _SharedGradients:
     """This rank's parts, empty ones left out."""
 
 
+@suggests_keywords
 @torch.no_grad()
 def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients together, as one process with the whole model would compute it.
@@ -57,6 +59,7 @@ def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> torch.Tensor:
     return _norm(*_parameters(parameters), norm_type)
 
 
+@suggests_keywords
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from shardkit.core.keywords import suggests_keywords
 from shardkit.core.text import count, escape, suggestions
 from shardkit.errors import UsageError
 from shardkit.keys.names import clean_name
@@ -53,6 +54,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> Names
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
+@suggests_keywords
 def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: Names | None = None) -> None:
     """Point an optimizer that was made before wrapping at the parameters that the model has now.
 

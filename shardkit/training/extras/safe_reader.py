@@ -89,7 +89,7 @@ class SafeReader(StorageReader):
         path: the directory with `.metadata`.
         check_crc: compare every record that is read with the CRC-32 in it first, which costs a second
             read of it.
-        check_source: compare with the CRC-32 as the bytes move, if this rank reads a whole record or nearly.
+        check_source: compare with the CRC-32 as the bytes move, if this rank reads a whole record.
 
     Raises:
         SourceError, IntegrityError, ResourceError: from `read_metadata` and `read_data`; they name file and

@@ -22,15 +22,14 @@ from shardkit.core.regions import Region, blocks, intersect, relative_to, window
 from shardkit.core.text import MIB
 from shardkit.errors import LayoutError
 from shardkit.training.fill.reading import (
-    DAMAGED,
     Filled,
     ReadWorker,
     Supply,
     Wanted,
     Weights,
+    compare_together,
     match,
     plan_reads,
-    together,
     torch_dtype,
 )
 from shardkit.training.ranks.agree import (
@@ -44,7 +43,7 @@ from shardkit.training.ranks.agree import (
     world,
 )
 from shardkit.training.ranks.local import LocalShard, flat_bytes
-from shardkit.transfer.checks import CheckedSource, SourceCheck
+from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.plan import chunk_ranges
 from shardkit.transfer.sources import SourceFiles
@@ -103,12 +102,12 @@ def fill_broadcast(
         error = send_parts(reader, sources, sent, mine, filled)
         if reader is not None and error is None:
             try:
-                filled.checked = reader.finish()
+                reader.check_unchanged()
             except BaseException as caught:  # Ctrl-C too: the others must not wait
                 error = caught
     agree(error, phase=_PHASE)
-    if check_source:  # several sources read the same bytes: the first one's count
-        filled.checked = together([filled.checked] if rank == min(sources) else [])
+    if check_source:
+        filled.checked = compare_together(None if reader is None else reader.check)
     return filled
 
 
@@ -264,10 +263,11 @@ class WeightReader:
     def __init__(
         self, stack: contextlib.ExitStack, weights: Weights, names: Collection[str], *, check_source: bool
     ) -> None:
-        self._catalog, self._names = weights.catalog, names
-        self._check = SourceCheck(self._catalog) if check_source else None
+        self._catalog = weights.catalog
+        self.check = SourceCheck(self._catalog) if check_source else None
+        """Has what was read once the stack is closed."""
         self._files = stack.enter_context(
-            SourceFiles(self._catalog.files, check=self._check, opened=weights.opened)
+            SourceFiles(self._catalog.files, check=self.check, opened=weights.opened)
         )
         self._files.expect(chunk_ranges(self._catalog, names), 1)
         self._reader = stack.enter_context(self._files.reader())
@@ -284,15 +284,9 @@ class WeightReader:
             self._worker.fill([read])
         self._worker.finish()
 
-    def finish(self) -> CheckedSource:
-        """Compare all that was read, and return how much that was.
-
-        Raises:
-            IntegrityError, ResourceError: as `SourceFiles.finish`.
-        """
-        self._reader.take_runs()
-        self._files.finish(hint=DAMAGED)
-        return CheckedSource() if self._check is None else self._check.summary(self._names)
+    def check_unchanged(self) -> None:
+        """Refuse a source that changed; errors as `SourceFiles.check_unchanged`."""
+        self._files.check_unchanged()
 
 
 def send_parts(

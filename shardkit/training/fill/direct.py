@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardkit.core.catalog import Catalog
-from shardkit.core.regions import Region, intersect
+from shardkit.core.regions import Region
 from shardkit.core.text import MIB
 from shardkit.files.digest import crc32
 from shardkit.training.fill.reading import Filled, Wanted, Weights, compare_together, plan_reads, run_reads
@@ -41,7 +40,7 @@ def fill_direct(wanted: Sequence[Wanted], weights: Weights, *, check_source: boo
         ShardkitError: on all ranks, if any rank cannot read, or reads other bytes than were
             recorded; names these.
     """
-    mine, shared, repeated = divide(wanted)
+    mine, shared = divide(wanted)
     with contextlib.ExitStack() as stack:
         with agreed("reading shards from storage"):
             catalog = weights.located(regions_of(mine)).catalog
@@ -55,12 +54,9 @@ def fill_direct(wanted: Sequence[Wanted], weights: Weights, *, check_source: boo
                 )
             ]
             filled = run_reads(reads, sources)
-            if check is None:
-                sources.check_unchanged()
-        if check is not None:
-            check.leave_chunks(_chunks(repeated, catalog, whole=True))
-            check.share_chunks(_chunks(mine, catalog, whole=False))
-            filled.checked = compare_together(check, sources, {item.entry.fqn for item in wanted})
+            sources.check_unchanged()
+    if check is not None:
+        filled.checked = compare_together(check)
     copy_to_replicas(shared, filled)
     return filled
 
@@ -74,18 +70,6 @@ def regions_of(mine: Sequence[Wanted]) -> dict[str, list[Region]]:
     return regions
 
 
-def _chunks(items: Iterable[Wanted], catalog: Catalog, *, whole: bool) -> Iterator[int]:
-    """Yield the chunks that lie whole in what is wanted, or those of which columns are wanted, as their rows are read."""
-    for item in items:
-        if not whole and item.region.sizes[1:] == item.entry.shape[1:]:
-            continue
-        rows = catalog.tensors[item.entry.fqn].chunk_ids
-        for row, chunk in zip(rows, catalog.chunks.regions(rows), strict=True):
-            part = intersect(chunk, item.region)
-            if part is not None and (part == chunk) is whole:
-                yield row
-
-
 class Shared(NamedTuple):
     """A part that several ranks hold, and which of them reads it."""
 
@@ -94,7 +78,7 @@ class Shared(NamedTuple):
     """Its place among the replicas."""
 
 
-def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared], list[Wanted]]:
+def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared]]:
     """Divide what this rank holds into what it reads itself and what one replica reads for all of them.
 
     Every rank that holds a part below 64 KiB reads it. Each larger part goes to the replica that has the
@@ -102,15 +86,13 @@ def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared], list[W
     decide alike. A plain tensor counts as held by all ranks if all of them have the same plain tensors.
 
     Returns:
-        What this rank reads; what is read once; and what this rank reads although the first of its
-        replicas does too.
+        What this rank reads, and what is read once.
     """
     _, world_size = world()
     plain_is_shared = world_size > 1 and _same_plain(wanted)
     loads: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
     mine: list[Wanted] = []
     shared: list[Shared] = []
-    repeated: list[Wanted] = []
     for item in wanted:
         replicas, nbytes = item.shard.replicas, item.target.nbytes
         count = replicas.count
@@ -120,8 +102,6 @@ def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared], list[W
             continue
         if count == 1 or nbytes < _READ_BY_EACH:
             mine.append(item)
-            if count > 1 and _index(item):
-                repeated.append(item)
             continue
         load = loads.setdefault((replicas.mesh, replicas.axes), [0] * count)
         reader = load.index(min(load))
@@ -129,7 +109,7 @@ def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared], list[W
         shared.append(Shared(item, reader))
         if reader == _index(item):
             mine.append(item)
-    return mine, shared, repeated
+    return mine, shared
 
 
 def _same_plain(wanted: Sequence[Wanted]) -> bool:

@@ -12,10 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.catalog import Catalog, Decoded, OnRead, SourceFile
 from shardkit.core.dtypes import BY_NAME
+from shardkit.core.keywords import suggests_keywords
 from shardkit.core.regions import full_region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, SourceError, UsageError
-from shardkit.training.ranks.agree import gather_json, world
+from shardkit.training.ranks.agree import gather_json, shown_once, world
 from shardkit.training.ranks.local import memory_of
 
 StateDict = Mapping[str, Any] | nn.Module
@@ -56,6 +57,7 @@ class RankSource:
         return _catalog(_tensors(self._state), self.label)
 
 
+@suggests_keywords
 def from_rank(state_dict: StateDict | None, rank: int = 0) -> RankSource:
     """Let `prepare` or `load_into` take weights from one rank's memory; it sends the others their shards.
 
@@ -74,6 +76,7 @@ def from_rank(state_dict: StateDict | None, rank: int = 0) -> RankSource:
     return RankSource(state_dict, rank)
 
 
+@shown_once()
 def check_sources(source: object) -> None:
     """Compare what the ranks gave as their source; every rank calls it.
 

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, islice, product
 from math import prod
@@ -38,9 +38,9 @@ from shardkit.errors import LayoutError
 from shardkit.files.storage import BLOCK
 from shardkit.keys.expressions import Expression, leaves, pieces, read_regions
 from shardkit.layout.decided import ClassNames
-from shardkit.training.ranks.agree import agreed, gather_json, say, world
+from shardkit.training.ranks.agree import agreed, gather_json, say
 from shardkit.training.ranks.local import LocalShard, memory_of
-from shardkit.transfer.checks import CheckedSource, SourceCheck, Unchecked
+from shardkit.transfer.checks import CheckedSource, SourceCheck, have_read, judge
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.converted import Convert
 from shardkit.transfer.convert import one_thread_each
@@ -654,51 +654,29 @@ class DeviceStaging:
         self._stream.synchronize()
 
 
-def compare_together(check: SourceCheck, sources: SourceFiles, names: Iterable[str]) -> CheckedSource:
-    """Combine what all ranks read of each entry, and compare it; every rank calls it.
+def compare_together(check: SourceCheck | None) -> CheckedSource:
+    """Compare what all ranks read; every rank calls it.
 
     Args:
-        check: knows what this rank read.
-        sources: open; if little of an entry is missing, that is read.
-        names: the catalog's tensors that any rank wanted.
+        check: has what this rank read; None if it read nothing.
 
     Returns:
         How much was compared, by all ranks together.
 
     Raises:
-        IntegrityError: on all ranks: the source differs from its checksums, or changed; names the ranks
-            that read it.
+        IntegrityError: on all ranks: the source is not what it records; names the ranks that read it.
     """
-    rank, size = world()
-    told = gather_json(check.parts(), phase=_PHASE)
-    with agreed(_PHASE) as exchanged:
-        check.take_parts(told, rank)
-        rests = check.missing_of_each()
-        own = (rest for rest in rests if check.is_first_reader(rest.entry))
-        exchanged.mine = {check.entries.key(rest.entry): sources.read_gaps(rest) for rest in own}
-    gaps = {key: crcs for by_rank in exchanged.of_all for key, crcs in by_rank.items()}
+    readings = [] if check is None else check.packed()
+    of_all = [each for of_rank in gather_json(readings, phase=_PHASE) for each in of_rank]
     with agreed(_PHASE):
-        for rest in rests:
-            crcs = gaps.get(check.entries.key(rest.entry))
-            if crcs is not None and len(crcs) == len(rest.gaps):
-                check.complete(rest, crcs)
-        sources.check_unchanged()
-        check.raise_differences(hint=DAMAGED)
-    checked = check.summary(names if rank == 0 else ())
-    return checked if size == 1 else together([checked])
-
-
-def together(checked: Iterable[CheckedSource]) -> CheckedSource:
-    """Return the sum of what all ranks found, each in what it read; every rank calls it."""
-    told = gather_json([asdict(part) for part in checked], phase=_PHASE)
-    return CheckedSource.of_all(
-        CheckedSource(
-            checked_bytes=part["checked_bytes"],
-            unchecked=tuple(Unchecked(**unchecked) for unchecked in part["unchecked"]),
-        )
-        for each_rank in told
-        for part in each_rank
-    )
+        verdict = judge(of_all)
+        damaged = [
+            damage
+            for damage in verdict.damaged
+            if any(have_read(each, {(damage.file, damage.entry)}) for each in readings)
+        ]
+        verdict._replace(damaged=damaged).raise_damaged(hint=DAMAGED)
+    return verdict.checked
 
 
 def say_checked(checked: CheckedSource, *, check_source: bool) -> None:

@@ -22,10 +22,10 @@ from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError
 from shardkit.files import manifest, storage
-from shardkit.formats.contract import Checkpoint, OpenedHubModel, inner
+from shardkit.formats.contract import Checkpoint, OpenedHubModel, has_model_config, inner
 from shardkit.formats.dequantize import take_plain, why_scaled
 from shardkit.formats.hub.adapter import is_adapter_file
-from shardkit.formats.hub.base import SAVED_ASSETS, recorded_names, recorded_rules, saved_derived
+from shardkit.formats.hub.base import SAVED_ASSETS, own_home, recorded_names, recorded_rules, saved_derived
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.quantised import why_quantised, why_scales
 from shardkit.formats.recorded import add_checksums
@@ -64,6 +64,14 @@ class Source:
     presharded: PreshardedSource | None = None
     dequantizes: bool = False
     """Plain weights are to be made of quantised ones."""
+
+    @property
+    def home(self) -> str | None:
+        """The directory of its own with the config.json of these weights; None if there is none."""
+        if self.presharded is not None:
+            place = inner(self.path, SAVED_ASSETS)
+            return place if place is not None and has_model_config(place) else None
+        return None if self.checkpoint is None else own_home(self.checkpoint)
 
     def plain(self, dtypes: Collection[torch.dtype]) -> Source:
         """Return this source with plain weights in the place of quantised ones, where that is wanted.
@@ -342,7 +350,8 @@ def _match_notes(made: Mapping[str, Expression], match: ClassNames) -> Iterator[
     if match.ignored:
         yield f"left out of the source, the model computes them: {listed(match.ignored)}"
     if converted := [fqn for fqn, expression in made.items() if not isinstance(expression, Stored)]:
-        yield f"made of others in the source, as from_pretrained does: {listed(converted)}"
+        parts = {leaf.name for fqn in converted for leaf in leaves(made[fqn])}
+        yield f"fused {count(len(parts), 'tensor')} of the source into {len(converted)}, as from_pretrained does"
     if renamed := {name for name in match.names.values() if match.names.get(name) != name}:
         yield f"{count(len(renamed), 'tensor')} of the source found under other names than the model's"
 

@@ -15,7 +15,7 @@ from shardkit.training.fill.broadcast import fill_broadcast
 from shardkit.training.fill.direct import divide, fill_direct, regions_of
 from shardkit.training.fill.reading import Filled, Supply, Weights, match
 from shardkit.training.fill.samples import kept_open, take_samples, versions
-from shardkit.training.ranks.agree import agreed, look_where_possible, say, world
+from shardkit.training.ranks.agree import agreed, look_where_possible, say, shown_once, world
 from shardkit.training.ranks.local import LocalShard
 
 _FITTING = "comparing the source with the model"
@@ -156,14 +156,19 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
             or len({answer.identity for answer in told} - {None}) == 1
         ):
             break
+    _refuse_other_options(told)
+    if options.strategy != "broadcast" and _all_read(told, options.strategy):
+        return None
+    return _sources(told, options.source_rank)
+
+
+@shown_once()
+def _refuse_other_options(told: Sequence[_Sight]) -> None:
     if any(answer.options != told[0].options for answer in told):
         raise UsageError(
             "the ranks do not have the same strategy, source_rank and check_source",
             problems=[f"rank {rank}: {answer.options}" for rank, answer in enumerate(told)],
         )
-    if options.strategy != "broadcast" and _all_read(told, options.strategy):
-        return None
-    return _sources(told, options.source_rank)
 
 
 def _identity(
@@ -184,6 +189,7 @@ def _identity(
         return None, str(error), False
 
 
+@shown_once()
 def _all_read(told: Sequence[_Sight], strategy: Strategy) -> bool:
     """True if all ranks can read the same weights; otherwise raise, unless some may read for the others."""
     blind = [rank for rank, answer in enumerate(told) if answer.identity is None]
@@ -205,6 +211,7 @@ def _all_read(told: Sequence[_Sight], strategy: Strategy) -> bool:
     return False
 
 
+@shown_once()
 def _sources(told: Sequence[_Sight], source_rank: SourceRank) -> list[int]:
     """Return the source rank of every rank: the first of its group that can open the source."""
     source_of: dict[str, int] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sized
@@ -25,8 +26,9 @@ from shardkit.errors import LayoutError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.home import home_of
 from shardkit.formats.contract import NAME_A_REPO, absent, meant_path
-from shardkit.formats.hub.assets import CONFIG, asset_patterns
-from shardkit.formats.hub.files import OTHER_FILES
+from shardkit.formats.hub.assets import CONFIG, GENERATION_CONFIG, asset_patterns
+from shardkit.formats.hub.directory import read_json
+from shardkit.formats.hub.files import other_form
 from shardkit.formats.quantised import can_dequantize, refuse_quantised, why_quantised
 from shardkit.formats.registry import recognise
 from shardkit.keys.names import clean_name
@@ -43,6 +45,7 @@ from shardkit.layout.layout import CannotBuildError
 from shardkit.operations.resolve import adapter_file, stands_for
 from shardkit.training.model.buffers import InitBuffers, compute_buffers
 from shardkit.training.model.hidden import has_hidden
+from shardkit.training.ranks.agree import say
 from shardkit.training.ranks.local import buffer_places, places, refuse_lazy
 
 MULTIPLE = 8  # rows of embeddings; tensor cores want it, and ranks up to 8 get shards of one size
@@ -220,6 +223,8 @@ def build_model(
                 dequantize=dequantize,
             )
             wanted = wanted or _own_dtype(model)
+            files = (read_json(directory, name) for name in (GENERATION_CONFIG, CONFIG))
+            set_generation_config(model, directory, *files)
         elif callable(what):
             model = _call(what, moved)
         else:
@@ -353,7 +358,7 @@ def find_config(what: str, revision: str | None) -> str:
     try:
         directory = fetch_files(repo.id, asset_patterns(), revision=repo.revision)
     except ShardkitError as error:
-        raise meant_path(what, error) from error
+        raise meant_path(what, error) from None
     if not storage.lexists(os.path.join(directory, CONFIG)):
         raise _no_config(what, "a repo")
     return directory
@@ -373,9 +378,9 @@ def _what_it_is(path: str) -> tuple[str, str | None]:
     """Return what is at a path, and how to give it to `prepare` as a source; None if it cannot be one."""
     if adapter_file(path) is not None:
         return "a PEFT adapter", None
-    ending, is_directory = os.path.splitext(path)[1].lower(), storage.isdir(path)
-    if ending in OTHER_FILES and not is_directory:
-        return OTHER_FILES[ending][0], None
+    is_directory = storage.isdir(path)
+    if not is_directory and (form := other_form([os.path.basename(path)])) is not None:
+        return form, None
     try:
         taken = stands_for(path).path
     except UsageError:
@@ -434,6 +439,45 @@ def _from_config(
             f"{model_class.__name__} needs a package that is not here: {escape(str(error))}",
             hint="install it",
         ) from error
+
+
+def set_generation_config(
+    model: nn.Module, directory: str, generation: dict[str, Any] | None, config: dict[str, Any] | None = None
+) -> None:
+    """Give a model of transformers the generation config that `from_pretrained` would give it.
+
+    One that the code around the model has set stays. One that cannot be used is a warning: training needs none.
+
+    Args:
+        model: as it was built, wrapped by PEFT or not.
+        directory: where the files lie, for messages.
+        generation: generation_config.json; None if there is none.
+        config: config.json, which is read without that file: transformers 5 keeps its words about generation nowhere else.
+
+    Source: transformers 5.24, GenerationMixin.adjust_generation_fn and GenerationConfig.from_pretrained.
+    """
+    inner = transformers_model(model)
+    if inner is None or not is_derived(getattr(inner, "generation_config", None)):
+        return
+    from transformers import GenerationConfig
+
+    try:
+        if generation is not None:
+            inner.generation_config = GenerationConfig.from_dict(generation)
+            inner.generation_config._original_object_hash = hash(inner.generation_config)
+        elif config is not None and hasattr(inner, "adjust_generation_fn"):
+            inner.generation_config = GenerationConfig.from_model_config(config)
+    except (AttributeError, TypeError, ValueError) as error:
+        say(
+            f"{GENERATION_CONFIG} of {escape(directory)} is not used: {escape(str(error))}; generate follows {CONFIG}",
+            logging.WARNING,
+        )
+
+
+def is_derived(generation: Any) -> bool:
+    """True for a generation config that was made of a model's config, by transformers, and is as it was made."""
+    made = getattr(generation, "_original_object_hash", None)
+    return bool(getattr(generation, "_from_model_config", False)) and made in (None, hash(generation))
 
 
 def _without_quantisation(config: Any, directory: str, *, dequantize: bool) -> None:

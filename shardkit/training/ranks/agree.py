@@ -191,8 +191,8 @@ def agree(
 
     Raises:
         ShardkitError: of the class that all errors have in common. Its problems name the ranks; ranks with
-            equal errors share a line. In a world of one the error itself is raised. So is anything that is no
-            Exception, such as Ctrl-C, on its own rank.
+            equal errors share a line. Only the lowest rank that failed shows all of the text. In a world of one the
+            error itself is raised. So is anything that is no Exception, such as Ctrl-C, on its own rank.
         ResourceError: a rank died, or did not come within the process group's timeout.
     """
     if isinstance(error, LostRank):
@@ -203,8 +203,42 @@ def agree(
         raise error
     if any(failure is not None for failure in failures):
         ranks = dist.get_process_group_ranks(group) if len(told) > 1 else [0]
-        raise _together(failures, ranks) from error
+        here = ranks.index(world()[0])
+        shower = min(
+            (rank for rank, failure in zip(ranks, failures, strict=True) if failure),
+            key=lambda rank: not failures[ranks.index(rank)]["raises_this"],
+        )
+        together = _together(failures, ranks)
+        together.shown_by = None if ranks[here] == shower else shower
+        raise together from _cause(error, failures, here)
     return [value for _, value in told]
+
+
+def _cause(error: BaseException | None, failures: Sequence[object], here: int) -> BaseException | None:
+    """Return what a traceback shows above the error of all ranks: other code's exception, on the first rank that has it.
+
+    Args:
+        error: of this rank.
+        failures: of all ranks, described.
+        here: this rank's place among them.
+    """
+    if error is None or failures.index(failures[here]) != here:
+        return None
+    cause = error.__cause__ if isinstance(error, ShardkitError) else error
+    return None if isinstance(cause, (ShardkitError, OSError)) else cause
+
+
+@contextlib.contextmanager
+def shown_once() -> Iterator[None]:
+    """Show all of an error's text on the first rank alone; every rank makes the same error of what all have exchanged."""
+    try:
+        yield
+    except LostRank:
+        raise
+    except ShardkitError as error:
+        if world()[0] != 0:
+            error.shown_by = 0
+        raise
 
 
 @dataclass(slots=True)
@@ -272,7 +306,13 @@ def _describe(error: BaseException) -> dict[str, Any]:
         kinds = [(ResourceError if isinstance(error, (OSError, MemoryError)) else ShardkitError).__name__]
         message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         problems, hint = [], None
-    return {"kinds": kinds, "message": message, "problems": problems, "hint": hint}
+    return {
+        "kinds": kinds,
+        "message": message,
+        "problems": problems,
+        "hint": hint,
+        "raises_this": isinstance(error, Exception),
+    }
 
 
 def _together(told: Sequence[dict[str, Any] | None], ranks: Sequence[int]) -> ShardkitError:

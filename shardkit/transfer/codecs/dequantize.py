@@ -47,6 +47,10 @@ _SCALE_DTYPES = frozenset("float32 bfloat16 float16 float8_e8m0fnu uint8".split(
 ADDED = ("_scale_inv", "_scale")
 """What is added to a weight's name for its scales."""
 _LAST = ("scale", "qscale_weight")  # or stands for `weight`
+_OF_CLASSES = (
+    "_qdata",
+    "._data",
+)  # the numbers of torchao's and quanto's classes, with scales of their own kinds
 _DEFAULT_BLOCK = (128, 128)  # FineGrainedFP8Config of transformers: a config need not say it
 INCOMPLETE = ("pre_quant_scale", "svdquant_lora_a", "weight_zero_point", "weight_g_idx")
 """Beside numbers and scales, these are a part of the weight too (AWQ, SVDQuant, zero points, columns in another order)."""
@@ -270,7 +274,7 @@ def _beside(plain: str) -> tuple[str, ...]:
 
 
 def _claim_fp8(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
-    if tensors[name].dtype.name not in _NUMBERS:
+    if tensors[name].dtype.name not in _NUMBERS or name.endswith(_OF_CLASSES):
         return None
     stem, _, last = name.rpartition(".")
     replaced = _LAST if last == "weight" else ()  # a norm may have a `scale` of its own, in fp8 too

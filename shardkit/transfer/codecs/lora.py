@@ -1,19 +1,20 @@
-"""Weights with what LoRA learned added to them, W + scale * B A, a few rows at a time.
+"""Weights with what LoRA learned added to them, W + scale * B A, a few rows at a time; embeddings with trained rows.
 
 It is computed in float32 and rounded once, at the end.
 
-Source: peft 0.21, tuners/lora/layer.py (Linear.merge, Embedding.merge), tuners/lora/dora.py.
+Source: peft 0.21, tuners/lora/layer.py (Linear.merge, Embedding.merge, ParamWrapper.get_delta_weight), tuners/lora/dora.py,
+tuners/trainable_tokens/layer.py (merge).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from shardkit.core.catalog import StoredParts
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region, Shape, intersect, relative_to, window
+from shardkit.core.regions import Region, Shape, full_region, intersect, relative_to, window
 from shardkit.transfer.codecs.boxes import as_box
 
 if TYPE_CHECKING:
@@ -24,6 +25,16 @@ _BLOCK_NUMBERS = 1 << 18  # of float32 values that are computed at a time
 # Products of so many rows, or a multiple, have the bits of the product of all rows: kernels take up to 64 at a time, and
 # what is left of few rows goes to others that round in another order.
 _ROWS = 192
+
+
+class _Values(Protocol):
+    """What Lora reads of `StoredParts`."""
+
+    def values(self, name: str, region: Region, /) -> torch.Tensor:
+        """Return a box of a tensor, in its own dtype."""
+
+    def whole(self, name: str, /) -> torch.Tensor:
+        """Return all of a tensor, in its own dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +68,7 @@ class Lora:
         """The base and the adapter's tensors."""
         return self.base, *self.added
 
-    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
+    def box(self, parts: _Values, region: Region) -> numpy.ndarray:
         """Return a box of the merged tensor, as unsigned integers of its item size.
 
         Beside the box it takes memory for the factor that all rows need, and for a block of rows.
@@ -94,7 +105,7 @@ class Lora:
             stop = rows if first == starts[-1] else first + step
             yield Region((first, 0), (stop - first, columns))
 
-    def _product(self, parts: StoredParts, factor: torch.Tensor, block: Region) -> torch.Tensor:
+    def _product(self, parts: _Values, factor: torch.Tensor, block: Region) -> torch.Tensor:
         """Return scale * B A of a block."""
         assert self.a is not None
         first, num_rows = block.offsets[0], block.sizes[0]
@@ -104,7 +115,7 @@ class Lora:
         b = parts.values(self.b, Region((first, 0), (num_rows, factor.shape[0]))).float()
         return b @ factor * self.scale
 
-    def _scaled(self, parts: StoredParts, value: torch.Tensor, block: Region) -> torch.Tensor:
+    def _scaled(self, parts: _Values, value: torch.Tensor, block: Region) -> torch.Tensor:
         """Return a block of rows with the length that DoRA learned for each output."""
         assert self.magnitude is not None
         magnitude = parts.whole(self.magnitude).float().reshape(-1)
@@ -112,3 +123,111 @@ class Lora:
             return value.mul_(magnitude / value.norm(dim=0))
         rows = slice(block.offsets[0], block.stops[0])
         return value.mul_((magnitude[rows] / value.norm(dim=1))[:, None])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraOfExperts:
+    """A tensor of fused experts, (experts, ...), with the adapter of each merged; a `Codec`."""
+
+    expert: Lora
+    """What merges one of them. Its names are those of the whole tensors: `a` has the rows of one expert after the other, in
+    the columns of `b` the experts take turns."""
+    num_experts: int
+    rank: int
+    """Of one of them."""
+    needs_torch: ClassVar[bool] = True
+
+    @property
+    def base(self) -> str:
+        """The tensor to add to; the result has its name."""
+        return self.expert.base
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The adapter's tensors."""
+        return self.expert.added
+
+    @property
+    def of(self) -> tuple[str, ...]:
+        """The base and the adapter's tensors."""
+        return self.expert.of
+
+    @property
+    def dtype(self) -> DType:
+        """Of the base."""
+        return self.expert.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Of the base."""
+        return self.num_experts, *self.expert.shape
+
+    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
+        """Return a box of the merged tensor, as unsigned integers of its item size."""
+        import numpy
+
+        merged = numpy.empty(region.sizes, f"u{self.dtype.itemsize}")
+        inside = Region(region.offsets[1:], region.sizes[1:])
+        for number, matrix in enumerate(merged, region.offsets[0]):
+            matrix[...] = self.expert.box(_PartsOfExpert(parts, self, number), inside)
+        return merged
+
+
+@dataclass(frozen=True, slots=True)
+class _PartsOfExpert:
+    """An expert's part of each stored tensor; a `_Values`."""
+
+    parts: StoredParts
+    merge: LoraOfExperts
+    number: int
+
+    def values(self, name: str, region: Region, /) -> torch.Tensor:
+        """Return a box of a tensor's part, in its own dtype."""
+        merge, (first, column), (rows, columns) = self.merge, region.offsets, region.sizes
+        if name == merge.base:
+            return self.parts.values(name, Region((self.number, first, column), (1, rows, columns)))[0]
+        if name == merge.expert.a:  # one expert after the other
+            return self.parts.values(name, Region((self.number * merge.rank + first, column), region.sizes))
+        whole = self.parts.values(name, Region((first, 0), (rows, merge.rank * merge.num_experts)))
+        return whole[:, self.number :: merge.num_experts][:, column : column + columns]
+
+    def whole(self, name: str, /) -> torch.Tensor:
+        """Return all of the factor's part that all rows need, in its own dtype."""
+        rank, size = self.merge.rank, self.merge.expert.shape[1]
+        return self.values(name, full_region((rank, size) if name == self.merge.expert.a else (size, rank)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRows:
+    """An embedding of which some rows were trained; a `Codec`. Names are those of the catalog."""
+
+    base: str
+    """The embedding; the result has its name."""
+    dtype: DType
+    """Of the base."""
+    shape: Shape
+    """Of the base."""
+    rows: str
+    """What was trained, (rows, dim)."""
+    numbers: tuple[int, ...]
+    """The row of the base that each of them replaces."""
+    needs_torch: ClassVar[bool] = True
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The adapter's tensors."""
+        return (self.rows,)
+
+    @property
+    def of(self) -> tuple[str, ...]:
+        """The base and the adapter's tensors."""
+        return self.base, self.rows
+
+    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
+        """Return a box of the merged tensor, as unsigned integers of its item size."""
+        merged, (first, column), (_, columns) = parts.box(self.base, region), region.offsets, region.sizes
+        for place, number in enumerate(self.numbers):
+            if first <= number < region.stops[0]:
+                row = parts.values(self.rows, Region((place, column), (1, columns)))
+                merged[number - first] = as_box(row, self.dtype)[0]
+        return merged

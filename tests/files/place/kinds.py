@@ -81,8 +81,6 @@ class Disk(Kind):
             overwrite=overwrite,
             check_replaceable=check,
             look=lambda _: None,
-            remember=lambda _: None,
-            is_ours=lambda: False,
         )
 
     def output(self) -> dict[str, bytes] | None:

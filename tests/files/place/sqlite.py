@@ -11,7 +11,6 @@ import json
 import os
 import sqlite3
 import tempfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 from shardkit.errors import IncompleteError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.place.contract import Beside, Notebook, Place, given_up
-from shardkit.files.shared import RecordStat
 from shardkit.files.staging import Owner
 
 TABLE = "CREATE TABLE IF NOT EXISTS entry(plan, kind, key, value, PRIMARY KEY(plan, kind, key))"
@@ -100,32 +98,6 @@ class SqliteNotes(Entries):
         self.drop(self.kind, numbers)
 
 
-class SqliteRecords(SqliteNotes):
-    """The `Records` of a plan."""
-
-    kind = "weight"
-
-    def found(self, names: Sequence[str]) -> list[RecordStat | None]:
-        stored = self.all("factor")
-        return [RecordStat(len(stored[n]), zlib.crc32(stored[n])) if n in stored else None for n in names]
-
-    def paths(self, names: Sequence[str]) -> list[str]:
-        stored = self.all("factor")
-        copies = {name: Path(f"{self.path}-{self._plan}-{name}") for name in names if name in stored}
-        for name, copy in copies.items():
-            copy.write_bytes(stored[name])
-        return list(map(str, copies.values()))
-
-    def publish(self, path: str, name: str, crc: int) -> None:
-        self.put("factor", name, Path(path).read_bytes())
-
-    def write_note(self, work: str, number: int, content: bytes) -> bool:
-        return self.put("weight", number, content, how=ADD_ONCE)
-
-    def remove(self, names: Iterable[str]) -> None:
-        self.drop("factor", names)
-
-
 class SqliteNotebook(Entries, Notebook):
     """What the processes of a plan share."""
 
@@ -134,7 +106,6 @@ class SqliteNotebook(Entries, Notebook):
         self.destination = self.path = self.record = db.path
 
     done = property(lambda self: SqliteNotes(self._db, self._plan))
-    factors = property(lambda self: SqliteRecords(self._db, self._plan))
     exists = is_open = property(lambda self: bool(self.all("run")))
 
     def create(self, record: bytes, folders: object = (), owner: Owner | None = None) -> bool:
@@ -183,8 +154,6 @@ class SqlitePlace(Place):
             for name, _ in self._files:
                 storage.make_folders(directory, os.path.dirname(name))
             yield directory
-
-    room_for_records = tempfile.TemporaryDirectory
 
     def publish(self, directory: str, number: int, note: Mapping[str, Any], **_: object) -> None:
         path = Path(directory, self._files[number][0])

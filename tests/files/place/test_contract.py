@@ -92,8 +92,6 @@ def test_nothing_is_seen_before_the_commit_and_then_all_of_it(there: Kind) -> No
     assert commit(place)
     assert place.has_made
     assert there.output() == WHOLE
-    with place.attended():
-        pass
     place.clean_up(keeps_mark=False)
     assert there.beside() == []
 
@@ -206,28 +204,6 @@ def test_parts_say_who_they_are(there: Kind) -> None:
     with place.workplace():
         place.say("1-of-2.json", b"{}")
     assert list(there.place().notebook.told()) == [("1-of-2.json", b"{}")]
-
-
-def test_records_of_factors_are_published_once(there: Kind, tmp_path: Path) -> None:
-    place = there.place()
-    begin(place)
-    with place.workplace(), place.room_for_records() as work:
-        path = os.path.join(work, "0")
-        storage.write_file(path, b"factors")
-        records = place.notebook.factors
-        assert records.missing(2) == [0, 1]
-        records.publish(path, "0-00000000", zlib.crc32(b"factors"))
-        assert records.write_note(work, 0, b"note")
-        assert not records.write_note(work, 0, b"other")
-        assert records.missing(2) == [1]
-        assert records.notes([0, 1]) == {0: b"note"}
-        (stat, none) = records.found(["0-00000000", "1-00000000"])
-        assert stat is not None
-        assert (stat.size, none) == (7, None)
-        with storage.open_file(records.paths(["0-00000000"])[0], "rb") as file:
-            assert file.read() == b"factors"
-        records.forget([0])
-        assert records.missing(2) == [0, 1]
 
 
 def test_the_bytes_are_those_that_were_written(there: Kind) -> None:

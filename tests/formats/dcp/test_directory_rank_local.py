@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.errors import SourceError
 from shardkit.formats.dcp.directory import is_dcp, open_dcp
+from shardkit.operations.verify import verify
 from tests.formats.dcp.samples import (
     alter,
     assert_holds,
@@ -100,8 +101,42 @@ def test_a_rank_that_did_not_finish(directory: str) -> None:
 def test_ranks_of_another_world_overlap(directory: str) -> None:
     """Saved by three, then by two into the same directory: the third is stale."""
     save_rank_local(make, 2, Path(directory))
-    with pytest.raises(SourceError, match=r"model\.w: chunks .* overlap"):
+    with pytest.raises(SourceError, match=r"model\.w: chunks .* overlap") as error:
         open_catalog(directory)
+    assert "files of a rank may be missing" not in str(error.value.hint)
+    result = verify(directory)
+    assert not result.ok
+    assert result.bring_again == ()
+    assert error.value.hint in result.notes
+
+
+@pytest.mark.parametrize("is_older", [True, False])
+def test_files_of_an_older_save_by_more_ranks_are_named(directory: str, is_older: bool) -> None:
+    save_rank_local(make, 5, Path(directory))
+    save_rank_local(make, 3, Path(directory))
+    for name in os.listdir(directory):
+        when = 1e9 if is_older and name.startswith(("__3", "__4")) else 2e9
+        os.utime(os.path.join(directory, name), (when, when))
+    os.remove(os.path.join(directory, "__4_0.distcp"))  # of the save that is not wanted
+    with pytest.raises(SourceError, match="overlap") as error:
+        open_catalog(directory)
+    hint = str(error.value.hint)
+    assert hint.startswith("move __3.metadata to __4.metadata and the .distcp files of the same ranks away: ")
+    assert "the 3 ranks before them have every tensor whole" in hint
+    assert ("interrupted" in hint) is not is_older
+
+
+def test_a_missing_rank_behind_whole_stages_is_missing(tmp_path: Path) -> None:
+    """The ranks of the first stage have every tensor of theirs whole, and still are not all."""
+
+    def stage(mesh: DeviceMesh) -> dict[str, Any]:
+        number, half = divmod(mesh.get_rank(), 2)
+        return {f"layers.{number}": shard(torch.arange(8.0), mesh) if number else torch.ones(2), "half": half}
+
+    directory = save_rank_local(stage, 4, tmp_path / "c")
+    with pytest.raises(SourceError, match="do not make up the tensor") as error:
+        open_catalog(directory)
+    assert "files of a rank may be missing" in str(error.value.hint)
 
 
 def test_a_damaged_metadata_is_never_replaced_by_a_rank_s(directory: str) -> None:

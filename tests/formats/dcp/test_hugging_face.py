@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardkit.errors import SourceError
 from shardkit.formats.contract import Checkpoint
-from shardkit.formats.dcp.hugging_face import is_dcp_hf, open_dcp_hf
-from tests.formats.dcp.samples import assert_holds, replicate, save_shards, shard
+from shardkit.formats.dcp.hugging_face import LAST_RANKS, is_dcp_hf, open_dcp_hf
+from shardkit.formats.hub.directory import open_hub_directory
+from tests.formats.dcp.samples import assert_holds, quiet, replicate, save_shards, shard
 
 FULL = {
     "model.embed_tokens.weight": torch.arange(28.0).reshape(7, 4),
@@ -54,6 +56,56 @@ def test_shapes_are_inferred_from_the_parts(
     directory = save_shards(make, world, tmp_path / "c", file_of)
     assert is_dcp_hf(directory)
     assert_opens(open_dcp_hf(directory))
+
+
+OBJECTS: dict[str, Any] = {
+    "number": 3,
+    "text": "x",
+    "nothing": None,
+    "dict": {"lr": 0.1, "betas": (0.9, 0.99)},
+    "object with tensors": (torch.ones(1000), b"PK\x05\x06" + bytes(18)),
+    "end of a record in it": b"PK\x05\x06" + bytes(18),
+}
+
+
+@pytest.mark.parametrize("names", [["number"], list(OBJECTS)])
+def test_records_before_the_tensors_are_passed_over(tmp_path: Path, names: list[str]) -> None:
+    """torch writes them in front, and cannot read its own file."""
+    objects = {name: OBJECTS[name] for name in names}
+    checkpoint = open_dcp_hf(save_shards(lambda mesh: {**make(mesh), **objects}, 2, tmp_path / "c"))
+    assert_opens(checkpoint)
+    assert any("begins with" in note and "of torch.save" in note for note in checkpoint.notes)
+
+
+def test_records_before_the_tensors_of_one_file(tmp_path: Path) -> None:
+    """Without `save_distributed` it is the form of the Hub, with an index that lists what is no tensor."""
+    with quiet():
+        dcp.save(
+            {**FULL, "step": 3, "names": ("a",)},
+            storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "c")),
+            no_dist=True,
+        )
+    checkpoint = open_hub_directory(str(tmp_path / "c"))
+    assert_holds(checkpoint.select(tuple(checkpoint.catalog.tensors)), FULL)
+    assert set(checkpoint.catalog.objects) == {"step", "names"}
+    assert "model-00001-of-00001.safetensors begins with 2 records of torch.save" in checkpoint.notes[0]
+    index = tmp_path / "c/model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.more"] = "model-00001-of-00001.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(SourceError, match=r"model\.more: listed in .*, which lacks it"):
+        open_hub_directory(str(tmp_path / "c"))
+
+
+def test_records_and_nothing_behind(tmp_path: Path) -> None:
+    torch.save(FULL, tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match=r"1 record of torch\.save and nothing behind") as error:
+        open_hub_directory(str(tmp_path))
+    assert "damaged" not in str(error.value.hint)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[:-30])
+    with pytest.raises(SourceError, match=r"a record of torch\.save that has no end"):
+        open_hub_directory(str(tmp_path))
 
 
 def test_shards_below_in_sharded(directory: str, tmp_path: Path) -> None:
@@ -118,36 +170,11 @@ def test_a_number_that_no_rank_has(tmp_path: Path) -> None:
         open_dcp_hf(directory)
 
 
-def test_the_last_rank_s_file_is_missed_by_the_config(directory: str) -> None:
+def test_the_last_ranks_may_be_missing(directory: str) -> None:
     os.remove(os.path.join(directory, "shard-00003-model-00001-of-00001.safetensors"))
-    assert open_dcp_hf(directory).catalog.tensors["model.embed_tokens.weight"].shape == (6, 4)
-    Path(directory, "config.json").write_text('{"model_type": "llama", "vocab_size": 7, "hidden_size": 4}')
-    with pytest.raises(
-        SourceError, match=r"embed_tokens\.weight: 6 in dim 0, vocab_size of config\.json is 7"
-    ):
-        open_dcp_hf(directory)
-
-
-def test_the_last_rank_s_file_is_missed_by_the_last_norm(tmp_path: Path) -> None:
-    norm = "model.norm.weight"
-
-    def make_with_norm(mesh: DeviceMesh) -> dict[str, Any]:
-        return {**make(mesh), norm: shard(torch.arange(4.0), mesh, 0)}
-
-    directory = save_shards(make_with_norm, 2, tmp_path / "c")
     checkpoint = open_dcp_hf(directory)
-    assert_opens(checkpoint, {**FULL, norm: torch.arange(4.0)})
-    assert checkpoint.notes == ()
-    os.remove(os.path.join(directory, "shard-00002-model-00001-of-00001.safetensors"))
-    with pytest.raises(SourceError, match="files of the last ranks may be missing") as caught:
-        open_dcp_hf(directory)
-    assert caught.value.problems == (f"{norm}: 2 in dim 0, dim 1 of model.embed_tokens.weight is 4",)
-
-
-def test_it_says_where_nothing_tells_whether_the_last_ranks_are_there(directory: str) -> None:
-    assert "nothing tells how many ranks" in open_dcp_hf(directory).notes[0]
-    Path(directory, "config.json").write_text('{"model_type": "llama", "vocab_size": 7, "hidden_size": 4}')
-    assert open_dcp_hf(directory).notes == ()
+    assert checkpoint.catalog.tensors["model.embed_tokens.weight"].shape == (6, 4)
+    assert checkpoint.notes == (LAST_RANKS,)
 
 
 def test_a_list_of_names_tells_what_is_missing(directory: str) -> None:
@@ -238,26 +265,20 @@ class TestConsolidated:
     def expected(self) -> dict[str, torch.Tensor]:
         return {name: FULL[name] for name in self.STATE}
 
-    def test_they_are_the_model_but_for_the_scalars(self, run: Path) -> None:
-        checkpoint = open_dcp_hf(str(run))
-        assert_opens(checkpoint, self.expected())
-        entry = checkpoint.catalog.tensors["model.embed_tokens.weight"]
-        assert entry.num_chunks == 1
-        assert "1 scalar of the consolidated files differ" in checkpoint.notes[-1]
-
-    def test_without_usable_shards_they_are_taken_as_they_are(self, run: Path) -> None:
-        os.remove(run / "sharded" / "shard-00001-model-00001-of-00001.safetensors")
-        checkpoint = open_dcp_hf(str(run))
-        assert set(checkpoint.catalog.tensors) == set(self.STATE)
-        assert "the shards cannot be" in checkpoint.notes[-1]
-
-    def test_where_they_are_damaged_the_shards_are_taken(self, run: Path) -> None:
-        path = run / "model-00001-of-00001.safetensors"
-        os.truncate(path, os.path.getsize(path) - 1)
+    def test_they_are_skipped(self, run: Path) -> None:
         checkpoint = open_dcp_hf(str(run))
         assert_opens(checkpoint, self.expected())
         assert checkpoint.catalog.tensors["model.columns"].num_chunks == 2
-        assert "the shards were taken" in checkpoint.notes[-1]
+        assert [name for name, _ in checkpoint.skipped] == ["model-00001-of-00001.safetensors"]
+        os.truncate(run / checkpoint.skipped[0][0], 9)
+        assert_opens(open_dcp_hf(str(run)), self.expected())
+
+    def test_they_do_not_stand_for_shards(self, run: Path) -> None:
+        os.remove(run / "sharded" / "shard-00001-model-00001-of-00001.safetensors")
+        with pytest.raises(SourceError, match="no such file"):
+            open_dcp_hf(str(run))
+        shutil.rmtree(run / "sharded")
+        assert set(open_hub_directory(str(run)).catalog.tensors) == set(self.STATE)
 
 
 def test_odd_paths_are_no_checkpoints(tmp_path: Path) -> None:

@@ -269,6 +269,7 @@ def test_one_list_of_chunks_for_many_tensors_does_not_multiply() -> None:
         parse_metadata(pickle.dumps(metadata))
 
 
+@pytest.mark.prove
 def test_every_truncation_is_refused() -> None:
     for protocol in (2, 4):
         data = pickle.dumps(example(), protocol)
@@ -282,6 +283,7 @@ def plain(data: bytes) -> Any:
     return pickle.loads(data)
 
 
+@pytest.mark.prove
 def test_mutations_are_refused_or_read_as_torch_does() -> None:
     sources = [pickle.dumps(example(), protocol) for protocol in (2, 4, 5)]
     rng = random.Random(3)

@@ -89,6 +89,7 @@ def test_all_at_once_is_one_by_one(
     assert_holds(open_catalog(directory, records=True), tensors(30))
 
 
+@pytest.mark.prove
 def test_no_changed_byte_gets_by(tmp_path: Path, set_bulk: Callable[[bool], None]) -> None:
     directory = checkpoint(
         tmp_path / "c", 6

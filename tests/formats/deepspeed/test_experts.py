@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardkit import consolidate, diff, inspect, verify
-from shardkit.errors import IntegrityError, SourceError
+from shardkit.errors import IntegrityError, LayoutError, SourceError
 from shardkit.formats.contract.optimizer import OptimizerState
 from shardkit.formats.deepspeed.checkpoint import open_deepspeed
 from shardkit.operations.reshard import reshard
@@ -231,3 +231,23 @@ def test_all_verbs(saved: Path, tmp_path: Path) -> None:
     assert verify(root).ok
     assert diff(root, tmp_path / "out").is_equal
     assert inspect(root).num_tensors == len(held) - 1  # ties count once
+
+
+def test_frozen_parameters_that_the_save_left_out_are_said(saved: Path, tmp_path: Path) -> None:
+    """As DeepSpeed 0.19.8 writes with `exclude_frozen_parameters=True` (engine.module_state_dict, _save_checkpoint)."""
+    consolidate(saved / "zero2_mixed", tmp_path / "base")
+    (tmp_path / "base/config.json").write_text('{"model_type": "own", "architectures": ["Own"]}')
+    run = Path(shutil.copytree(saved / "zero2_mixed", tmp_path / "run"))
+    (file,) = run.glob("**/mp_rank_00_model_states.pt")
+    content = torch.load(file, weights_only=False)
+    frozen = [
+        name for name in content["frozen_param_shapes"] if content["module"].pop(name, None) is not None
+    ]
+    content["frozen_param_shapes"] = content["frozen_param_fragments"] = None
+    torch.save(content, file)
+    assert frozen
+    assert any("exclude_frozen_parameters=True" in note for note in inspect(run).notes)
+    with pytest.raises(LayoutError, match=r"it was saved with exclude_frozen_parameters=True") as error:
+        consolidate(run, tmp_path / "out", base=tmp_path / "base")
+    assert "--fill-from-base" in str(error.value.hint)
+    assert not any("exclude_frozen" in note for note in inspect(saved / "zero2_mixed").notes)

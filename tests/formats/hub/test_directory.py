@@ -19,7 +19,7 @@ from shardkit.core.regions import Region
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.formats.hub import directory
 from shardkit.formats.hub.directory import open_model
-from shardkit.formats.hub.files import absent_parts, select_weights
+from shardkit.formats.hub.files import WeightFiles, absent_parts, select_weights, variant_of, which_part
 
 SIZES = {"U8": 1, "BF16": 2, "F32": 4}
 
@@ -101,7 +101,7 @@ def test_paths_to_files(sharded, tmp_path, monkeypatch):
     assert list(open_model(str(sharded / INDEX)).catalog.tensors) == ["c", "b", "a"]
     one = open_model(str(sharded / A))
     assert (list(one.catalog.tensors), one.label) == (["a", "b"], A.removesuffix(".safetensors"))
-    assert "is one shard of a larger model" in one.catalog.notes[0]
+    assert "is part 1 of 2 of a model" in one.catalog.notes[0]
     os.symlink(sharded / B, tmp_path / "link.safetensors")
     assert list(open_model(str(tmp_path / "link.safetensors")).catalog.tensors) == ["c"]
     monkeypatch.chdir(sharded)
@@ -143,23 +143,32 @@ CHOICES = {
     "unknown variant": (["model.safetensors", "model.fp16.safetensors"], "fp61", "closest name: fp16"),
     "no variant": (["model.safetensors"], "fp16", "has no weights of variant 'fp16'"),
     "adapter": (["adapter_config.json", "adapter_model.safetensors"], None, "MODEL m merged`"),
-    "consolidated": (["consolidated.safetensors", "consolidated.safetensors.index.json"], None, "own format"),
+    "consolidated": (["consolidated.safetensors", "consolidated.safetensors.index.json"], None, "found consolidated.safetensors.index.json"),
     "optimizer": (["optimizer.pt", "training_args.bin", "rng_state_0.pth"], None, "found optimizer.pt"),
-    "file of torch.save": (["optimizer.pt", "model.pt"], None, "`shardkit consolidate m/model.pt`"),
-    "tensorflow": (["tf_model.h5", "config.json"], None, "a model of TensorFlow only, which is not read"),
-    "onnx in a folder": (["onnx", "config.json"], None, "ONNX format only"),
-    "diffusers": (["diffusion_pytorch_model.bin", "diffusion_pytorch_model.safetensors"], None, "file: m/diffusion_pytorch_model.safetensors"),
-    "pipeline": (["model_index.json", "unet"], None, "`ls m/*/*.safetensors`"),
+    "file of torch.save": (["optimizer.pt", "model.pt"], None, "found model.pt"),
+    "tensorflow": (["tf_model.h5", "config.json"], None, "this is a model of TensorFlow, which is not read"),
+    "orbax": (["_CHECKPOINT_METADATA", "d"], None, "this is an Orbax checkpoint (JAX), which is not read"),
+    "diffusers": (["diffusion_pytorch_model.bin", "diffusion_pytorch_model.safetensors"], None, "diffusion_pytorch_model.safetensors"),
+    "diffusers' index": (["diffusion_pytorch_model.safetensors.index.json"], None, "diffusion_pytorch_model.safetensors.index.json"),
+    "diffusers' bin": (["diffusion_pytorch_model.bin"], None, "diffusion_pytorch_model.bin"),
+    "diffusers' variant": (
+        ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.fp16.safetensors"],
+        "fp16", "diffusion_pytorch_model.fp16.safetensors",
+    ),
+    "only variant of diffusers, sharded": (
+        ["diffusion_pytorch_model.safetensors.index.fp16.json", "diffusion_pytorch_model.fp16-00001-of-00002.safetensors"],
+        None, "diffusion_pytorch_model.safetensors.index.fp16.json",
+    ),
+    "two libraries": (["model.safetensors", "diffusion_pytorch_model.safetensors"], None, "2 files could be the weights"),
+    "no index of diffusers": (["diffusion_pytorch_model-00001-of-00002.safetensors"], None, "model.safetensors.index.json too"),
+    "pipeline": (["model_index.json", "unet"], None, "found unet"),
     "no index": ([A, B], None, "download model.safetensors.index.json too"),
     "no bin index": (["pytorch_model-00001-of-00002.bin"], None, "pytorch_model.bin.index.json too"),
-    "gguf": (["x-q4.gguf", "config.json"], None, "GGUF"),
+    "gguf": (["x-q4.gguf", "config.json"], None, "this is a model in GGUF format, which is not read"),
     "dcp": ([".metadata", "__0_0.distcp"], None, "sharded checkpoint"),
     "dcp beside weights": ([".metadata", "model.safetensors"], None, "sharded checkpoint"),
-    "lightning": ([".metadata", "meta.pt", "__0_0.distcp"], None, "Lightning"),
-    "verl": (["model_world_size_2_rank_0.pt", "fsdp_config.json", "huggingface"], None, "verl"),
-    "accelerate": (["pytorch_model_fsdp_0", "trainer_state.json"], None, "accelerate"),
-    "deepspeed": (["latest", "global_step5"], None, "DeepSpeed"),
-    "cache": (["blobs", "refs", "snapshots"], None, "one commit"),
+    "verl": (["model_world_size_2_rank_0.pt", "fsdp_config.json", "huggingface"], None, "sharded checkpoint"),
+    "folders": (["latest", "global_step5"], None, "found global_step5"),
     "nothing": ([], None, "m is an empty directory"),
     "escaped": (["\x1b[2J.txt"], None, "found \\x1b[2J.txt"),
 }  # fmt: skip
@@ -178,13 +187,47 @@ def test_choice(case):
     assert expected in str(caught.value)
 
 
-def test_what_a_repo_holds_has_to_be_downloaded_first():
-    with pytest.raises(SourceError) as caught:
-        select_weights(["diffusion_pytorch_model.safetensors"], "org/vae", is_repo=True)
-    assert caught.value.hint == (
-        "`hf download org/vae` brings it into a DIRECTORY; "
-        "give its weight file: DIRECTORY/diffusion_pytorch_model.safetensors"
+@pytest.mark.parametrize(
+    ("name", "stem", "variant"),
+    [
+        ("model.safetensors", "model", None),
+        ("pytorch_model.bin.index.json", "model", None),
+        ("model.fp16.safetensors", "model", "fp16"),
+        ("diffusion_pytorch_model.bin", "diffusion_pytorch_model", None),
+        ("diffusion_pytorch_model.non_ema.safetensors", "diffusion_pytorch_model", "non_ema"),
+        ("diffusion_pytorch_model.safetensors.index.fp16.json", "diffusion_pytorch_model", None),
+        ("transformer.safetensors.index.json", "transformer", None),
+        ("transformer-00001-of-00002.safetensors", "transformer", None),
+        ("model.fp16-00001-of-00002.safetensors", "model", "fp16"),
+        ("diffusion_pytorch_model-00001-of-00002.fp16.safetensors", "diffusion_pytorch_model", "fp16"),
+    ],
+)
+def test_what_a_name_begins_with(name, stem, variant):
+    assert (WeightFiles(kind="safetensors", index=None, single=name).stem, variant_of(name)) == (
+        stem,
+        variant,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("model-00001-of-00009.safetensors", "part 1 of 9"),
+        ("model-00001-of-000163.safetensors", "part 1 of 163"),
+        ("pytorch_model-00002-of-00002.bin", "part 2 of 2"),
+        ("model.fp16-00001-of-00002.safetensors", "part 1 of 2"),
+        ("diffusion_pytorch_model-00001-of-00002.fp16.safetensors", "part 1 of 2"),
+        ("pytorch_model_00003-of-00004.bin", "part 3 of 4"),
+        ("MODEL-00002-OF-00003.safetensors", "part 2 of 3"),
+        ("consolidated-1-of-3.safetensors", "part 1 of 3"),
+        ("shard-00002-model-00001-of-00001.safetensors", "what one rank holds"),
+        ("model-00001-of-00001.safetensors", None),
+        ("model.safetensors", None),
+        ("best-of-3.safetensors", None),
+    ],
+)
+def test_the_part_that_a_file_is(name, part):
+    assert which_part(name) == part
 
 
 def test_stray_file_beside_an_index(sharded):
@@ -341,7 +384,7 @@ def test_other_links_are_followed_on_request(sharded, tmp_path, name):
     (sharded / name).symlink_to(tmp_path / "outside")
     text = refused(sharded)
     assert "leaves its directory" in text
-    assert "follow_links=True" in text
+    assert "--follow-links" in text
     assert shardkit.inspect(sharded, follow_links=True).num_tensors == 3
     assert "leaves its directory" in refused(sharded)  # what one call allows the next one does not
     (tmp_path / "outside").unlink()

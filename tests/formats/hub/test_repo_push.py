@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shardkit.formats.hub.directory import open_model
+from tests.cases import but_first
 from tests.hub_server import Answers, serving
 from tests.operations.consolidate.checkpoints import CONFIG, assert_bit_equal, hub, load, save, weights
 
@@ -95,7 +96,6 @@ def server():
 
 SCRIPT = """
 import json, os, sys
-from concurrent.futures import ThreadPoolExecutor
 import shardkit
 from shardkit.formats.hub import repo
 from shardkit.operations.consolidate import run
@@ -106,8 +106,6 @@ if request.pop("dies", False):
     repo.push = lambda *args, **options: os._exit(0)
 if request.pop("stopped", False):
     repo.push = lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt)
-if request.pop("is_pool", False):
-    request |= {"executor": ThreadPoolExecutor(2), "num_parts": 2}
 if request.pop("refused", False):
     repo.push = lambda *args, **options: (_ for _ in ()).throw(shardkit.ResourceError("refused"))
 name, steps = request.pop("call", "consolidate"), []
@@ -186,7 +184,9 @@ def test_weights_of_an_earlier_upload_go(server, checkpoint, consolidate, tmp_pa
         b"old",
     )
     result = consolidate(push_to_hub="me/old", branch="dev")
-    assert result["steps"] == ["uploading to me/old ..."]
+    assert result["steps"] == [
+        "uploading to me/old ...; if that fails, the same command with --exist-ok uploads it"
+    ]
     assert result["pushed_to"].endswith("/tree/dev")
     assert sorted(server.repo["dev"]) == ["model.safetensors", "notes.md"]
     assert server.repo["dev"]["model.safetensors"] != b"old"
@@ -232,8 +232,18 @@ def test_what_fails_its_checks_is_never_uploaded(server, checkpoint, consolidate
 
 
 def test_a_dry_run_uploads_nothing(server, checkpoint, consolidate, tmp_path):
-    assert consolidate(push_to_hub="me/model", dry_run=True)["pushed_to"] is None
+    request = {"push_to_hub": "me/model", "branch": "dev", "private": True}
+    result = consolidate(**request, dry_run=True, token=None)
+    assert result["pushed_to"] is None
     assert not server.asked
+    written = consolidate(**request)
+    assert written["upload"] is None
+    assert result["upload"] == {
+        "repo": "me/model",
+        "branch": "dev",
+        "private": True,
+        "upload_bytes": sum(path.stat().st_size for path in Path(written["output"]).iterdir()),
+    }
 
 
 def test_a_refusal_leaves_the_model_and_says_how_to_go_on(server, checkpoint, consolidate, tmp_path):
@@ -242,7 +252,7 @@ def test_a_refusal_leaves_the_model_and_says_how_to_go_on(server, checkpoint, co
     assert "HTTP 403" in error["message"]
     assert error["hint"] == (
         f"it is complete in {tmp_path / 'c-hf'}: check HF_TOKEN or log in with `hf auth login`, then run the same command "
-        "again to upload it"
+        "again with --exist-ok to upload it"
     )
     assert open_model(str(tmp_path / "c-hf")).catalog.tensors.keys() == weights().keys()
 
@@ -258,17 +268,17 @@ def test_ctrl_c_while_it_uploads_says_what_is_there(server, checkpoint, consolid
     assert (error["error"], error["exit_code"]) == ("Interrupted", 130)
     assert error["message"] == f"interrupted: {tmp_path}/c-hf is whole; it was not uploaded to me/model"
     assert open_model(str(tmp_path / "c-hf")).catalog.tensors.keys() == weights().keys()
-    assert consolidate(push_to_hub="me/model")["pushed_to"] == f"{server.url}/me/model"
+    assert consolidate(push_to_hub="me/model", exist_ok=True)["pushed_to"] == f"{server.url}/me/model"
     assert server.repo["main"] == {path.name: path.read_bytes() for path in (tmp_path / "c-hf").iterdir()}
 
 
-@pytest.mark.parametrize("how", ["dies", "refused"])
-@pytest.mark.parametrize("way", ["one process", "parts", "commit", "pool"])
+@pytest.mark.parametrize("how", but_first(["dies", "refused"]))
+@pytest.mark.parametrize("way", but_first(["one process", "parts", "commit"]))
 def test_a_process_that_ended_before_it_had_uploaded(way, how, server, checkpoint, consolidate, tmp_path):
-    """The same command does that, and so does what makes outputs of parts; a part that comes late leaves it alone."""
+    """The same command without a part does that, with `exist_ok`; a part that comes late leaves it alone."""
     out = tmp_path / "out"
     request = {"base": str(tmp_path / "base"), "push_to_hub": "me/model", "max_shard_size": 4000}
-    request |= {"output": str(out), "is_pool": way == "pool"}
+    request["output"] = str(out)
     if way in ("parts", "commit"):
         consolidate(part="1/2", **request)
         request["part"] = "2/2"
@@ -277,34 +287,30 @@ def test_a_process_that_ended_before_it_had_uploaded(way, how, server, checkpoin
     assert out.exists()
     assert server.repo["main"] == {}
     written = {path.name: path.read_bytes() for path in out.iterdir()}
-    again = consolidate(call="commit", output=str(out)) if way == "commit" else consolidate(**request)
-    assert again["pushed_to"] == f"{server.url}/me/model"
-    assert again["by_another" if way == "commit" else "was_there"] is True
-    assert server.repo["main"] == {path.name: path.read_bytes() for path in out.iterdir()} == written
-    if way == "parts":
-        server.asked.clear()
+    if way == "commit":
+        again = consolidate(call="commit", output=str(out))
+        assert (again["by_another"], again["pushed_to"]) == (True, None)
+    elif way == "parts":
         for part in ("1/2", "2/2"):
-            late = consolidate(**{**request, "part": part})
+            late = consolidate(**{**request, "part": part, "exist_ok": True})
             assert (late["was_there"], late["pushed_to"]) == (True, None)
-        assert server.asked == []
-    else:
-        assert {path.name for path in tmp_path.iterdir() if "shardkit" in path.name} == set()
-    assert consolidate(call="commit", output=str(out))["pushed_to"] is None
+        assert server.repo["main"] == {}
+    again = consolidate(**{**request, "part": None, "exist_ok": True})
+    assert (again["was_there"], again["pushed_to"]) == (True, f"{server.url}/me/model")
+    assert server.repo["main"] == {path.name: path.read_bytes() for path in out.iterdir()} == written
 
 
-@pytest.mark.parametrize("is_pool", [False, True])
-def test_what_is_there_is_uploaded_again(is_pool, server, checkpoint, consolidate, tmp_path):
-    request = {"base": str(tmp_path / "base"), "push_to_hub": "me/model", "is_pool": is_pool}
-    request["output"] = str(tmp_path / "out")
+def test_what_is_there_is_uploaded_again(server, checkpoint, consolidate, tmp_path):
+    request = {"base": str(tmp_path / "base"), "push_to_hub": "me/model", "output": str(tmp_path / "out")}
     first = consolidate(**request)
     uploaded = server.repo["main"]
     server.repo["main"] = {}
-    again = consolidate(**request)
+    assert consolidate(**request)["exit_code"] == 2
+    assert server.repo["main"] == {}
+    again = consolidate(**request, exist_ok=True)
     assert (first["was_there"], again["was_there"]) == (False, True)
     assert server.repo["main"] == uploaded
-    assert consolidate(**request, dtype="fp16")["exit_code"] == 2
-    assert server.repo["main"] == uploaded
-    refused = consolidate(**{**request, "push_to_hub": "me/refused"})
+    refused = consolidate(**{**request, "push_to_hub": "me/refused", "exist_ok": True})
     assert (refused["exit_code"], (tmp_path / "out").exists()) == (5, True)
 
 

@@ -154,7 +154,7 @@ class TestBytes:
 
     def test_a_header_beyond_the_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(safetensors_images, "MAX_HEADER_BYTES", 100)
-        with pytest.raises(SourceError, match="max_shard_size"):
+        with pytest.raises(SourceError, match="--max-shard-size"):
             SafetensorsImages([tensor("a"), tensor("b")], max_shard_bytes=None)
 
 

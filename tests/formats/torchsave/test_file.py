@@ -168,6 +168,7 @@ def test_tensors_without_plain_bytes(save, make, reason):
     assert reason in found.name
 
 
+@pytest.mark.prove
 def test_many_storages(save):
     """More entries than fit into what is read at once, and more than 65,535 (zip64)."""
     file = save({str(i): torch.tensor([i % 251], dtype=torch.uint8) for i in range(66000)})
@@ -336,6 +337,7 @@ def test_pipes_and_missing_files(tmp_path):
         opened(tmp_path)
 
 
+@pytest.mark.prove
 def test_any_damage_ends_well(tmp_path):
     """Bytes changed anywhere, with CRCs that are not recorded: a tree or a SourceError, and no hang."""
     out = io.BytesIO()

@@ -159,6 +159,7 @@ def test_unknown_or_repeated_entries_are_refused(disk: Disk, extra: str) -> None
         disk.read(out.getvalue())
 
 
+@pytest.mark.prove
 def test_every_truncation_is_refused(disk: Disk) -> None:
     data = saved(torch.ones(3, dtype=torch.bfloat16))
     for stop in range(0, len(data), 3):
@@ -166,6 +167,7 @@ def test_every_truncation_is_refused(disk: Disk) -> None:
             disk.read(data[:stop])
 
 
+@pytest.mark.prove
 def test_mutations_are_refused_or_harmless(disk: Disk) -> None:
     data = saved(torch.arange(6, dtype=torch.int16).reshape(2, 3))
     rng = random.Random(7)

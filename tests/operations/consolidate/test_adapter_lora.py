@@ -14,11 +14,12 @@ from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import SourceError
-from shardkit.operations.consolidate.adapter import plan_merge
+from shardkit.operations.consolidate.merge import plan_merge
 from shardkit.transfer.codecs import lora as lora_module
 from shardkit.transfer.codecs.derive import derive
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.sources import SourceFiles
+from tests.cases import but_first
 from tests.transfer.codecs.test_dequantize import read
 
 P = "base_model.model."
@@ -98,9 +99,9 @@ def test_adds_the_product(
     assert torch.equal(merged["norm.weight"], torch.ones(5))
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("is_transposed", [False, True], ids=["linear", "transposed"])
-@pytest.mark.parametrize(("rows", "columns", "rank"), [(777, 1000, 8), (1500, 301, 3)])
+@pytest.mark.parametrize("dora", but_first([False, True]), ids=["lora", "dora"])
+@pytest.mark.parametrize("is_transposed", but_first([False, True]), ids=["linear", "transposed"])
+@pytest.mark.parametrize(("rows", "columns", "rank"), but_first([(777, 1000, 8), (1500, 301, 3)]))
 def test_any_range_has_the_bits_of_all_at_once(
     make_catalog: MakeCatalog, rows: int, columns: int, rank: int, is_transposed: bool, dora: bool
 ) -> None:
@@ -124,6 +125,32 @@ def test_any_range_has_the_bits_of_all_at_once(
             expected = expected * (factor if is_transposed else factor[:, None])
         found = read(derive(catalog, plan.made, plan.gone), names[0])
     assert torch.equal(found, expected.bfloat16())
+
+
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["linear", "transposed"])
+def test_any_range_of_experts_has_the_bits_of_all_at_once(
+    make_catalog: MakeCatalog, is_transposed: bool
+) -> None:
+    """What PEFT computes of them, by one product for all."""
+    torch.manual_seed(0)
+    experts, out, into, rank = 3, 410, 300, 4
+    shape = (experts, into, out) if is_transposed else (experts, out, into)
+    name = "mlp.experts.base_layer.up"
+    tensors = {
+        name: torch.randn(shape).bfloat16(),
+        "mlp.experts.lora_A.default.weight": torch.randn(rank * experts, into),
+        "mlp.experts.lora_B.default.weight": torch.randn(out, rank * experts),
+    }
+    catalog = make_catalog(tensors)
+    config = {"lora_alpha": 5, "r": rank, "target_parameters": ["experts.up"]}
+    plan = plan_merge(catalog.tensors, {name: name for name in tensors}, config)
+    weight, a, b = tensors.values()
+    with one_thread_each(True):
+        a, b = a.reshape(experts, -1, into), b.reshape(out, -1, experts)
+        added = torch.einsum("ore,eri->eio" if is_transposed else "ore,eri->eoi", b, a) * (5 / rank)
+        found = read(derive(catalog, plan.made, plan.gone), name)
+    assert torch.equal(found, (weight.float() + added).bfloat16())
+    assert plan.names == {name: "mlp.experts.up"}
 
 
 def test_settings_for_some_modules(make_catalog: MakeCatalog) -> None:

@@ -17,6 +17,7 @@ from shardkit.errors import SourceError
 from tests.operations.consolidate.checkpoints import CONFIG, hub, load, weights
 
 
+@pytest.mark.prove
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("is_given", [False, True])
 def test_the_command_merges_it(is_given: bool, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from shardkit.errors import LayoutError
 from shardkit.layout import traced
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.verify import verify
+from tests.cases import but_first
 from tests.operations.consolidate.checkpoints import save
 from tests.worlds.processes import ROOT
 
@@ -204,7 +205,7 @@ def model_in_a_model() -> Any:
     return transformers.ShieldGemma2ForImageClassification(config)
 
 
-@pytest.mark.parametrize("make", [tower_below_one_name, model_in_a_model])
+@pytest.mark.parametrize("make", but_first([tower_below_one_name, model_in_a_model]))
 def test_the_one_name_above_a_model_is_its_own_where_the_class_says_so(
     make: Callable[[], Any], tmp_path: Path, fast_trace: None
 ) -> None:
@@ -232,7 +233,7 @@ def test_weights_below_another_prefix_than_from_pretrained_adds_are_missing(tmp_
     stored = {name.removeprefix("vision_encoder."): value for name, value in load_file(file).items()}
     save_file(stored, file, metadata={"format": "pt"})
     assert loaded(tmp_path / "hub")[0] == model.state_dict().keys()
-    assert not verify(tmp_path / "hub", ask_class=True).ok
+    assert not verify(tmp_path / "hub").ok
 
 
 def of_cosmos() -> Any:
@@ -381,26 +382,28 @@ def projector(name: str) -> bool:
 
 @pytest.mark.parametrize(
     ("model", "drop", "num_missing", "num_misfits"),
-    [
-        ("qwen3", nothing, 0, 0),
-        ("qwen3", final_norm, 1, 0),
-        ("qwen3", norm_of_every_layer, 3, 0),
-        ("qwen3", head, 1, 0),
-        ("qwen3", embedding, 1, 0),
-        ("tied", nothing, 0, 0),  # it has no lm_head
-        ("tied", norm_of_every_layer, 3, 0),
-        ("tied", embedding, 2, 0),
-        ("moe", nothing, 0, 0),
-        ("moe", final_norm, 1, 0),
-        ("moe", norm_of_every_layer, 3, 0),
-        ("moe", all_experts, 6, 0),
-        ("moe", an_expert_of_every_layer, 0, 6),
-        ("vision", nothing, 0, 0),
-        ("vision", final_norm, 2, 0),
-        ("vision", norm_of_every_layer, 3, 0),
-        ("vision", projector, 4, 0),
-        ("vision", head, 1, 0),
-    ],
+    but_first(
+        [
+            ("qwen3", nothing, 0, 0),
+            ("qwen3", final_norm, 1, 0),
+            ("qwen3", norm_of_every_layer, 3, 0),
+            ("qwen3", head, 1, 0),
+            ("qwen3", embedding, 1, 0),
+            ("tied", nothing, 0, 0),  # it has no lm_head
+            ("tied", norm_of_every_layer, 3, 0),
+            ("tied", embedding, 2, 0),
+            ("moe", nothing, 0, 0),
+            ("moe", final_norm, 1, 0),
+            ("moe", norm_of_every_layer, 3, 0),
+            ("moe", all_experts, 6, 0),
+            ("moe", an_expert_of_every_layer, 0, 6),
+            ("vision", nothing, 0, 0),
+            ("vision", final_norm, 2, 0),
+            ("vision", norm_of_every_layer, 3, 0),
+            ("vision", projector, 4, 0),
+            ("vision", head, 1, 0),
+        ]
+    ),
 )
 def test_what_is_told_is_what_from_pretrained_misses(
     model: str,
@@ -487,16 +490,22 @@ def test_what_a_base_that_was_found_has_and_its_class_does_not_want_is_a_warning
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [
-        ({"architectures": ["NoSuchForCausalLM"]}, "has no NoSuchForCausalLM"),
-        ({"architectures": None}, "names no architecture"),
-        (
-            {"architectures": ["MyModel"], "model_type": "mine", "auto_map": {"AutoModel": "evil.MyModel"}},
-            "code of its own",
-        ),
-        ({"num_attention_heads": 0}, ""),
-        ({"max_window_layers": 10**9}, "more layers than can be built"),
-    ],
+    but_first(
+        [
+            ({"architectures": ["NoSuchForCausalLM"]}, "has no NoSuchForCausalLM"),
+            ({"architectures": None}, "names no architecture"),
+            (
+                {
+                    "architectures": ["MyModel"],
+                    "model_type": "mine",
+                    "auto_map": {"AutoModel": "evil.MyModel"},
+                },
+                "code of its own",
+            ),
+            ({"num_attention_heads": 0}, ""),
+            ({"max_window_layers": 10**9}, "more layers than can be built"),
+        ]
+    ),
 )
 def test_a_class_that_cannot_be_asked_is_no_error_and_no_alarm(
     changes: dict[str, Any], said: str, models: dict[str, Path], tmp_path: Path
@@ -530,6 +539,7 @@ def question(models: dict[str, Path], drop: Drop) -> tuple[dict[str, Any], dict[
     return config, {name: tuple(x.shape) for name, x in state.items() if not drop(name)}
 
 
+@pytest.mark.prove
 def test_another_thread_has_a_process_asked_and_closing_ends_it(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -572,6 +582,7 @@ def test_without_room_for_scratch_files_the_class_is_not_asked(
         assert "nothing can be written" in str(asked.answer().failure)
 
 
+@pytest.mark.prove
 def test_the_command_asks_without_importing_torch_itself(models: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = checkpoint_of(models["qwen3"], final_norm, tmp_path / "step-3")
     code = (
@@ -589,19 +600,18 @@ def test_the_command_asks_without_importing_torch_itself(models: dict[str, Path]
 def test_verify_asks_the_class_of_a_model(tmp_path: Path) -> None:
     qwen3(tie_word_embeddings=False).save_pretrained(tmp_path / "hub")
     told = "Qwen3ForCausalLM.from_pretrained finds all weights"
-    assert verify(tmp_path / "hub", ask_class=True).notes[-1] == told
+    assert verify(tmp_path / "hub").notes[-1] == told
     file = tmp_path / "hub/model.safetensors"
     cut = {name: x for name, x in load_file(file).items() if name != "model.norm.weight"}
     cut["model.layers.1.mlp.up_proj.weight"] = cut["model.layers.1.mlp.up_proj.weight"][:12].contiguous()
     save_file(cut, file, metadata={"format": "pt"})
-    assert verify(tmp_path / "hub").ok
-    missing, misfit = (problem.message for problem in verify(tmp_path / "hub", ask_class=True).problems)
+    missing, misfit = (problem.message for problem in verify(tmp_path / "hub").problems)
     assert missing.endswith("at random, which the model lacks: model.norm.weight")
     assert misfit.endswith("model.layers.1.mlp.up_proj.weight: [12, 16], in the model [24, 16])")
     config = json.loads((tmp_path / "hub/config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "own.Qwen3ForCausalLM"}
     (tmp_path / "hub/config.json").write_text(json.dumps(config))
-    result = verify(tmp_path / "hub", ask_class=True)
+    result = verify(tmp_path / "hub")
     assert result.ok
     assert len(result.doubts) == 2
 

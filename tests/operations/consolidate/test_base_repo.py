@@ -83,11 +83,12 @@ def test_only_headers_of_its_weights_are_read(
     assert_bit_equal(load(given["output"]), weights())
     assert (Path(given["output"]) / "chat_template.jinja").read_bytes() == b"hello"
     assert [part["what"] for part in given["skipped"]] == ["training_args.bin"]
-    assert any("were not compared" in note for note in legacy["notes"])
+    assert any("were not compared" in note for note in legacy["warnings"])
     assert "has no config.json" in bare["message"]
     assert (absent["error"], absent["exit_code"]) == ("SourceError", 3)
 
 
+@pytest.mark.prove
 def test_modules_of_their_own_are_fetched(
     hub: Any, fetch: Any, repos: dict[str, Any], tmp_path: Path
 ) -> None:

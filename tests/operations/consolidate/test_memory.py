@@ -38,6 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save({"w.weight": tensor.contiguous()}, tmp_path_factory.mktemp("memory") / "c")
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(("dtype", "imports"), [("keep", "nothing"), ("bf16", "numpy")])
 def test_peak_memory(checkpoint: Path, dtype: str, imports: str, tmp_path: Path) -> None:
     peak, has_torch = answer_of(CONSOLIDATE, checkpoint, tmp_path / "out", dtype, MAX_MEMORY)

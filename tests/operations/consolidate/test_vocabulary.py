@@ -193,17 +193,10 @@ def test_others_say_how_many_rows_there_are(tmp_path: Path) -> None:
     """Of what is whole, and has other rows than another model."""
     base = str(hub(tmp_path / "base", weights(), CONFIG))
     grown = str(hub(tmp_path / "grown", resized(42), CONFIG))
-    for args, said in (
-        (["diff", grown, base], "42 rows and 37 rows"),
-        (
-            ["verify", grown, "--against", base],
-            f"{EMBED}: 37 rows and 42 rows: expected [37, 16], found [42, 16]",
-        ),
-    ):
-        result = CliRunner().invoke(main, args)
-        assert result.exit_code == 1
-        assert said in result.output
-        assert "damaged" not in result.output
+    result = CliRunner().invoke(main, ["diff", grown, base])
+    assert result.exit_code == 1
+    assert "42 rows and 37 rows" in result.output
+    assert "damaged" not in result.output
 
 
 @pytest.mark.parametrize("is_given", [True, False])

@@ -17,7 +17,7 @@ from shardkit.errors import LayoutError
 from shardkit.operations.consolidate import consolidate
 from tests.keys.trainers import SETS, VOCAB, config, layers_one_by_one, megatron, numbered, padded
 from tests.operations.consolidate.checkpoints import hub, load, save, tokenizer
-from tests.operations.keys.test_keys import Tree
+from tests.operations.test_keys import Tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 

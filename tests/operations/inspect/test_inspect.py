@@ -249,7 +249,7 @@ def test_unfinished_save(sharded):
     (sharded / ".metadata").unlink()
     assert ".metadata: the manifest lists it" in shardkit.inspect(str(sharded)).warnings[0]
     (sharded / manifest.NAME).unlink()
-    with pytest.raises(SourceError, match=r"there are 2 \.distcp files without it"):
+    with pytest.raises(SourceError, match=r"there are \.distcp files without it"):
         shardkit.inspect(str(sharded))
 
 

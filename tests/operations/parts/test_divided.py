@@ -25,12 +25,12 @@ from shardkit.files.place.disk import DiskPlace
 from shardkit.files.shared import SharedStaging
 from shardkit.files.staging import Owner
 from shardkit.operations import commit as commit_verb
-from shardkit.operations import consolidate as consolidate_verb
 from shardkit.operations import places
 from shardkit.operations.parts.agreement import Agreement
 from shardkit.operations.parts.divided import Divided
 from shardkit.operations.parts.part import Part
 from shardkit.transfer.execute import Execution
+from tests.cases import but_first
 from tests.contents import contents
 from tests.operations.consolidate.checkpoints import hub, save, weights
 
@@ -271,7 +271,7 @@ def test_a_part_whose_files_go_once_it_has_written_them_does_not_say_that_they_a
         if is_done:
             monkeypatch.setattr(Divided, "_tell", tell)
             if meanwhile == "given up":
-                shardkit.status(out, abort=True)
+                shardkit.abort(out)
             else:
                 shardkit.commit(out)
 
@@ -303,7 +303,7 @@ def test_a_part_that_began_while_a_commit_was_taken_back_does_not_take_the_old_o
 
     def tell_and_give_up(self: Divided, part: Part, *, is_done: bool) -> None:
         tell(self, part, is_done=is_done)
-        shardkit.status(out, abort=True)
+        shardkit.abort(out)
 
     preshard(model, out, digest="none")
     old = contents(out)
@@ -321,10 +321,10 @@ def test_a_part_goes_on_where_another_put_the_data_back_before_it_looked(
     """A commit has taken the data and died, while this part was about to write; what said so is a cause of a cause."""
     out, aside = tmp_path / "out", tmp_path / "taken"
     preshard(model, out, "1/2")
-    carry_out = Divided._carry_out
+    move = Divided._move
 
-    def without_data(self: Divided, part: Part, directory: str) -> int:
-        monkeypatch.setattr(Divided, "_carry_out", carry_out)
+    def without_data(self: Divided, mine: object, directory: str, label: str) -> int:
+        monkeypatch.setattr(Divided, "_move", move)
         os.rename(self._shared.data, aside)
         try:
             return os.lstat(self._shared.data).st_size
@@ -336,7 +336,7 @@ def test_a_part_goes_on_where_another_put_the_data_back_before_it_looked(
             os.rename(aside, staging.data)
         return False
 
-    monkeypatch.setattr(Divided, "_carry_out", without_data)
+    monkeypatch.setattr(Divided, "_move", without_data)
     monkeypatch.setattr(SharedStaging, "reopen", reopened_by_another)
     last = preshard(model, out, "2/2")
     assert last.part is not None
@@ -368,10 +368,10 @@ def test_what_a_person_put_into_the_old_output_is_named_by_parts_and_by_commit(
     assert shardkit.verify(out, full=True).ok
 
 
-@pytest.mark.parametrize("is_same", [True, False])
-@pytest.mark.parametrize("when", ["before it begins", "before it commits"])
-@pytest.mark.parametrize("verb", ["preshard", "consolidate"])
-@pytest.mark.parametrize("part", ["2/2", None])
+@pytest.mark.parametrize("is_same", but_first([True, False]))
+@pytest.mark.parametrize("when", but_first(["before it begins", "before it commits"]))
+@pytest.mark.parametrize("verb", but_first(["preshard", "consolidate"]))
+@pytest.mark.parametrize("part", but_first(["2/2", None]))
 def test_an_output_that_another_process_makes_meanwhile(
     part: str | None,
     verb: str,
@@ -381,7 +381,7 @@ def test_an_output_that_another_process_makes_meanwhile(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is there, if it is of this very plan. A part looks at all of it, whatever it has opened."""
+    """With `exist_ok` it stays."""
     out = tmp_path / "out"
 
     def run(**more: Any) -> Any:
@@ -403,9 +403,10 @@ def test_an_output_that_another_process_makes_meanwhile(
     inner = getattr(where, name)
     monkeypatch.setattr(where, name, meddle)
     if is_same:
-        made = run(part=part)
+        made = run(part=part, exist_ok=True)
         assert made.was_there
         assert made.part is None or made.part.is_committed
+        shardkit.abort(out)  # what the part had written for an output that it did not make
         assert [path.name for path in tmp_path.glob(".out*")] == []
     else:
         with pytest.raises(UsageError, match=r"exists|appeared"):
@@ -503,11 +504,11 @@ def test_without_links(
     preshard(model, tmp_path / "out", "1/1")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
-    assert preshard(model, tmp_path / "out").was_there
+    assert preshard(model, tmp_path / "out", exist_ok=True).was_there
 
 
 def test_what_a_part_cannot_do(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="part goes without resume=False"):
+    with pytest.raises(UsageError, match="--part goes without --no-resume"):
         preshard(model, tmp_path / "out", "1/2", resume=False)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -537,27 +538,6 @@ def test_a_manifest_file_is_written_by_whoever_commits(trained: Path, tmp_path: 
     assert late.part.is_committed
     with pytest.raises(UsageError, match=r"parts\.json exists"):
         consolidate(trained, tmp_path / "new", "1/3", manifest_file=made)
-
-
-def test_what_comes_after_is_left_to_a_process_that_is_alive(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, out, late = tmp_path / "out.json", tmp_path / "out", list[shardkit.ConsolidateResult]()
-    inner = consolidate_verb.write_sidecar
-
-    def meddle(*args: Any, **options: Any) -> None:
-        monkeypatch.undo()
-        late.append(consolidate(trained, out, "1/2", manifest_file=made))
-        assert shardkit.commit(out).by_another
-        assert not made.exists()
-        inner(*args, **options)
-
-    monkeypatch.setattr(consolidate_verb, "write_sidecar", meddle)
-    for part in ("1/2", "2/2"):
-        consolidate(trained, out, part, manifest_file=made)
-    assert [each.was_there for each in late] == [True]
-    assert made.exists()
-    assert [path.suffix for path in tmp_path.glob(".out*")] == [".done"]
 
 
 def test_what_has_become_the_output_is_not_made_again_by_who_is_slow(
@@ -652,7 +632,7 @@ def test_a_damaged_record_is_said_and_can_be_given_up(content: str, model: Path,
     (left / "plan.json").write_text(content)
     with pytest.raises(SourceError, match=r"plan\.json"):
         shardkit.commit(tmp_path / "out")
-    assert shardkit.status(tmp_path / "out", abort=True).aborted
+    assert shardkit.abort(tmp_path / "out").aborted
     assert not left.exists()
 
 
@@ -661,8 +641,8 @@ def test_every_field_of_a_record_is_there_and_of_its_type(model: Path, tmp_path:
     preshard(model, tmp_path / "out", "1/2")
     (record,) = tmp_path.glob(".out.shardkit-parts-*/plan.json")
     content = json.loads(record.read_text())
-    optional = {"weights", "beside", "here", "cwd", "versions", "replaces"}
-    changed = {f"with {name}": {**content, name: 1.5} for name in {*content, "later"} - {"versions"}}
+    optional = {"weights", "beside", "here", "cwd", "replaces"}
+    changed = {f"with {name}": {**content, name: 1.5} for name in {*content, "later"}}
     changed |= {
         f"without {name}": {key: value for key, value in content.items() if key != name}
         for name in content.keys() - optional
@@ -750,7 +730,7 @@ def test_what_is_given_up_during_a_commit_is_not_said_to_be_there(
     preshard(model, out, "1/2", overwrite=overwrite)
 
     def late(*args: Any, **options: Any) -> Any:
-        assert shardkit.status(out, abort=True).aborted
+        assert shardkit.abort(out).aborted
         return real(*args, **options)
 
     monkeypatch.setattr(SharedStaging, step, late)

@@ -32,6 +32,7 @@ from shardkit.operations.preshard import job as preshard_job
 from shardkit.transfer.sources import SourceFiles
 from tests.contents import contents
 from tests.formats.dcp.samples import save_rank_local, shard
+from tests.manifests import write_file_list
 
 RANKS = 4
 EXPERTS, ROW = "layers.0.experts", "layers.0.rows"
@@ -143,7 +144,7 @@ def test_a_source_with_checksums_is_compared_by_all_parts_together(
     make_hub: Callable[..., Path], tmp_path: Path
 ) -> None:
     model = make_hub(TENSORS)
-    shardkit.write_manifest(model)
+    write_file_list(model)
     whole = preshard(model, tmp_path / "whole")
     assert whole.checked_bytes == sum(tensor.nbytes for tensor in TENSORS.values())
     source = model / "model.safetensors"

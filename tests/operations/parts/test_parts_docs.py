@@ -15,22 +15,24 @@ from shardkit.cli import main
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/clusters.md").read_text()
 FILES = sorted((ROOT / "examples/parts").iterdir())
+# Commands of other tools stand in blocks of `sh`.
 SCRIPTS = re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)
 JOBS = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
 
 
 def check_command(words: list[str]) -> None:
     """Parse what follows the program's name; nothing is run."""
-    command = main.get_command(click.Context(main), words[0])
+    root = click.Context(main, **main.context_settings)
+    command = main.get_command(root, words[0])
     assert command is not None, words
-    command.make_context(words[0], words[1:])
+    command.make_context(words[0], words[1:], parent=root)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_are_right(script: str) -> None:
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     found = re.findall(
-        r"shardkit ((?:preshard|consolidate|reshard|commit|verify|diff|manifest) [^\"\n]*)", script
+        r"shardkit ((?:preshard|consolidate|reshard|commit|verify|diff|status|abort) [^\"\n]*)", script
     )
     assert found or "sbatch" in script
     for typed in found:
@@ -63,7 +65,7 @@ def test_the_job_of_kubernetes_has_as_many_completions_as_parts() -> None:
     (container,) = pod["containers"]
     assert container["command"][0] == "shardkit"
     check_command(container["command"][1:])
-    assert container["command"][-1] == f"env/{spec['completions']}"
+    assert container["command"][-2] == f"env/{spec['completions']}"
     assert spec["completionMode"] == "Indexed"
     assert spec["parallelism"] <= spec["completions"] <= spec["backoffLimit"]
     assert pod["restartPolicy"] in ("Never", "OnFailure")  # a Job takes no other

@@ -21,6 +21,8 @@ from shardkit.operations.parts.agreement import Agreement
 from tests.files.place.sqlite import Database, Entries, SqlitePlace
 from tests.operations.consolidate.checkpoints import hub
 
+pytestmark = pytest.mark.prove
+
 ENDING = ".sqlite"
 
 
@@ -47,7 +49,7 @@ class SqliteDestination(places.Destination):
         return bool(self._db.output())
 
     @contextlib.contextmanager
-    def place(self, job: object, agreement: Agreement, *, is_computed: bool) -> Iterator[Place]:
+    def place(self, job: object, agreement: Agreement) -> Iterator[Place]:
         overwrite = self._options.overwrite
         yield SqlitePlace(self._db, agreement.plan, agreement.files, overwrite=overwrite)
 

@@ -12,7 +12,6 @@ from shardkit.operations import environment
 from tests.worlds.processes import fork_server
 
 OLD = "5.1.0"
-MIXED = f"begun with transformers {OLD}, and goes on with transformers "
 IN_ANOTHER = """
 import json, os, signal, sys
 import shardkit
@@ -33,25 +32,18 @@ def die_after(add):
             os.kill(os.getpid(), signal.SIGKILL)
     return noted
 Divided._publish = die_after(Divided._publish)
-result = shardkit.preshard(hub, out, world_size=4, jobs=1, **options)
-print(json.dumps(result.warnings))
+shardkit.preshard(hub, out, world_size=4, jobs=1, **options)
 """
 
 
-def with_old(hub: Path, out: str | Path, *, killed_after: int = 0, **options: Any) -> list[str]:
-    """Presharding in a process that has an older transformers; return its warnings, if it comes to its end."""
+def with_old(hub: Path, out: str | Path, *, killed_after: int = 0, **options: Any) -> None:
+    """Preshard in a process that has an older transformers."""
     versions = {"torch": environment.package_version("torch"), "transformers": OLD}
     argument = json.dumps([versions, killed_after, str(hub), str(out), options])
     done = fork_server().run({"code": IN_ANOTHER, "argument": argument}, is_apart=True)
     assert done.returncode == (-signal.SIGKILL if killed_after else 0), done.stderr.decode()[-4000:]
-    return [] if killed_after else json.loads(done.stdout)
 
 
-def here(hub: Path, out: str | Path, **options: Any) -> tuple[shardkit.PreshardResult, list[str]]:
-    """Presharding with what is installed; return what it says of versions, which it has said at once."""
-    told = list[str]()
-    result = shardkit.preshard(hub, out, world_size=4, on_warning=told.append, **options)
-    assert [each for each in told if "begun with" in each] == [
-        each for each in result.warnings if "begun with" in each
-    ]
-    return result, [each for each in result.warnings if "begun with" in each]
+def here(hub: Path, out: str | Path, **options: Any) -> shardkit.PreshardResult:
+    """Preshard with what is installed."""
+    return shardkit.preshard(hub, out, world_size=4, **options)

@@ -22,7 +22,7 @@ def hub(make_hub: Callable[..., Path]) -> Path:
 
 
 def test_declared_asks_nobody(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spawn(payload: bytes, timeout_s: float, child: str) -> Any:
+    def spawn(payload: bytes, timeout_s: float) -> Any:
         raise AssertionError("a child was started")
 
     monkeypatch.setattr(traced, "_spawn", spawn)
@@ -34,7 +34,7 @@ def test_declared_asks_nobody(hub: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_traced_is_refused_without_a_model(make_hub: Callable[..., Path], tmp_path: Path) -> None:
     plain = make_hub({"a": torch.ones(4)})
     with pytest.raises(
-        LayoutError, match=r"layout='traced': no model can be traced: there is no config.json"
+        LayoutError, match=r"--layout traced: no model can be traced: there is no config.json"
     ):
         preshard(plain, tmp_path / "out", world_size=2, layout="traced")
     assert not (tmp_path / "out").exists()
@@ -42,9 +42,10 @@ def test_traced_is_refused_without_a_model(make_hub: Callable[..., Path], tmp_pa
 
 def test_what_contradicts_itself_is_refused(hub: Path, tmp_path: Path) -> None:
     for options, said in (
-        ({"layout": "traced", "names": "hub"}, "what names='hub' stores is no model"),
+        ({"layout": "traced", "names": "hub"}, "what --names hub stores is no model"),
         ({"layout": "traced", "keys": "torchtitan-llama3"}, "what key rules make is no model"),
-        ({"layout": "real"}, "layout='real' is not one of auto, traced, declared"),
+        ({"layout": "real"}, "--layout 'real' is not one of auto, traced, declared"),
+        ({"dtype": None}, "--dtype 'None' is not one of keep, bf16, fp16, fp32"),
     ):
         with pytest.raises(UsageError, match=said):
             preshard(hub, tmp_path / "out", world_size=2, **options)
@@ -56,7 +57,7 @@ def test_what_takes_seconds_is_said_before_it_does(
     said = list[str]()
     caplog.set_level("DEBUG", "shardkit")
 
-    def spawn(payload: bytes, timeout_s: float, child: str) -> Any:
+    def spawn(payload: bytes, timeout_s: float) -> Any:
         assert said == ["tracing BertModel ..."]
         raise OSError(2, "no Python here")
 

@@ -38,7 +38,6 @@ def test_preshard_and_consolidate_give_the_hub_model_again(
         assert all(torch.equal(found[key], expected[key]) for key in expected)
     for one, two in ((hub, sharded), (sharded, hub)):
         assert diff(one, two).differences == ()
-    assert verify(sharded, against=hub).problems == ()
     assert diff(sharded, sharded).differences == ()
 
 
@@ -82,12 +81,10 @@ def test_globs_are_about_names_in_the_output(knows_how: str, tmp_path: Path, fas
         (sharded / "shardkit.json").unlink()
         options = {"base": hub, "allow_missing": True}
     expected = {k: x for path in hub.glob("*.safetensors") for k, x in load_file(path).items()}
-    fused = "model.layers.0.mlp.experts.gate_up_proj"
     for include, exclude, wanted in (
         (["*.experts.1.*"], [], r".*\.experts\.1\..*"),
         ([], ["*.experts.[02].*", "*norm*"], r"((?!\.experts\.[02]\.|norm).)*"),
         (["*.layers.0.*"], ["*.w2.*"], r"((?!\.w2\.).)*\.layers\.0\.((?!\.w2\.).)*"),
-        ([fused], [], r"model\.layers\.0\..*\.w[13]\.weight"),  # by the name in the checkpoint, too
         (["lm_head.weight"], [], r"lm_head\.weight"),
     ):
         consolidate(sharded, tmp_path / "some", include=include, exclude=exclude, overwrite=True, **options)  # type: ignore[arg-type]
@@ -97,14 +94,12 @@ def test_globs_are_about_names_in_the_output(knows_how: str, tmp_path: Path, fas
         assert found.keys() == {name for name in expected if re.fullmatch(wanted, name)}
         assert all(torch.equal(x, expected[name]) for name, x in found.items())
     result = consolidate(
-        sharded, tmp_path / "x", include=["*w3*", "nothing"], exclude=["*norm*"], dry_run=True, **options
+        sharded, tmp_path / "x", include=["*w3*"], exclude=["*norm*"], dry_run=True, **options
     )  # type: ignore[arg-type]
-    assert [note for note in result.notes if "matches no name" in note] == [
-        "--include 'nothing' matches no name"
-    ]
     assert [part.num_tensors for part in result.skipped if part.what == "excluded"] == [
         19
     ]  # of 21 that are stored
-    with pytest.raises(UsageError, match=r"leave none of 2[46] tensors") as caught:
-        consolidate(sharded, tmp_path / "none", include=["*.experts.7.*"], **options)  # type: ignore[arg-type]
-    assert any(".experts.{0..3}.w1." in line or ".experts.0.w1." in line for line in caught.value.problems)
+    for idle in ("*.experts.7.*", "model.layers.0.mlp.experts.gate_up_proj"):  # a name in memory
+        with pytest.raises(UsageError, match=r"1 glob of .* matches no name") as caught:
+            consolidate(sharded, tmp_path / "none", include=["*w3*", idle], **options)  # type: ignore[arg-type]
+        assert any(".experts." in line for line in caught.value.problems)

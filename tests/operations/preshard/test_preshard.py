@@ -71,16 +71,6 @@ def every_kind() -> dict[str, torch.Tensor]:
     }
 
 
-def test_what_is_wider_on_purpose_is_named_where_it_is_rounded(make_hub: MakeHub, tmp_path: Path) -> None:
-    """Without a model nobody knows whether it wants its router in fp32; the file does have it so."""
-    half = {f"layers.{n}.weight": torch.ones(4, 4, dtype=torch.bfloat16) for n in range(3)}
-    model = str(make_hub({**half, "layers.1.router.weight": torch.ones(4, 4)}, config=CAUSAL))
-    for dtype, expected in (("keep", 0), ("fp32", 0), ("bf16", 1)):
-        found = shardkit.preshard(model, str(tmp_path / dtype), world_size=2, wrap="none", dtype=dtype)
-        named = [text for text in found.warnings if "float32 -> bfloat16: layers.1.router.weight" in text]
-        assert len(named) == expected
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])
 def test_stock_load_gives_every_bit_back(world_size: int, make_hub: MakeHub, tmp_path: Path) -> None:
     tensors = every_kind()

@@ -7,6 +7,8 @@ import os
 import struct
 from pathlib import Path
 
+import pytest
+
 from tests.answers import HIGH_WATER, answer_of
 from tests.formats.reading import chunk_list_of
 
@@ -47,6 +49,7 @@ def sparse_model(directory: Path, num_tensors: int, shape: tuple[int, int]) -> P
     return directory
 
 
+@pytest.mark.prove
 def test_600_000_chunks_are_planned_and_described_within_a_gibibyte(tmp_path: Path) -> None:
     model = sparse_model(tmp_path / "model", 600, (1024, 8))
     num_chunks, peak, has_torch = answer_of(PLAN, model, tmp_path / ".metadata")
@@ -56,6 +59,7 @@ def test_600_000_chunks_are_planned_and_described_within_a_gibibyte(tmp_path: Pa
     assert (tmp_path / ".metadata").stat().st_size > 50_000_000
 
 
+@pytest.mark.prove
 def test_1024_files_are_written_with_64_open_ones(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert answer_of(FEW_FILES, sparse_model(tmp_path / "model", 5, (1030, 4)), out) == 1024

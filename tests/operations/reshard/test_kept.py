@@ -28,7 +28,6 @@ pytestmark = pytest.mark.filterwarnings(
 HOME = Path(os.environ.get("SHARDKIT_FIXTURES", "nowhere")) / "sharded"
 KEPT = {
     "accelerate_fsdp1_nodcp_w2": "",
-    "bytecheckpoint_fsdp2_w2": "global_step_2",
     "verl_fsdp1_w3": "global_step_2",
     "verl_fsdp2_w2": "global_step_2",
 }

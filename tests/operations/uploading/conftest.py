@@ -16,17 +16,13 @@ import shardkit
 from shardkit.files import stores, uploads
 from shardkit.files.remote import contract
 from shardkit.files.remote.writers import writer_of
-from shardkit.osft import compute
 from tests.contents import contents
 from tests.worlds import stores as servers
-from tests.worlds.factors import Counting
 
 MIB = 1 << 20
 ROWS, NUM_LAYERS = 704, 6
 LARGE = MIB // 4
 """What is sent at once and is longer is bytes of tensors."""
-NUM_WEIGHTS = 5
-"""Of `source`, that become factors."""
 
 
 class Model(nn.Module):
@@ -36,7 +32,7 @@ class Model(nn.Module):
         self.last = nn.Linear(4, 4)
 
 
-@pytest.fixture(scope="module", params=servers.SERVERS)
+@pytest.fixture(scope="module", params=servers.PARAMS)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[servers.Served]:
@@ -103,26 +99,6 @@ def fetch(out: str, directory: Path) -> Path:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(data)
     return directory
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    Counting.asked = []
-    monkeypatch.setattr(compute, "FactorWorker", Counting)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose weights become factors."""
-    draw, home = torch.Generator().manual_seed(7), tmp_path_factory.mktemp("model")
-    weights = {
-        f"model.layers.{number}.self_attn.q_proj.weight": torch.randn(8 + number, 36, generator=draw)
-        for number in range(NUM_WEIGHTS)
-    }
-    weights["model.norm.weight"] = torch.randn(13, generator=draw)
-    save_file(weights, home / "model.safetensors", {"format": "pt"})
-    (home / "config.json").write_text("{}")
-    return home
 
 
 def check_bytes(out: str, directory: Path) -> None:

@@ -40,6 +40,8 @@ from tests.operations.uploading.test_uploading import (  # noqa: F401
 )
 from tests.worlds import stores as servers
 
+pytestmark = pytest.mark.prove
+
 MIB = 1 << 20
 
 
@@ -93,14 +95,6 @@ def test_what_is_spoiled_on_the_way_is_sent_again(served: servers.Served, out: s
     assert shardkit.verify(out, full=True).problems == ()
 
 
-def test_the_store_vouches_for_sizes_alone(served: servers.Served, out: str) -> None:
-    WRITES["preshard"](served.home, out)
-    result = shardkit.verify(out, store=True)
-    assert result.is_only_unreadable
-    assert [len(each.details) for each in result.problems] == [len(objects(out)) - 1]
-    assert "the store keeps no CRC-32" in result.problems[0].message
-
-
 def test_faults_of_the_store(served: servers.Served, out: str) -> None:
     served.proxy.strikes = lambda seen: seen.method in ("PUT", "POST") and bool(seen.sent_nbytes)
     served.proxy.faults[:] = ["500", "", "reset", "", "lost", "", "", "503"]
@@ -122,7 +116,7 @@ def test_what_is_left_is_shown_and_given_up(served: servers.Served, out: str) ->
     status = shardkit.status(out)
     assert status.stored is not None
     assert (status.is_there, status.stored.num_files) == (False, 2)
-    shardkit.status(out, abort=True)
+    shardkit.abort(out)
     assert not objects(out)
 
 

@@ -25,6 +25,8 @@ from tests.training.models import inputs, reference
 from tests.training.wrapping import same, whole
 from tests.worlds.ranks import Ranks, same_error
 
+pytestmark = pytest.mark.prove
+
 STEPS = 5
 two = Ranks(__name__, 2)
 three = Ranks(__name__, 3)

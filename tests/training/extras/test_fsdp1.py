@@ -16,6 +16,8 @@ from shardkit.errors import UsageError
 from shardkit.training.wrap import bf16_mixed_precision
 from tests.worlds.processes import ROOT, run_script
 
+pytestmark = pytest.mark.prove
+
 HAS_TRAINERS = all(importlib.util.find_spec(name) for name in ("accelerate", "lightning"))
 CHECKS = [
     *("tied", "tied flat", "buffers", "presharded", "from_rank", "one unit", "bf16", "new head"),

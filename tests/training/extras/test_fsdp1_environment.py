@@ -11,6 +11,8 @@ import torch.distributed as dist
 from shardkit.training.extras.fsdp1 import hf_ram_efficient_loading
 from tests.training.models import llama
 
+pytestmark = pytest.mark.prove
+
 NAMES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 

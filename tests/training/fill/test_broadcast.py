@@ -76,6 +76,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     }
 
 
+@pytest.mark.prove
 @pytest.mark.dist
 @pytest.mark.parametrize("name", [name for measures in MEASURES.values() for name in measures])
 def test_memory_beyond_the_shard_is_bounded(taken: dict[str, list[dict[str, Any]]], name: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -25,6 +26,8 @@ from shardkit.errors import IntegrityError
 from shardkit.transfer.checks import CheckedSource
 from tests.bits import flip
 from tests.worlds.ranks import Ranks, same_error
+
+pytestmark = pytest.mark.prove
 
 NBYTES = 4 * (64 * 900 + 900 + 900 * 301 + 301)
 STRATEGIES = ("direct", "broadcast")

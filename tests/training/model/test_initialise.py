@@ -190,6 +190,7 @@ def at_most_more(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
+@pytest.mark.prove
 def test_one_module_is_in_memory_at_a_time() -> None:
     def build(number: int) -> nn.Module:
         return nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(number)))  # 64 MiB each

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import traceback
 
 import pytest
 import torch.distributed as dist
@@ -63,6 +64,69 @@ def test_the_error_of_one_rank_is_raised_on_all_and_names_it() -> None:
     assert (error["error"], error["message"]) == ("IntegrityError", "a file is damaged")
     assert error["problems"] == ["rank 2: a.distcp", "rank 2: b.distcp"]
     assert error["hint"] == "copy it again"
+
+
+def shown(error: BaseException | None) -> str:
+    """The traceback that this rank prints if nobody catches the error of all ranks."""
+    with pytest.raises(ShardkitError) as caught:
+        agree(error, phase="reading")
+    return "".join(traceback.format_exception(caught.value))
+
+
+def chained(error: BaseException) -> BaseException:
+    """The error, as it is raised while the network's own errors are handled."""
+    try:
+        try:
+            raise OSError("no address")
+        except OSError as first:
+            raise ResourceError("no network") from first
+    except ResourceError:
+        try:
+            raise error
+        except type(error) as raised:
+            return raised
+
+
+@four.test
+def test_the_lowest_rank_that_failed_shows_all_of_the_text_and_others_one_line() -> None:
+    rank = dist.get_rank()
+    text = shown(chained(DAMAGED) if rank in (1, 3) else None)
+    assert text.count("Traceback") == 1
+    last = text[text.index("shardkit.errors.IntegrityError: ") :]
+    if rank == 1:
+        assert last.endswith("  ranks 1, 3: a.distcp\n  ranks 1, 3: b.distcp\nhint: copy it again\n")
+    else:
+        assert last == "shardkit.errors.IntegrityError: a file is damaged (see rank 1)\n"
+
+
+@four.test
+def test_an_exception_of_other_code_is_shown_above_by_the_first_rank_that_has_it() -> None:
+    rank = dist.get_rank()
+    mine = [None, ZeroDivisionError("here"), ZeroDivisionError("here"), KeyError("there")][rank]
+    text = shown(mine)
+
+    def build() -> BaseException:
+        try:
+            raise LayoutError("the function that builds the model failed") from ZeroDivisionError("mine")
+        except LayoutError as raised:
+            return raised
+
+    text_of_ours = shown(build())  # no rank fails before the last of these, for which the others wait
+    above = text[: text.index("Traceback")]
+    assert ("ZeroDivisionError: here\n" in above, "KeyError: 'there'\n" in above) == (rank == 1, rank == 3)
+    assert ("(see rank 1)" in text) == (rank != 1)
+    assert ("ZeroDivisionError: mine" in text_of_ours) == (rank == 0)
+
+
+@four.test
+def test_a_rank_that_shows_its_interruption_shows_nothing_else() -> None:
+    rank = dist.get_rank()
+    mine = [KeyboardInterrupt(), None, DAMAGED, None][rank]
+    if rank == 0:
+        with pytest.raises(KeyboardInterrupt):
+            agree(mine, phase="reading")
+    else:
+        assert ("(see rank 2)" in shown(mine)) == (rank != 2)
 
 
 @four.test

@@ -18,6 +18,8 @@ from tests.training.stores_world import Model
 from tests.worlds import stores as servers
 from tests.worlds.processes import run_script
 
+pytestmark = pytest.mark.prove
+
 S3 = f"s3://{servers.BUCKET}"
 
 

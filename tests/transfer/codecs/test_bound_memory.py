@@ -61,6 +61,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("how", STEPS)
 def test_peak_memory_both_ways(how: str, hub: Path, tmp_path: Path) -> None:
     rules = tmp_path / "rules.toml"

@@ -348,7 +348,7 @@ def test_other_methods_are_refused_by_name(method: str) -> None:
         LayoutError, match=rf"quantised: it: config.json has a quantization_config \({method}\)"
     ) as caught:
         find_scaled({}, {"quantization_config": {"quant_method": method}}, "it")
-    assert "dequantize=True" not in str(caught.value.hint)
+    assert "--dequantize" not in str(caught.value.hint)
 
 
 def test_packed_values_are_known_by_their_names(tmp_path: Path) -> None:

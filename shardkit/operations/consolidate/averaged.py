@@ -1,0 +1,75 @@
+"""Averaged weights that lie beside a checkpoint, in a folder or file of their own: SimpleTuner's `ema/`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardkit.core.text import count, escape
+from shardkit.errors import UsageError
+from shardkit.formats.contract import Checkpoint, inner, listing, own_name, parent
+from shardkit.formats.registry import open_checkpoint, recognise
+from shardkit.keys.names import split
+from shardkit.keys.roots import MODEL_WORDS
+from shardkit.keys.tree import is_averaged
+
+BESIDE = "ema"
+"""The root of such weights in the checkpoint that they make: all of it."""
+
+
+def take_averaged(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the averaged weights beside a checkpoint as one of their own; the same one if names in it are of averages.
+
+    Raises:
+        UsageError: there are several.
+        SourceError, IntegrityError, ResourceError: they cannot be opened.
+    """
+    is_inside = BESIDE in checkpoint.roots or BESIDE in checkpoint.refused_weights
+    if is_inside or any(any(map(is_averaged, split(name))) for name in checkpoint.catalog.tensors):
+        return checkpoint
+    places = sorted(_places(checkpoint))
+    if not places:
+        return checkpoint
+    if len(places) > 1:
+        raise UsageError(
+            f"--weights ema: {count(len(places), 'set')} of averaged weights lie beside the model's",
+            problems=map(escape, places),
+            hint="give the path of the one you mean as the checkpoint, without --weights",
+        )
+    averaged = open_checkpoint(places[0])
+    return replace(
+        averaged,
+        roots={**averaged.roots, BESIDE: ()},
+        assets=(*averaged.assets, *checkpoint.assets),
+        notes=(*averaged.notes, f"averaged weights taken from {escape(places[0])}, beside the model's"),
+    )
+
+
+def _places(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the paths of checkpoints with a name of averages in the checkpoint's own directory, else beside it."""
+    path, own = checkpoint.path, _stem(own_name(checkpoint.path))
+    within = [name for name in listing(path) if is_averaged(_stem(name))]
+    yield from (place for name in within for place in _checkpoints(path, name))
+    is_models = own in MODEL_WORDS or own.startswith("pytorch_model")
+    beside = [
+        name
+        for name in listing(parent(path))
+        if _stem(name) in (f"{own}_{BESIDE}", f"{own}-{BESIDE}") or (is_models and is_averaged(_stem(name)))
+    ]
+    if not within:
+        yield from (place for name in beside for place in _checkpoints(parent(path), name))
+
+
+def _stem(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _checkpoints(home: str, name: str) -> Iterator[str]:
+    """Yield a path if it is a checkpoint, else the checkpoints in it."""
+    path = os.path.join(home, name)
+    if recognise(path) is not None:
+        yield path
+    elif inner(home, name) is not None:
+        places = (os.path.join(path, below) for below in listing(path))
+        yield from (place for place in places if recognise(place) is not None)

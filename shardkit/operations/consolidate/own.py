@@ -1,0 +1,348 @@
+"""Which files beside the weights are the checkpoint's own, though a person named a base.
+
+What a trainer or `shardkit.save` put into the directory of the step is what was trained: config, generation config, the
+tokenizer as one group, the processor's files as another. Everything else is the base's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from shardkit.core.text import escape, few, listed
+from shardkit.errors import ShardkitError
+from shardkit.files.strict_json import parse_integer, read_small
+from shardkit.formats.configs import (
+    CODE,
+    TOKENS,
+    architectures_of,
+    config_differences,
+    difference,
+    eos_ids,
+    generation_differences,
+    is_same_model,
+)
+from shardkit.formats.contract import Checkpoint, has_model_config
+from shardkit.formats.hub.adapter import ADAPTER_CONFIG, find_settings
+from shardkit.formats.hub.assets import (
+    CONFIG,
+    GENERATION_CONFIG,
+    is_processor_file,
+    is_template,
+    is_tokenizer_file,
+    is_tools_asset,
+    is_vocabulary,
+    list_assets,
+)
+from shardkit.formats.hub.base import Base, FileDifference, OwnFiles, own_directories, places_of_settings
+from shardkit.formats.hub.directory import read_json
+from shardkit.formats.hub.tokenizer import (
+    SETTINGS,
+    Files,
+    Tokenizer,
+    read_tokenizer,
+    special_tokens,
+    token_ids,
+    tokenizer_differences,
+)
+from shardkit.formats.quantised import FILES
+from shardkit.operations.consolidate.assets import Asset, dump_config
+
+_MAX_BYTES = 256 << 20
+_PROCESSOR = "processor_config.json"
+_MOST_NAMED = 6
+
+
+def take_own(base: Base, checkpoint: Checkpoint, *, has_tokenizer: bool) -> Base:
+    """Return a base with the files of a checkpoint that count before its own.
+
+    Args:
+        base: as a person named it.
+        checkpoint: opened.
+        has_tokenizer: a person named the tokenizer; no other is looked for.
+    """
+    own = _Own(base, own_directories(checkpoint))
+    own.take_config()
+    if not has_tokenizer:
+        own.take_tokenizer()
+    own.take_processor()
+    own.compare_adapter(places_of_settings(checkpoint))
+    own.take_code()
+    own.name_others(skip_tokenizer=has_tokenizer)
+    return own.merged()
+
+
+class _Own:
+    """The files of a checkpoint, as they are chosen one after the other."""
+
+    def __init__(self, base: Base, directories: Iterable[str]) -> None:
+        self._base, self._assets = base, dict(base.assets)
+        self._there, refused = dict[str, dict[str, str]](), list[str]()
+        for directory in directories:
+            self._there[directory], links = list_assets(directory)
+            refused += filter(is_tools_asset, links)
+        self._config: dict[str, Any] | None = None
+        self._is_other = False
+        self._names, self._contents = set[str](), dict[str, bytes]()
+        self._differences, self._warnings = list[FileDifference](), list[str]()
+        if refused:
+            self._warnings.append(
+                f"links that leave the checkpoint, or lead to nothing, are not followed: {listed(refused)}"
+            )
+
+    def merged(self) -> Base:
+        """Return the base with the chosen files in place of its own."""
+        own = OwnFiles(
+            config=self._config,
+            names=frozenset(self._names),
+            contents=self._contents,
+            differences=tuple(self._differences),
+            warnings=tuple(self._warnings),
+        )
+        return replace(self._base, assets=dict(sorted(self._assets.items())), own=own)
+
+    def take_config(self) -> None:
+        """Take config and generation config, if they are about the base's model."""
+        label, base = escape(self._base.label), self._base.config
+        config = self._read(CONFIG, has_model_config)
+        if config is not None and base is not None:
+            self._is_other = not is_same_model(config, base)
+            differing = config_differences(CONFIG, config, base)
+            if not self._is_other:
+                self._config, self._differences = config, [*self._differences, *differing]
+                self._names.add(CONFIG)
+            elif architectures_of(config) or differing:
+                self._warnings.append(
+                    f"{CONFIG} of the checkpoint is about another model, {_model(config)}, than that of {label}, "
+                    f"{_model(base)}: {CONFIG} and {GENERATION_CONFIG} are those of {label}"
+                )
+        generation = None if self._is_other else self._read(GENERATION_CONFIG)
+        theirs = self._of_base(GENERATION_CONFIG)
+        if generation is not None and not _is_derived(generation):
+            self._differences += generation_differences(GENERATION_CONFIG, generation, theirs or {})
+            self._assets[GENERATION_CONFIG] = next(
+                files[GENERATION_CONFIG] for files in self._there.values() if GENERATION_CONFIG in files
+            )
+            self._names.add(GENERATION_CONFIG)
+        elif _is_derived(theirs) and any(
+            each.key in TOKENS for each in self._differences
+        ):  # from another config
+            self._assets.pop(GENERATION_CONFIG, None)
+
+    def take_tokenizer(self) -> None:
+        """Take the tokenizer, all of it; or a chat template by itself."""
+        for place, files in self._there.items():
+            group = {name for name in files if is_tokenizer_file(name)}
+            if SETTINGS in group and any(map(is_vocabulary, group)):
+                self._replace(place, is_tokenizer_file, group)
+                break
+            templates = set(filter(is_template, group))
+            if templates:
+                self._replace(place, is_template, templates)
+                self._drop(SETTINGS, "chat_template")
+                break
+        else:
+            return
+        own, theirs = reads_of(self._assets), reads_of(self._base.assets)
+        if not any(map(is_tokenizer_file, theirs)):
+            return
+        with suppress(ShardkitError):  # whoever loads the tokenizer says what is wrong with it
+            self._differences += [difference(*each) for each in tokenizer_differences(own, theirs)]
+
+    def take_processor(self) -> None:
+        """Take the processor's files, if they are a whole processor."""
+        for place, files in self._there.items():
+            group = {name for name in files if is_processor_file(name)}
+            if group and (_PROCESSOR in group or _PROCESSOR not in self._base.assets):
+                self._replace(place, is_processor_file, group)
+                for name in sorted(group & self._base.assets.keys()):
+                    own, theirs = _parsed(files[name], name), self._of_base(name)
+                    self._differences += config_differences(name, own or {}, theirs or {})
+                return
+
+    def compare_adapter(self, places: Iterable[str]) -> None:
+        """Compare the settings of an adapter, which are looked for in these places before the base."""
+        own, theirs = find_settings(places), read_json(self._base.directory, ADAPTER_CONFIG)
+        if own is not None and own.is_whole and theirs is not None:
+            self._differences += config_differences(ADAPTER_CONFIG, own.values, theirs)
+
+    def take_code(self) -> None:
+        """Take code, and what names it, from one source: the base, if it has some."""
+        files = [name for name in self._assets if name in (CONFIG, SETTINGS) or is_processor_file(name)]
+        of_base = {name: said[CODE] for name in files if CODE in (said := self._of_base(name) or {})}
+        mine = {name: _parsed(self._assets[name], name) or {} for name in files if name in self._names}
+        mine |= {CONFIG: self._config} if self._config is not None else {}
+        if of_base:
+            codes = {name: path for name, path in self._base.assets.items() if _is_code(name)}
+            self._assets, self._names = self._assets | codes, self._names - codes.keys()
+            for name, said in mine.items():
+                if name in self._base.assets and said.get(CODE) != of_base.get(name):
+                    self._set(name, CODE, of_base.get(name))
+        elif any(CODE in said for said in mine.values()):
+            for there in self._there.values():
+                codes = {name: path for name, path in there.items() if _is_code(name)}
+                self._assets, self._names = self._assets | codes, self._names | codes.keys()
+
+    def name_others(self, *, skip_tokenizer: bool) -> None:
+        """Warn of files that both have, with other content, and that are the base's in the output."""
+        names = [
+            name
+            for files in self._there.values()
+            for name, path in files.items()
+            if name in self._base.assets
+            and is_tools_asset(name)
+            and name not in (*self._names, *FILES, CONFIG, GENERATION_CONFIG)
+            and not (skip_tokenizer and is_tokenizer_file(name))
+            and _differ(path, self._base.assets[name], name)
+        ]
+        if names:
+            self._warnings.append(
+                f"{listed(sorted(set(names)))}: written as in {escape(self._base.label)}, though the checkpoint has another; "
+                "copy what is right into the output"
+            )
+
+    def _read(self, name: str, is_one: Callable[[str], bool] = lambda _: True) -> dict[str, Any] | None:
+        for place, files in self._there.items():
+            if name not in files:
+                continue
+            try:
+                content = read_json(place, name)
+            except ShardkitError as error:
+                label = escape(self._base.label)
+                self._warnings.append(
+                    f"that of the checkpoint cannot be used, {label}'s is taken: {error.message}"
+                )
+                continue
+            if content is not None and is_one(place):
+                return content
+        return None
+
+    def _replace(self, place: str, belongs: Callable[[str], bool], group: Collection[str]) -> None:
+        self._assets = {name: path for name, path in self._assets.items() if not belongs(name)}
+        self._assets |= {name: self._there[place][name] for name in group}
+        self._names |= set(group)
+
+    def _drop(self, name: str, key: str) -> None:
+        if key in (self._of_base(name) or {}):
+            self._set(name, key, None)
+
+    def _set(self, name: str, key: str, value: object) -> None:
+        """Set a key of a JSON file; None takes it away."""
+        if name == CONFIG:
+            assert self._config is not None
+            content = self._config
+        else:
+            content = _parsed(self._assets[name], name) or {}
+        content = {other: each for other, each in content.items() if other != key}
+        content |= {} if value is None else {key: value}
+        if name == CONFIG:
+            self._config = content
+        else:
+            self._contents[name] = dump_config(content)
+
+    def _of_base(self, name: str) -> dict[str, Any] | None:
+        if name == CONFIG:
+            return self._base.config
+        return _parsed(self._base.assets[name], name) if name in self._base.assets else None
+
+
+def reads_of(assets: Mapping[str, str]) -> Files:
+    """Return what reads each file, by name."""
+    return {name: Asset(name, path, b"").read for name, path in assets.items()}
+
+
+def _parsed(path: str, name: str) -> dict[str, Any] | None:
+    try:
+        return _content(read_small(path, name, _MAX_BYTES))
+    except ShardkitError:  # whoever copies it says so
+        return None
+
+
+def _content(data: bytes) -> dict[str, Any] | None:
+    try:
+        content = json.loads(data, parse_int=parse_integer)
+    except (ValueError, RecursionError):  # whoever loads the copy says so
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _is_derived(generation: Mapping[str, Any] | None) -> bool:
+    """True for a generation config that transformers made of a config.json, or that says nothing."""
+    if generation is None:
+        return False
+    return generation.get("_from_model_config") is True or not generation.keys() - {"transformers_version"}
+
+
+def _is_code(name: str) -> bool:
+    return name.endswith(".py")
+
+
+def _differ(path: str, other: str, name: str) -> bool:
+    one, two = (read_small(each, name, _MAX_BYTES) for each in (path, other))
+    if one == two:
+        return False
+    contents = [_parsed(each, name) for each in (path, other)]
+    return None in contents or contents[0] != contents[1]
+
+
+def _model(config: Mapping[str, Any]) -> str:
+    classes = listed(architectures_of(config)) or "no class"
+    return f"{classes} ({escape(str(config.get('model_type')))})"
+
+
+def own_notes(base: Base, written: Collection[str]) -> Iterator[str]:
+    """Yield what to tell of the checkpoint's own files, as far as they are written."""
+    differing = own_differences(base, written)
+    by_file = {each.file: [other for other in differing if other.file == each.file] for each in differing}
+    files = [
+        f"{file} ({few([f'{escape(each.key)} {escape(each.checkpoint)}, there {escape(each.base)}' for each in said], _MOST_NAMED, '; ')})"
+        for file, said in by_file.items()
+    ]
+    if files:
+        yield (
+            f"of the checkpoint, and other than in {escape(base.label)}: {', '.join(files)}; "
+            "--config base writes the base's"
+        )
+
+
+def own_differences(base: Base | None, written: Collection[str]) -> tuple[FileDifference, ...]:
+    """Return what the checkpoint's own files mean otherwise than the base's, as far as they are written."""
+    own = base.own if base is not None else None
+    groups = [kind for kind in (is_tokenizer_file, is_processor_file) if any(map(kind, written))]
+    return tuple(
+        each
+        for each in (own.differences if own else ())
+        if each.file in written or any(kind(each.file) for kind in groups)
+    )
+
+
+def eos_warnings(assets: Iterable[Asset]) -> Iterator[str]:
+    """Yield a warning if `generate` does not stop at the tokenizer's end."""
+    files = {asset.name: asset.read for asset in assets}
+    config, generation = (
+        _content(files[name]()) if name in files else None for name in (CONFIG, GENERATION_CONFIG)
+    )
+    stops, end = eos_ids(config, generation), None
+    with suppress(ShardkitError):
+        token = special_tokens(files).get("eos_token")
+        end = token_ids(files).get(token) if stops and token is not None else None
+    if end is not None and end not in stops:
+        where = GENERATION_CONFIG if (generation or {}).get("eos_token_id") is not None else CONFIG
+        yield (
+            f"generate does not stop at the tokenizer's end of text, {escape(str(token))} ({end}): eos_token_id in {where} is "
+            f"{', '.join(map(str, sorted(stops)))}; set it there, or give the tokenizer that belongs to it"
+        )
+
+
+def own_tokenizer(base: Base | None) -> Tokenizer | None:
+    """Return the tokenizer that is the checkpoint's own; None if the base's is written, or it cannot be read."""
+    own = base.own if base is not None else None
+    names = [name for name in own.names if is_tokenizer_file(name)] if own is not None else []
+    if base is None or not any(map(is_vocabulary, names)):
+        return None
+    with suppress(ShardkitError):
+        return read_tokenizer("the tokenizer of the checkpoint", {name: base.assets[name] for name in names})
+    return None

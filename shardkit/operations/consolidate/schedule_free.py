@@ -1,0 +1,363 @@
+"""Weights of a schedule-free optimizer: those to publish, where the checkpoint has those of training.
+
+In training mode a parameter is y, a point between the average x and the fast iterate z. `optimizer.eval()` turns it into
+x = lerp(y, z, 1 - 1 / beta1). The groups of the state say the mode and beta1, the states have z.
+
+Source: schedulefree 1.4.1, the `eval` of each class; beta1 is `betas[0]`, or `momentum` of SGD. Reference classes keep x
+itself. Its wrapper keeps mode and momentum out of its state.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardkit.core.catalog import Catalog, carry
+from shardkit.core.text import count, escape, listed
+from shardkit.errors import ShardkitError, SourceError, UsageError
+from shardkit.files import storage
+from shardkit.files.home import MAX_METADATA, METADATA
+from shardkit.files.strict_json import open_regular, read_exactly
+from shardkit.formats.contract import Checkpoint, DcpFolder, listing, own_name, parent
+from shardkit.formats.contract.optimizer import GROUPS, PARAMS, STATE, OptimizerState
+from shardkit.formats.dcp.directory import is_dcp, open_dcp
+from shardkit.formats.derived import derive_checkpoint
+from shardkit.formats.rankfiles.inside import find_states, settings_in
+from shardkit.formats.torchsave.file import open_torch_file
+from shardkit.formats.trainers.full_file import is_full_file
+from shardkit.keys.tree import is_optimizer_of, is_optimizers
+from shardkit.transfer.codecs.lerp import Lerp
+from shardkit.transfer.sources import same_bytes
+
+EVAL = "eval"
+"""`--weights` of those that `optimizer.eval()` gives."""
+_MODE, _BETAS, _MOMENTUM = "train_mode", "betas", "momentum"
+_NAMES = "param_names"  # beside `params`, where the optimizer was made of named parameters
+_SETTINGS = frozenset({_MODE, _BETAS, _MOMENTUM, PARAMS, _NAMES})
+_FAST, _AVERAGE = "z", "x"
+# timm, torch-optimizer and pytorch_optimizer.
+_SLOW = re.compile(r"(?:lookahead_)?slow_(?:params?|buff(?:er)?|weights?)")
+_ACCELERATES = (
+    "pytorch_model"  # with the number of a model: accelerate's directory beside that of the optimizer
+)
+_ONE_FILE = frozenset({"full-file", "accelerate-bin"})  # formats whose optimizer is quickly opened
+_HINT = "call optimizer.eval() before saving, or load the checkpoint in the training script and do so"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ParameterGroup:
+    """What a group of parameters says, or one parameter where groups are flat."""
+
+    name: str
+    """Of its settings, without the last part."""
+    values: Mapping[str, object]
+    """By the last part of the name."""
+    key: str
+    """Its number, or the FQN of its only parameter."""
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """The FQN of each parameter, by what its state is called: that, or a number. None if nothing says it."""
+        params, names = self.values.get(PARAMS, [self.key]), self.values.get(_NAMES)
+        if not isinstance(params, list):
+            return {}
+        if not isinstance(names, list) or len(names) != len(params):
+            names = [param if type(param) is str else None for param in params]
+        return dict(zip(map(str, params), names, strict=True))
+
+    @property
+    def trains(self) -> bool:
+        """True if the weights are those of training."""
+        return self.values.get(_MODE) is True
+
+    @property
+    def beta(self) -> float | None:
+        """beta1; None if there is none that can be divided by."""
+        betas = self.values.get(_BETAS)
+        beta = betas[0] if isinstance(betas, (list, tuple)) and betas else self.values.get(_MOMENTUM)
+        return float(beta) if type(beta) in (int, float) and beta else None  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Optimizer:
+    """The state of the optimizer, beside the weights."""
+
+    checkpoint: Checkpoint
+    """Its catalog has weights and states."""
+    settings: Mapping[str, object]
+    problem: str | None = None
+    """Why its states do not belong to names, escaped."""
+
+    def groups(self) -> dict[tuple[str, str], _ParameterGroup]:
+        """Return the group of each parameter, by what stands before its state and by its name or number there."""
+        by_name = dict[str, dict[str, object]]()
+        for name, value in self.settings.items():
+            above, _, leaf = name.rpartition(".")
+            if leaf in _SETTINGS:
+                by_name.setdefault(above, {})[leaf] = value
+        groups = dict[tuple[str, str], _ParameterGroup]()
+        for name, values in by_name.items():
+            prefix, _, key = f".{name}".partition(f".{GROUPS}.")
+            group = _ParameterGroup(name=name, values=values, key=key)
+            groups |= {(prefix[1:], state): group for state in group.names}
+        return groups
+
+    def states(self, leaf: str) -> dict[tuple[str, str], str]:
+        """Return the names of all states of a kind, by the same."""
+        names = dict[tuple[str, str], str]()
+        for name in self.checkpoint.catalog.tensors:
+            prefix, mark, rest = f".{name}".partition(f".{STATE}.")
+            if mark and rest.endswith(f".{leaf}"):
+                names[prefix[1:], rest.removesuffix(f".{leaf}")] = name
+        return names
+
+
+def optimizer_warnings(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a warning if the weights of a checkpoint are those of training, and the state has others to publish."""
+    try:
+        optimizer = _open_optimizer(checkpoint, may_take_long=False)
+    except ShardkitError:  # who wants the weights alone needs no optimizer
+        return
+    modes = {name: value for name, value in optimizer.settings.items() if name.endswith(f".{_MODE}")}
+    trains = [name for name, value in modes.items() if value is True]
+    if trains:
+        yield (
+            f"saved in training mode of a schedule-free optimizer ({listed(trains)}): these weights are not those to "
+            "publish; --weights eval writes what optimizer.eval() gives"
+        )
+    elif not modes and (fast := _fast_states(optimizer)):
+        yield (
+            f"the optimizer's state has z of a schedule-free optimizer ({listed(fast)}), and does not say in which mode "
+            "it was saved: in training mode these weights are not those to publish; call optimizer.eval() before saving"
+        )
+    slow = [name for name in checkpoint.catalog.tensors if _SLOW.fullmatch(name.rpartition(".")[2])]
+    if slow:
+        yield (
+            f"saved by a Lookahead optimizer ({listed(slow)}): these weights are the fast ones, up to k steps past the slow "
+            "weights, which are those to publish"
+        )
+
+
+def _fast_states(optimizer: _Optimizer) -> list[str]:
+    """Return the states that only schedule-free optimizers have: z, without the n that FTRL keeps beside it."""
+    others = optimizer.states("n")
+    return [name for key, name in optimizer.states(_FAST).items() if key not in others]
+
+
+def take_evaluated(checkpoint: Checkpoint, weights: Collection[str]) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return a checkpoint with the weights that `optimizer.eval()` gives, and notes.
+
+    Args:
+        checkpoint: opened.
+        weights: stored names of the model's tensors.
+
+    Raises:
+        UsageError: there is no state of a schedule-free optimizer.
+        SourceError: it does not say all that is needed; names what is missing.
+    """
+    optimizer = _open_optimizer(checkpoint, may_take_long=True)
+    modes = [name for name in optimizer.settings if name.endswith(f".{_MODE}")]
+    if not modes and (fast := _fast_states(optimizer)):
+        raise SourceError(
+            f"--weights eval: nothing says in which mode the optimizer was, and its beta: {listed(fast)} are without "
+            f"{_MODE}",
+            hint=_HINT,
+        )
+    if not modes:
+        raise UsageError(
+            "--weights eval: the checkpoint has no state of a schedule-free optimizer",
+            hint="leave --weights out to take the model's",
+        )
+    if not any(optimizer.settings[name] is True for name in modes):
+        return checkpoint, (
+            "--weights eval: the optimizer was in evaluation mode, the weights are x already",
+        )
+    is_numbered = any(None in group.names.values() for group in optimizer.groups().values())
+    if optimizer.problem is not None or is_numbered:
+        why = optimizer.problem or "its parameters are only numbered"
+        raise SourceError(
+            f"--weights eval: which state belongs to which weight is unknown: {why}", hint=_HINT
+        )
+    made, used = _codecs(optimizer, weights)
+    note = f"{count(len(made), 'weight')} computed as optimizer.eval() of a schedule-free optimizer does"
+    return derive_checkpoint(optimizer.checkpoint, made, used), (note,)
+
+
+def _codecs(optimizer: _Optimizer, weights: Collection[str]) -> tuple[dict[str, Lerp], set[str]]:
+    """Return what makes each weight that is not x already, and the states that the result does without."""
+    groups, tensors = optimizer.groups(), optimizer.checkpoint.catalog.tensors
+    fast, average = optimizer.states(_FAST), optimizer.states(_AVERAGE)
+    wanted = {key: group for key, group in groups.items() if group.trains and (key in fast or key in average)}
+    fqns = {str(group.names[state]) for (_, state), group in groups.items()}
+    stored = _weights_of(fqns, weights, tensors)
+    made, problems = dict[str, Lerp](), list[str]()
+    for key, group in wanted.items():
+        fqn = str(group.names[key[1]])
+        weight, end = stored.get(fqn), average.get(key) or fast[key]
+        factor = None if key in average else group.beta
+        if weight is None:
+            problems.append(f"{escape(end)}: the checkpoint has no weight {escape(fqn)}")
+        elif weight not in weights:
+            continue  # a person leaves it out
+        elif factor is None and key not in average:
+            problems.append(f"{escape(group.name)}: neither {_BETAS} nor {_MOMENTUM}, or 0")
+        elif (tensors[weight].dtype, tensors[weight].shape) != (tensors[end].dtype, tensors[end].shape):
+            problems.append(
+                f"{escape(end)}: {tensors[end].dtype.name} {list(tensors[end].shape)}, the weight "
+                f"{tensors[weight].dtype.name} {list(tensors[weight].shape)}"
+            )
+        else:
+            made[weight] = Lerp(
+                start=weight,
+                end=end,
+                weight=None if factor is None else 1 - 1 / factor,
+                dtype=tensors[weight].dtype,
+                shape=tensors[weight].shape,
+            )
+    SourceError.raise_for(
+        list(dict.fromkeys(problems)),
+        "--weights eval: the weights cannot be computed from the optimizer's state",
+        hint=_HINT,
+    )
+    lone = [name for name in weights if name not in made and name not in stored.values()]
+    return made | _tied(optimizer.checkpoint, made, lone), {*fast.values(), *average.values()}
+
+
+def _weights_of(fqns: Collection[str], weights: Collection[str], tensors: Collection[str]) -> dict[str, str]:
+    """Return the stored name of each parameter: all names begin with the same, which the FQNs lack.
+
+    Args:
+        fqns: of the optimizer's parameters.
+        weights: stored names of what is written.
+        tensors: all stored names.
+    """
+    roots = Counter[str]()
+    for name in weights:
+        segments = name.split(".")
+        for depth in range(len(segments)):
+            if ".".join(segments[depth:]) in fqns:
+                roots[".".join((*segments[:depth], ""))] += 1
+    root = roots.most_common(1)[0][0] if roots else ""
+    return {fqn: root + fqn for fqn in fqns if root + fqn in tensors}
+
+
+def _tied(checkpoint: Checkpoint, made: Mapping[str, Lerp], lone: Collection[str]) -> dict[str, Lerp]:
+    """Return what makes the other names of tied weights: equal copies that no optimizer has."""
+    tensors, tied = checkpoint.catalog.tensors, dict[str, Lerp]()
+    for name in lone:
+        key = (tensors[name].dtype, tensors[name].shape)
+        for weight, codec in made.items():
+            if key == (codec.dtype, codec.shape) and len(codec.shape) > 1:
+                if same_bytes(checkpoint.select([name, weight]), name, weight):
+                    tied[name] = replace(codec, start=name)
+                    break
+    return tied
+
+
+def _open_optimizer(checkpoint: Checkpoint, *, may_take_long: bool) -> _Optimizer:
+    """Return the state of the optimizer, as far as it may be a schedule-free one.
+
+    Args:
+        checkpoint: opened.
+        may_take_long: open the state where each rank has a file of its own, too.
+
+    Raises:
+        SourceError, IntegrityError, ResourceError: as opening does.
+    """
+    if checkpoint.dcp is not None:
+        settings = _read_settings(checkpoint.dcp)
+        directory = _directory_beside(checkpoint)
+        if settings or directory is None or not _names_mode(directory):
+            return _Optimizer(checkpoint=checkpoint, settings=settings)
+        folder = open_dcp(directory)
+        settings = _read_settings(folder)
+        return _Optimizer(checkpoint=_joined(checkpoint, folder.catalog, folder.select), settings=settings)
+    if checkpoint.optimizer is not None and (may_take_long or checkpoint.format in _ONE_FILE):
+        opened = checkpoint.optimizer()
+        if not isinstance(opened, OptimizerState):
+            problem = None if checkpoint.format == "full-file" else opened.reason
+            return _Optimizer(checkpoint=checkpoint, settings=opened.settings, problem=problem)
+        if opened.is_whole:
+            return _Optimizer(checkpoint=checkpoint, settings=opened.settings)
+        joined = _joined(checkpoint, opened.catalog, lambda _: opened.catalog)
+        return _Optimizer(checkpoint=joined, settings=opened.settings)
+    return _Optimizer(checkpoint=checkpoint, settings=_beside_hub(checkpoint), problem="it only numbers them")
+
+
+def _read_settings(folder: DcpFolder) -> dict[str, object]:
+    """Return the settings of schedule-free groups; none is read if no name says that there are some."""
+    names = [name for name in folder.objects if f".{GROUPS}." in f".{name}"]
+    if not any(name.endswith(f".{_MODE}") for name in names):
+        return {}
+    settings = dict[str, object]()
+    for name in names:
+        place = folder.objects[name]
+        if name.rpartition(".")[2] in _SETTINGS and place is not None and not place.transforms:
+            file = folder.catalog.files[place.file]
+            settings[name] = open_torch_file(file.path, file.name, (place.start, place.nbytes)).tree
+    return settings
+
+
+def _directory_beside(checkpoint: Checkpoint) -> str | None:
+    """Return the DCP directory of the model's optimizer beside that of the model, if there is one.
+
+    Nothing is listed above the path that was opened, unless its name is accelerate's of a model.
+    """
+    directory = checkpoint.catalog.directory
+    home, model = parent(directory), own_name(directory)
+    opened = os.path.join(storage.absolute(checkpoint.path), "")
+    if not os.path.join(home, "").startswith(opened) and not model.startswith(_ACCELERATES):
+        return None
+    names = [
+        name
+        for name in listing(home)
+        if is_optimizers(name)
+        and is_optimizer_of(name, model, is_only=True)
+        and is_dcp(os.path.join(home, name))
+    ]
+    return os.path.join(home, names[0]) if len(names) == 1 else None
+
+
+def _names_mode(directory: str) -> bool:
+    """True if the `.metadata` of a directory has the word: parsing it takes seconds where there are many ranks."""
+    path = os.path.join(directory, METADATA)
+    if not storage.isfile(path):
+        return False
+    with open_regular(path, METADATA) as (fd, size):
+        return size <= MAX_METADATA and _MODE.encode() in bytes(read_exactly(fd, 0, size, METADATA))
+
+
+def _joined(
+    checkpoint: Checkpoint, states: Catalog, select: Callable[[Collection[str]], Catalog]
+) -> Checkpoint:
+    """Return a checkpoint whose catalog has the optimizer's states too.
+
+    Args:
+        checkpoint: the weights.
+        states: the states; records may be closed.
+        select: as `Checkpoint.select`, of the states.
+    """
+    own = checkpoint.catalog
+    more = {name: name for name in states.tensors if name.endswith((f".{_FAST}", f".{_AVERAGE}"))}
+
+    def select_both(names: Collection[str]) -> Catalog:
+        weights = [name for name in names if name in own.tensors]
+        others = {name: name for name in names if name in more}
+        return carry(checkpoint.select(weights), weights, select(list(others)), others)
+
+    catalog = carry(own, list(own.tensors), states, more)
+    catalog.objects, catalog.notes, catalog.metadata_crc32 = own.objects, own.notes, own.metadata_crc32
+    return replace(checkpoint, catalog=catalog, select=select_both, dcp=None)
+
+
+def _beside_hub(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return the settings of an optimizer in a file beside the weights of a Hub model, as the Trainer saves it."""
+    settings = dict[str, object]()
+    for name in listing(checkpoint.path) if checkpoint.hub is not None else ():
+        path = os.path.join(checkpoint.path, name)
+        if is_optimizers(os.path.splitext(name)[0]) and storage.isfile(path) and is_full_file(path):
+            settings |= settings_in(find_states(open_torch_file(path, name).tree))
+    return settings

@@ -1,0 +1,85 @@
+"""Find distributed tensors that are in objects of a state dict, where torch's DCP does not find them.
+
+DCP looks into dicts and lists. All else that is no tensor is pickled as it is, and one rank's pickle is kept: of a DTensor
+in a tuple, a set, a dataclass or an object of an optimizer, that rank's rows.
+
+Source: torch 2.13, torch/distributed/checkpoint/_nested_dict.py and _traverse.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+_PLAIN = (
+    str,
+    bytes,
+    bytearray,
+    int,
+    float,
+    complex,
+    type(None),
+    type,
+    FunctionType,
+    BuiltinFunctionType,
+    ModuleType,
+)
+_MOST = 1 << 20  # objects that are looked at, of each value
+
+
+def distributed_in_objects(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of the values that have tensors of a mesh of several ranks in an object.
+
+    Args:
+        state: a state dict, as it is saved.
+    """
+    return [name for name, value in _objects(state, "") if any(map(_is_distributed, _pickled_with(value)))]
+
+
+def _objects(value: object, name: str) -> Iterator[tuple[str, object]]:
+    """Yield what torch pickles of a state dict, by name."""
+    if isinstance(value, (Mapping, list)):
+        for key, child in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _objects(child, f"{name}.{key}" if name else str(key))
+    elif not isinstance(value, (*_PLAIN, torch.Tensor)):
+        yield name, value
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return type(tensor).__name__ == "ShardedTensor"
+    return tensor.device_mesh.size() > 1
+
+
+def _pickled_with(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors that pickle would come to in an object, by what the object gives of itself."""
+    seen, waiting = dict[int, object](), list[Any]([value])
+    while waiting and len(seen) < _MOST:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor) or type(each).__name__ == "ShardedTensor":
+            yield each
+        elif not isinstance(each, _PLAIN) and id(each) not in seen:
+            seen[id(each)] = each
+            waiting += _given(each)
+
+
+def _given(value: Any) -> Iterator[object]:
+    """Yield what an object gives to be pickled."""
+    if type(value) in (list, tuple, set, frozenset):
+        yield from value
+    elif type(value) is dict:
+        yield from (*value, *value.values())
+    else:
+        try:
+            made = value.__reduce_ex__(2)
+        except Exception:  # torch is going to say so
+            return
+        if isinstance(made, tuple):
+            _, arguments, *more = made
+            yield from (arguments, *more[:1])
+            for items in more[1:3]:
+                yield from items or ()

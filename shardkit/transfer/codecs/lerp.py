@@ -1,0 +1,50 @@
+"""Weights on the line between two stored tensors, as `torch.lerp` gives them, to the bit.
+
+torch rounds once, by a fused multiply-add, and takes another formula from a weight of 0.5 on. So torch computes it.
+Every element has the same bits wherever a box begins.
+
+Source: torch 2.13, aten/src/ATen/native/Lerp.h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardkit.core.catalog import StoredParts
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Region, Shape
+from shardkit.transfer.codecs.boxes import as_box
+
+if TYPE_CHECKING:
+    import numpy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lerp:
+    """start + weight * (end - start), element by element; a `Codec`. Names are those of the catalog."""
+
+    start: str
+    end: str
+    weight: float | None
+    """None takes `end` as it is."""
+    dtype: DType
+    """Of all three."""
+    shape: Shape
+
+    @property
+    def of(self) -> tuple[str, ...]:
+        """Both ends."""
+        return self.start, self.end
+
+    @property
+    def needs_torch(self) -> bool:
+        """True unless it is a copy."""
+        return self.weight is not None
+
+    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
+        """Return a box of the result, as unsigned integers of its item size."""
+        if self.weight is None:
+            return parts.box(self.end, region)
+        start, end = parts.values(self.start, region), parts.values(self.end, region)
+        return as_box(start.lerp(end, self.weight), self.dtype)
