@@ -111,6 +111,8 @@ torture-stores: $(INSTALLED)
 	$(BIN)/python -m tests.torture.stores_writing
 	$(BIN)/python -m tests.torture.stores 500 seaweedfs
 	$(BIN)/python -m tests.torture.stores 500 moto
+	$(BIN)/python -m tests.torture.outputs 200 seaweedfs
+	$(BIN)/python -m tests.torture.outputs 200 moto
 
 powerloss: $(INSTALLED)
 	$(BIN)/python -m tests.powerloss.replay

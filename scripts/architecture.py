@@ -56,7 +56,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("layout/choice",),
     ("layout",),
     ("keys", "pickles"),
-    ("files/place",),
+    ("files/place", "files/output"),
     ("files",),
     ("files/remote",),
     ("core",),

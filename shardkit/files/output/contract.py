@@ -1,0 +1,243 @@
+"""Where the files of one job go: a directory on a file system, or a place in a bucket.
+
+An output is whole or absent, and an output that is replaced is the old one or the new one:
+
+    begin(record)                          create the job, or join it
+    scratch() -> add(scratch, 0, note)     one finished file, then its note
+    commit(beside)                         everything gets its name at one moment
+
+Several processes may work on a job at once, on several hosts. What one has finished counts for all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Protocol
+
+from shardkit.core.text import escape, in_shell
+from shardkit.errors import IncompleteError, SourceError, UsageError
+from shardkit.files.strict_json import parse_object
+
+FileNote = Mapping[str, Any]
+"""What is recorded of a finished file, as plain data."""
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFile:
+    """A file that a job writes."""
+
+    name: str
+    """Below the output, with "/"."""
+    size: int
+    """In bytes."""
+    attached: Sequence[str] = ()
+    """Names of files that are added with it, such as its chunk list."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """What all processes of a job agree on. It is recorded when the job begins."""
+
+    hash: str
+    """Of everything that decides about the bytes. Two jobs with the same hash are one."""
+    command: str
+    """The command that began the job, as the shell takes it; empty for a call from Python."""
+    directory: str
+    """In which the command was typed; empty where it is not known."""
+    files: Sequence[JobFile]
+    """A file's number is its position."""
+    num_parts: int = 1
+    """Processes that the work was divided over by the one that began."""
+    draft: Mapping[str, bytes] = field(default_factory=dict)
+    """What describes the output, by name, without what the notes of its files add."""
+
+    def with_draft(self, draft: Mapping[str, bytes]) -> JobRecord:
+        """Return the record with a draft."""
+        return replace(self, draft=draft)
+
+    @property
+    def folders(self) -> list[str]:
+        """All folders that the files lie in, outer ones first."""
+        names = [name for file in self.files for name in (file.name, *file.attached)]
+        return sorted({parent for name in names for parent in _parents(name)})
+
+    def dump(self) -> bytes:
+        """Return the content of `job.json`, which has everything but the contents of the draft."""
+        fields = {
+            "format": _FORMAT,
+            "hash": self.hash,
+            "command": self.command,
+            "directory": self.directory,
+            "num_parts": self.num_parts,
+            "draft": list(self.draft),
+            "files": [[file.name, file.size, *file.attached] for file in self.files],
+        }
+        return json.dumps(fields, indent=1).encode()
+
+    @classmethod
+    def parse(cls, data: bytes, name: str) -> tuple[JobRecord, list[str]]:
+        """Return the record in a `job.json`, without its draft, and the names in the draft.
+
+        Args:
+            data: its content.
+            name: of the file, for messages.
+
+        Raises:
+            SourceError: another version of shardkit has written it, or it is damaged.
+        """
+        fields = parse_object(data, name)
+        if fields.get("format") != _FORMAT:
+            raise SourceError(f"{escape(name)} was written by another version of shardkit")
+        try:
+            record = cls(
+                hash=_text(fields["hash"]),
+                command=_text(fields["command"]),
+                directory=_text(fields["directory"]),
+                num_parts=int(fields["num_parts"]),  # type: ignore[call-overload]
+                files=[_parse_file(*entry) for entry in fields["files"]],  # type: ignore[attr-defined]
+            )
+            return record, [_text(entry) for entry in fields["draft"]]  # type: ignore[attr-defined]
+        except (KeyError, TypeError, ValueError):
+            raise SourceError(f"{escape(name)} is damaged") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """How far a job is that is not committed."""
+
+    record: JobRecord
+    finished: set[int]
+    """Numbers of the files that have notes."""
+    is_committing: bool = False
+    """Its output is being made, or a commit was interrupted."""
+
+
+class JobOutput(Protocol):
+    """Where the files of one job go. A context manager: leaving it leaves the job as it is."""
+
+    path: str
+    """The destination, absolute."""
+
+    def __enter__(self) -> JobOutput: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def begin(self, record: JobRecord) -> None:
+        """Create the job, or join it. The job is durable when this returns.
+
+        Raises:
+            OutputExists: something at the destination may not be replaced.
+            UsageError: another job is under way there.
+            JobEnded: this call has ended a commit of the job that was interrupted.
+            ResourceError: the system or the store refuses.
+        """
+
+    def join(self) -> JobRecord | None:
+        """Join the job that is under way and return its record; None if there is none.
+
+        Raises:
+            JobEnded: as `begin`.
+            UsageError: there are several, or the job belongs to another user.
+            SourceError: its record is damaged.
+            ResourceError: as `begin`.
+        """
+
+    def notes(self) -> dict[int, FileNote]:
+        """Return the notes of the finished files, by number.
+
+        Raises:
+            JobEnded: another process has committed or aborted the job. So do all methods below.
+            ResourceError: as `begin`. So do all methods below.
+        """
+
+    def scratch(self) -> AbstractContextManager[str]:
+        """Give a directory of this process with the folders of all files. It is removed at the end."""
+
+    def add(self, scratch: str, number: int, note: FileNote) -> None:
+        """Move a finished file out of `scratch`, with what is attached to it, and record its note.
+
+        Both are durable when this returns, the file first. May be called from any thread.
+        """
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Remove notes, so that their files are written again. Durable when this returns."""
+
+    def commit(self, beside: str) -> None:
+        """Give the finished files, and those in the directory `beside`, their names. Durable when this returns.
+
+        Raises:
+            IncompleteError: files are missing.
+            OutputExists: something at the destination may not be replaced. The job stays.
+        """
+
+    def abort(self) -> None:
+        """Remove every job of this destination that is not committed. A commit that has begun is ended instead."""
+
+
+class OutputExists(UsageError):
+    """Something at the destination may not be replaced."""
+
+
+class JobEnded(IncompleteError):
+    """Another process has ended the job: it is committed, or aborted."""
+
+    def __init__(self, path: str, *, is_committed: bool) -> None:
+        if is_committed:
+            super().__init__(f"{escape(path)} was made by another process")
+        else:
+            super().__init__(
+                f"{escape(path)}: the job was aborted by another process",
+                hint="run the command again to begin anew",
+            )
+        self.is_committed = is_committed
+
+
+def other_job(path: str, record: JobRecord) -> UsageError:
+    """Return the error of a process that finds another job under way for its destination."""
+    return UsageError(
+        f"another job is under way for {escape(path)}",
+        problems=[f"it was begun by `{escape(record.command)}`"] if record.command else [],
+        hint=f"let it finish, or remove it: `shardkit abort {in_shell(path)}`",
+    )
+
+
+def missing_files(path: str, record: JobRecord, notes: Mapping[int, FileNote]) -> IncompleteError | None:
+    """Return the error of a commit that lacks files; None if all have notes."""
+    missing = [file.name for number, file in enumerate(record.files) if number not in notes]
+    if not missing:
+        return None
+    return IncompleteError(
+        f"{escape(path)}: {len(missing)} of {len(record.files)} files are not finished",
+        problems=map(escape, missing),
+        hint=f"`shardkit status {in_shell(path)}` lists the parts that are missing",
+    )
+
+
+def _parents(name: str) -> list[str]:
+    """Return the folders above a file's name, outermost first."""
+    pieces = name.split("/")[:-1]
+    return ["/".join(pieces[: depth + 1]) for depth in range(len(pieces))]
+
+
+def _parse_file(name: object, size: object, *attached: object) -> JobFile:
+    if not isinstance(size, int) or size < 0:
+        raise ValueError(size)
+    file = JobFile(name=_text(name), size=size, attached=[_text(each) for each in attached])
+    for each in (file.name, *file.attached):  # others may write beside the destination
+        if os.path.isabs(each) or not {"", ".", ".."}.isdisjoint(each.split("/")):
+            raise ValueError(each)
+    return file
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value

@@ -1,0 +1,635 @@
+"""The output of a job on a local or shared file system: a directory that is whole, or absent.
+
+Beside OUT lies one directory, and its name is the state of the job:
+
+    .OUT.shardkit-new-<id>/      being made; it gets the next name once it is complete
+    .OUT.shardkit/               the job is under way
+    .OUT.shardkit-commit-<id>/   one process makes OUT of it; from here on only forward
+    .OUT.shardkit-trash-<id>/    over, and being removed
+
+Each step is one rename of the whole directory: it cannot be half done, only one process can do it, and the next call of
+every process that still uses the old name fails. Nothing in it is ever made again under such a name.
+
+    job.json, draft/   what all processes agree on (`JobRecord`)
+    data/              finished files under their final names; becomes OUT
+    done/7.json        the note of file 7
+    tmp/<id>/          unfinished files of one process
+    users              flock, shared by all processes that work here
+    lock               flock of the process that commits or aborts
+    witness            hard link to a file of `data`, made before OUT and `data` are exchanged
+    old/               the previous OUT, until it is removed
+
+Safety does not depend on locks; they only make others wait. Where flock is missing, or counts on one host only, a process
+may take over a commit that is alive: it renames the directory to an id of its own, and the other one finds OUT made.
+
+Durable: the job before `begin` returns, a file before its note has a name, OUT before `commit` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+
+from shardkit.core.text import escape, in_shell
+from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
+from shardkit.files import storage
+from shardkit.files.output.contract import (
+    FileNote,
+    JobEnded,
+    JobRecord,
+    JobStatus,
+    OutputExists,
+    missing_files,
+    other_job,
+)
+from shardkit.files.staging import prefix_of
+from shardkit.files.strict_json import parse_object
+
+_MOST_TRIES = 100  # each only if another process begins or aborts in the same moment
+_MOST_WAITS, _WAIT_S = 20, (1.0, 3.0)  # for a commit that is alive, where flock does not work between hosts
+_IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+"""What a rename of a directory onto something that is not an empty directory fails with."""
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+_NO_LINKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EMLINK, errno.EXDEV)
+_GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
+"""ESTALE: another host has removed it (NFS). ENOTDIR: there is a file where the path has a folder."""
+_MAX_HOST_CHARS = 40
+
+MayReplace = Callable[[str], None]
+"""Raises `OutputExists` if the directory at a path may not be replaced. It is not called for one that is empty."""
+ForeignFiles = Callable[[str], list[str]]
+"""Returns the names in a directory that shardkit has not written."""
+
+
+class LocalOutput:
+    """A `JobOutput` on a file system, as one process of a job sees it.
+
+    Args:
+        path: the directory to make; absolute.
+        may_replace: checks what is at `path`, when a job begins and just before it is replaced.
+        foreign_files: finds what was put into the old output while it was being replaced; those files stay.
+        overwrite: a job of another hash that nobody works on gives way, also if it has finished files.
+    """
+
+    def __init__(
+        self, path: str, *, may_replace: MayReplace, foreign_files: ForeignFiles, overwrite: bool = False
+    ) -> None:
+        self.path = path
+        self.kept: list[str] = []
+        """Old outputs that stay beside the new one, since files of somebody came into them in the last moment."""
+        self._may_replace, self._foreign_files, self._overwrite = may_replace, foreign_files, overwrite
+        self._work = _beside(path)
+        self._data, self._done = os.path.join(self._work, "data"), os.path.join(self._work, "done")
+        self._record: JobRecord | None = None
+        self._users_fd = self._data_fd = -1
+        self._tmp = ""
+
+    def __enter__(self) -> LocalOutput:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    @property
+    def record(self) -> JobRecord:
+        """The job that this process has joined."""
+        assert self._record is not None
+        return self._record
+
+    @property
+    def data(self) -> str:
+        """The directory of the finished files, until the job is committed."""
+        return self._data
+
+    def begin(self, record: JobRecord) -> None:
+        """See `JobOutput.begin`."""
+        is_created = False
+        with _system_errors(self.path):
+            for _ in range(_MOST_TRIES):
+                if record.hash in self._finish_commits():
+                    if is_created and self._join() is not None:
+                        self._discard_if_idle(with_files=False)
+                    raise JobEnded(self.path, is_committed=True)
+                if self._join() is None:
+                    self._check_replaceable()
+                    is_created = _create(self.path, record)
+                    continue
+                storage.sync_directory(os.path.dirname(self.path))
+                try:
+                    self._check_replaceable()  # again: a commit may have ended before this job was created
+                except UsageError:
+                    self._discard_if_idle(with_files=False)
+                    raise
+                if self.record.hash == record.hash:
+                    return
+                if not self._discard_if_idle(with_files=self._overwrite):
+                    raise other_job(self.path, self.record)
+        raise ResourceError(
+            f"{escape(self.path)}: other processes keep restarting jobs for it",
+            hint=f"run the command again; if that does not help: `shardkit abort {in_shell(self.path)}`",
+        )
+
+    def join(self) -> JobRecord | None:
+        """See `JobOutput.join`."""
+        with _system_errors(self.path):
+            ended = self._finish_commits()
+            record = self._join()
+        if record is None:
+            if ended:
+                raise JobEnded(self.path, is_committed=True)
+            return None
+        with self._in_job():
+            return record.with_draft(_read_draft(self._work))
+
+    def notes(self) -> dict[int, FileNote]:
+        """See `JobOutput.notes`."""
+        with self._in_job():
+            return self._notes()
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[str]:
+        """See `JobOutput.scratch`.
+
+        Nothing may call `makedirs` there: the directories above it may be gone, and have to stay so.
+        """
+        path = os.path.join(self._tmp, _new_id())
+        try:
+            with self._in_job():
+                storage.mkdir(path)
+                for folder in self.record.folders:
+                    storage.mkdir(os.path.join(path, folder))
+                yield path
+        finally:
+            storage.remove_tree(path)
+
+    def add(self, scratch: str, number: int, note: FileNote) -> None:
+        """See `JobOutput.add`."""
+        file = self.record.files[number]
+        note_in_scratch = os.path.join(scratch, f"{number}.note")
+        with self._in_job():
+            names = (*file.attached, file.name)
+            for name in names:
+                storage.sync_file(os.path.join(scratch, name))
+                storage.rename(os.path.join(scratch, name), os.path.join(self._data, name))
+            for folder in {os.path.dirname(name) for name in names}:
+                storage.sync_directory(os.path.join(self._data, folder))
+            storage.write_file(note_in_scratch, json.dumps(note).encode())
+            storage.rename(note_in_scratch, os.path.join(self._done, f"{number}.json"))
+            storage.sync_directory(self._done)
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """See `JobOutput.forget`."""
+        with self._in_job():
+            for number in numbers:
+                with _if_there():
+                    storage.unlink(os.path.join(self._done, f"{number}.json"))
+            storage.sync_directory(self._done)
+
+    def commit(self, beside: str) -> None:
+        """See `JobOutput.commit`."""
+        with self._in_job(), _locked(self._work):
+            if (error := missing_files(self.path, self.record, self._notes())) is not None:
+                raise error
+            self._check_replaceable()
+            self._adopt(beside)
+            storage.sync_directories(self._data)
+            self._publish(_rename(self.path, self._work, "commit"))
+        self._leave()
+
+    def abort(self) -> None:
+        """See `JobOutput.abort`."""
+        with _system_errors(self.path):
+            for work in [self._work, *_listed(self.path, "commit")]:
+                with _if_there(), _locked(work):
+                    if work == self._work or (_has_new(work) and not _exists(os.path.join(work, "old"))):
+                        _discard(self.path, work)
+            self._finish_commits()
+            _discard_all(self.path, "new")
+        self._leave()
+
+    def _join(self) -> JobRecord | None:
+        """Join the job that is under way and return its record; None if there is none."""
+        self._leave()
+        users = os.path.join(self._work, "users")
+        with _if_there():
+            # For writing: over NFS an exclusive lock needs it.
+            self._users_fd = _open(users, os.O_RDWR)
+            is_alone = _flock(self._users_fd, exclusive=True, wait=False)
+            # All that this process does in the job passes through here by rename: it fails in another job of this name.
+            self._tmp = os.path.join(self._work, "tmp", _new_id())
+            storage.mkdir(self._tmp)
+            if is_alone and _is_same(users, self._users_fd):
+                self._remove_scratch_of_dead()
+            _flock(self._users_fd, exclusive=False)
+            self._data_fd = _open(self._data, os.O_RDONLY | os.O_DIRECTORY)
+            self._record = _read_record(self._work)
+            if storage.lstat(self._tmp).st_uid != storage.lstat(self._work).st_uid:
+                self._leave()  # notes of others are not believed
+                raise UsageError(
+                    f"the job under way for {escape(self.path)} belongs to another user",
+                    hint=f"choose another output, or have that user run `shardkit abort {in_shell(self.path)}`",
+                )
+            if _is_same(users, self._users_fd) and self._is_joined():
+                return self._record
+        self._leave()
+        return None
+
+    def _leave(self) -> None:
+        """Leave the job; it stays as it is."""
+        tmp, fds = self._tmp, (self._users_fd, self._data_fd)
+        self._tmp, self._users_fd, self._data_fd = "", -1, -1
+        for fd in fds:
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    storage.close_fd(fd)
+        if tmp:
+            storage.remove_tree(tmp)
+
+    def _is_joined(self) -> bool:
+        """True while the job that this process has joined is under way."""
+        return _is_same(self._data, self._data_fd)
+
+    @contextlib.contextmanager
+    def _in_job(self) -> Iterator[None]:
+        """Raise JobEnded in place of the errors that follow from the end of the job."""
+        try:
+            self._require_joined()
+            yield
+        except (OSError, ShardkitError) as error:
+            if isinstance(error, (JobEnded, UsageError)):
+                raise
+            with _system_errors(self.path):
+                if self._is_joined():
+                    raise
+                data_fd = self._data_fd
+                self._finish_commits()
+                raise JobEnded(self.path, is_committed=_is_same(self.path, data_fd)) from error
+
+    def _require_joined(self) -> None:
+        if not self._is_joined():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._data)
+
+    def _notes(self) -> dict[int, FileNote]:
+        notes = dict[int, FileNote]()
+        for name in storage.listdir(self._done):
+            stem = name.removesuffix(".json")
+            number = int(stem) if stem.isdecimal() else -1
+            if not 0 <= number < len(self.record.files):
+                continue
+            file = self.record.files[number]
+            with _if_there(), contextlib.suppress(SourceError):  # damaged: the file is written again
+                if storage.lstat(os.path.join(self._data, file.name)).st_size == file.size:
+                    notes[number] = parse_object(storage.read_file(os.path.join(self._done, name)), name)
+        self._require_joined()  # otherwise some may be missing because the job has ended
+        return notes
+
+    def _remove_scratch_of_dead(self) -> None:
+        """Remove unfinished files of processes on this host, all of which are dead."""
+        tmp, mine = os.path.split(self._tmp)
+        for name in storage.listdir(tmp):
+            if name.rpartition("-")[0] == _host() and name != mine:
+                moved = os.path.join(self._tmp, name)
+                storage.rename(os.path.join(tmp, name), moved)
+                storage.remove_tree(moved)
+
+    def _discard_if_idle(self, *, with_files: bool) -> bool:
+        """Leave the job. Remove it if no other process works on it, and no file is finished or `with_files`.
+
+        Returns:
+            True if it is gone.
+        """
+        try:
+            is_idle = _flock(self._users_fd, exclusive=True, wait=False)
+            is_idle = is_idle and (with_files or not storage.listdir(self._done))
+            self._require_joined()
+            if is_idle:
+                _discard(self.path, self._work)
+            return is_idle
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            return True
+        finally:
+            self._leave()
+
+    def _check_replaceable(self) -> None:
+        """Raise OutputExists if what is at the destination may not be replaced."""
+        if _is_free(self.path):
+            return
+        try:
+            with _if_there():
+                if not stat.S_ISDIR(storage.lstat(self.path).st_mode):
+                    raise OutputExists(f"{escape(self.path)} exists and is not a directory")
+                self._may_replace(self.path)
+        except OutputExists:
+            _discard_all(self.path, "new")
+            raise
+
+    def _adopt(self, directory: str, below: str = "") -> None:
+        """Move all files of a directory into `data`. A twin may be moving the same."""
+        for entry in storage.listdir(os.path.join(directory, below)):
+            name = os.path.join(below, entry)
+            source, target = os.path.join(directory, name), os.path.join(self._data, name)
+            if stat.S_ISDIR(storage.lstat(source).st_mode):
+                with contextlib.suppress(FileExistsError):
+                    storage.mkdir(target)
+                self._adopt(directory, name)
+            else:
+                storage.sync_file(source)
+                storage.rename(source, target)
+
+    def _finish_commits(self) -> set[str]:
+        """Bring interrupted commits to their end, and wait for one that is alive.
+
+        Returns:
+            The hashes of the jobs whose commits this call has ended.
+
+        Raises:
+            OutputExists: something else was put at the destination. All stays as it is.
+        """
+        ended = set[str]()
+        for waits in range(_MOST_WAITS):
+            works = _listed(self.path, "commit")
+            if not works:
+                _discard_all(self.path, "trash")
+                return ended
+            if waits:  # only where locks do not work: another process continues with it
+                time.sleep(random.uniform(*_WAIT_S))
+            for work in works:
+                with _if_there(), _locked(work):
+                    claimed = _rename(self.path, work, "commit")
+                    record = _read_record(claimed)
+                    self._publish(claimed)
+                    ended.add(record.hash)
+        raise ResourceError(
+            f"{escape(works[0])} cannot be brought to its end",
+            hint="if no process works there, remove it yourself",
+        )
+
+    def _publish(self, work: str) -> None:
+        """Give `data` the name of the destination, unless it has it already, and remove the rest.
+
+        No other process has a name for `work`: what is found in it stays true, or the next call fails.
+        """
+        data, old, parent = os.path.join(work, "data"), os.path.join(work, "old"), os.path.dirname(self.path)
+        if _has_new(work):
+            storage.sync_directory(parent)
+            self._replace(work, data, old)
+        if _exists(data):  # after an exchange
+            storage.rename(data, old)
+        storage.sync_directory(parent)  # else a power loss may lose this rename and keep the next one
+        if _exists(old) and self._foreign_files(old):  # they were put there after the last look
+            kept = os.path.join(parent, os.path.basename(_beside(self.path, "replaced"))[1:])  # not hidden
+            storage.rename(old, kept)
+            self.kept.append(kept)
+        _discard(self.path, work)
+        _discard_all(self.path, "new")
+
+    def _replace(self, work: str, data: str, old: str) -> None:
+        try:
+            if _exists(old) or _is_free(self.path):
+                storage.rename(data, self.path)
+                return
+            self._check_replaceable()
+            if not _exchange(work, self.path):
+                with _if_there():
+                    storage.rename(self.path, old)
+                storage.rename(data, self.path)
+        except OSError as error:
+            if error.errno not in _IN_THE_WAY:
+                raise
+            raise OutputExists(
+                f"something was put at {escape(self.path)} meanwhile",
+                hint=f"move it away and run the same command again; the new output is whole in {escape(data)}",
+            ) from error
+
+
+def status(path: str) -> list[JobStatus]:
+    """Return the job of a destination that is not committed, with its finished files. Nothing is changed.
+
+    Raises:
+        SourceError: its record is damaged.
+        ResourceError: the system refuses.
+    """
+    with _system_errors(path):
+        for work in [*_listed(path, "commit"), _beside(path)]:
+            with _if_there():
+                names = storage.listdir(os.path.join(work, "done"))
+                finished = {int(name.removesuffix(".json")) for name in names if name[:-5].isdecimal()}
+                is_committing = work != _beside(path)
+                return [JobStatus(record=_read_record(work), finished=finished, is_committing=is_committing)]
+    return []
+
+
+def outputs_in(directory: str) -> list[str]:
+    """Return the paths in a directory for which jobs are under way, as far as their names show it."""
+    names = [name for name in storage.listdir(directory) if name.startswith(".") and ".shardkit" in name]
+    stems = {name[1:].partition(".shardkit-commit-")[0].removesuffix(".shardkit") for name in names}
+    return sorted(path for stem in stems if status(path := os.path.join(directory, stem)))
+
+
+def _create(path: str, record: JobRecord) -> bool:
+    """Create the directory of a job; False if there is one."""
+    new = _beside(path, "new")
+    storage.mkdir(new)
+    try:
+        folders = ["data", "done", "draft", "tmp", *(f"data/{folder}" for folder in record.folders)]
+        for folder in folders:
+            storage.mkdir(os.path.join(new, folder))
+        drafts = {f"draft/{number}": content for number, content in enumerate(record.draft.values())}
+        for name, content in {"users": b"", "lock": b"", "job.json": record.dump(), **drafts}.items():
+            storage.write_file(os.path.join(new, name), content)
+        for folder in [*reversed(folders), ""]:
+            storage.sync_directory(os.path.join(new, folder))
+        storage.rename(new, _beside(path))
+        return True
+    except OSError as error:  # gone: another process has tidied up; in the way: it was faster
+        if error.errno not in (*_GONE, *_IN_THE_WAY):
+            raise
+        return False
+    finally:
+        storage.remove_tree(new)
+
+
+def _read_record(work: str) -> JobRecord:
+    """Return the record of a job's directory, without its draft."""
+    path = os.path.join(work, "job.json")
+    return JobRecord.parse(storage.read_file(path), path)[0]
+
+
+def _read_draft(work: str) -> dict[str, bytes]:
+    path = os.path.join(work, "job.json")
+    names = JobRecord.parse(storage.read_file(path), path)[1]
+    return {
+        name: storage.read_file(os.path.join(work, "draft", str(number))) for number, name in enumerate(names)
+    }
+
+
+def _has_new(work: str) -> bool:
+    """True if `data` is the new output; False if that has become OUT, and `data` is the old one or absent."""
+    data, witness = os.path.join(work, "data"), os.path.join(work, "witness")
+    if not _exists(data):
+        return False
+    return not _exists(witness) or _is_same(witness, _first_file(work))
+
+
+def _exchange(work: str, path: str) -> bool:
+    """Exchange `data` and OUT in one step.
+
+    Returns:
+        False if the file system has no such thing, or no hard links, which show afterwards whether it has happened.
+    """
+    witness, first = os.path.join(work, "witness"), _first_file(work)
+    if not first:
+        return False
+    try:
+        with contextlib.suppress(FileExistsError):
+            storage.hard_link(first, witness)
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            return False
+        raise
+    if not _is_same(witness, first):
+        return False
+    storage.sync_directory(work)
+    try:
+        return storage.renameat2(os.path.join(work, "data"), path, storage.RENAME_EXCHANGE)
+    except OSError as error:
+        if error.errno not in _GONE or _exists(path):
+            raise
+        return False
+
+
+def _first_file(work: str) -> str:
+    """Return the path in `data` of the job's first file; empty if it has none."""
+    files = _read_record(work).files
+    return os.path.join(work, "data", files[0].name) if files else ""
+
+
+def _beside(path: str, state: str = "") -> str:
+    """Return the path of a job's directory; with a state, of a new one in that state."""
+    parent, name = os.path.split(path)
+    stem = prefix_of(name).removesuffix("-")
+    return os.path.join(parent, f"{stem}-{state}-{_new_id()}" if state else stem)
+
+
+def _listed(path: str, state: str) -> list[str]:
+    """Return the directories of jobs in a state."""
+    parent, name = os.path.split(path)
+    prefix = f"{prefix_of(name)}{state}-"
+    return [os.path.join(parent, entry) for entry in storage.listdir(parent) if entry.startswith(prefix)]
+
+
+def _rename(path: str, work: str, state: str) -> str:
+    """Bring a job's directory into a state, under a name of this process; return its new path."""
+    renamed = _beside(path, state)
+    storage.rename(work, renamed)
+    return renamed
+
+
+def _discard(path: str, work: str) -> None:
+    trash = _rename(path, work, "trash")
+    storage.sync_directory(os.path.dirname(path))  # else a power loss brings it back, half empty
+    storage.remove_tree(trash)
+
+
+def _discard_all(path: str, state: str) -> None:
+    """Remove what dead processes left in the state "trash", or "new"; whoever makes a new one begins again."""
+    for work in _listed(path, state):
+        with _if_there():
+            _discard(path, work)
+
+
+@contextlib.contextmanager
+def _locked(work: str) -> Iterator[None]:
+    """Hold the lock of a job's directory. The directory may be gone once the lock is free: the next call fails then.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+    """
+    fd = _open(os.path.join(work, "lock"), os.O_RDWR | os.O_CREAT)  # missing if somebody has removed it
+    try:
+        _flock(fd, exclusive=True)
+        yield
+    finally:
+        storage.close_fd(fd)
+
+
+def _flock(fd: int, *, exclusive: bool, wait: bool = True) -> bool:
+    """Lock an open file. Without locks in the file system waiting succeeds, and trying without waiting fails."""
+    try:
+        return storage.flock(fd, exclusive=exclusive, wait=wait)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return wait
+
+
+def _open(path: str, flags: int) -> int:
+    return storage.open_fd(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _exists(path: str) -> bool:
+    with _if_there():
+        storage.lstat(path)
+        return True
+    return False
+
+
+def _is_free(path: str) -> bool:
+    """True if nothing is there, or an empty directory: a rename takes its place."""
+    with _if_there():
+        return stat.S_ISDIR(storage.lstat(path).st_mode) and not storage.listdir(path)
+    return True
+
+
+def _is_same(path: str, other: str | int) -> bool:
+    """True if a path leads to the same file or directory as another path, or as a descriptor."""
+    try:
+        second = storage.fstat(other) if isinstance(other, int) else storage.lstat(other)
+        return os.path.samestat(storage.lstat(path), second)
+    except OSError as error:
+        if error.errno in (*_GONE, errno.EBADF):  # EBADF: this process has left the job
+            return False
+        raise
+
+
+@contextlib.contextmanager
+def _if_there() -> Iterator[None]:
+    """Leave the block where a file or directory is gone."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+
+
+@contextlib.contextmanager
+def _system_errors(path: str) -> Iterator[None]:
+    """Raise ResourceError for what the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"cannot write beside {escape(path)}: {error.strerror}", hint=storage.WAYS_OUT.get(error.errno)
+        ) from error
+
+
+def _new_id() -> str:
+    """Return an id that no other process has; it begins with the name of this host."""
+    return f"{_host()}-{secrets.token_hex(6)}"
+
+
+def _host() -> str:
+    return socket.gethostname().partition(".")[0][:_MAX_HOST_CHARS]
