@@ -366,6 +366,7 @@ class Entries:
             if file.is_raw and file.path not in self._tables:
                 rows.setdefault(file.path, []).append((start, nbytes, None))
         self._tables |= {path: Checksums.of(chunks) for path, chunks in rows.items()}
+        self._unlisted_rows = {path: {*range(len(chunks))} for path, chunks in rows.items()}
 
     def label_of(self, path: str) -> str:
         """Return the name of a file by which all processes list it."""
@@ -373,13 +374,25 @@ class Entries:
 
     def within(self, path: str, start: int, stop: int) -> Iterator[tuple[Entry, int, int]]:
         """Yield each entry that a range of a file has bytes of, and the first of these bytes and their end."""
+        return self._between(path, start, stop, None)
+
+    def not_listed(self, path: str, start: int, stop: int) -> Iterator[tuple[Entry, int, int]]:
+        """Yield as `within`, but entries of a file that records nothing only once: all of one counts as read then."""
+        rows = self._unlisted_rows.get(path)
+        return iter(()) if rows == set() else self._between(path, start, stop, rows)
+
+    def _between(
+        self, path: str, start: int, stop: int, rows: set[int] | None
+    ) -> Iterator[tuple[Entry, int, int]]:
         table = self._tables.get(path)
         if table is not None:
             first = max(bisect_right(table.starts, start) - 1, 0)
             for row in range(first, bisect_left(table.starts, stop)):
                 entry = Entry(table.starts[row], table.stops[row], table.crcs[row])
                 begin, end = max(start, entry.start), min(stop, entry.stop)
-                if begin < end:
+                if begin < end and (rows is None or row in rows):
+                    if rows is not None:
+                        rows.discard(row)
                     yield entry, begin, end
 
 
@@ -405,7 +418,7 @@ class ThreadReadings:
         """List bytes of a file that were read; return their CRC-32, None if nothing is recorded for them."""
         view, result = memoryview(data), None
         stop = start + len(view)
-        for entry, begin, end in self._entries.within(path, start, stop):
+        for entry, begin, end in self._entries.not_listed(path, start, stop):
             crc = crc32(view[begin - start : end - start]) if entry.crc else 0
             self._append(EntryReading(self._entries.label_of(path), entry, tensor, begin, end, crc))
             if entry.crc and (begin, end) == (start, stop):
@@ -421,7 +434,7 @@ class ThreadReadings:
 
     def add_summed(self, path: str, start: int, stop: int, crc: int, tensor: str) -> None:
         """List bytes without reading them again: `can_sum` is true for them, or `crc` is `UNREAD`."""
-        for entry, begin, end in self._entries.within(path, start, stop):
+        for entry, begin, end in self._entries.not_listed(path, start, stop):
             self._append(EntryReading(self._entries.label_of(path), entry, tensor, begin, end, crc))
 
     def extend(self, readings: Iterable[EntryReading]) -> None:
