@@ -106,11 +106,6 @@ def rename_to_base(
     return names if is_whole and len(outputs) == len(ours) else {}
 
 
-def covers(names: Iterable[str], base: Mapping[str, Shape]) -> bool:
-    """True if some names hold every name of a base, except copies of its tied tensors."""
-    return set(names) >= base.keys() - {name for name, _, _ in tied_names(base)}
-
-
 def find_rules(names: Mapping[str, str]) -> tuple[KeyRule, ...]:
     """Return changes of names as rules from which exactly these changes follow.
 
@@ -320,8 +315,6 @@ class HubNames(NamedTuple):
     """Stored name -> name on the Hub."""
     rules: tuple[KeyRule, ...]
     """What changed."""
-    is_whole: bool
-    """Every name of the base is among them, except copies of tied tensors."""
     warnings: tuple[str, ...] = ()
 
 
@@ -354,7 +347,6 @@ def name_as_hub(
     return HubNames(
         names=names,
         rules=find_rules({name: names[stored] for stored, name in live.items()}) if names != live else (),
-        is_whole=base is not None and covers(names.values(), _needed(base)),
         warnings=(warning,) if is_ambiguous else (),
     )
 

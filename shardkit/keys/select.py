@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from shardkit.core.catalog import TensorEntry
 from shardkit.core.regions import Shape
 from shardkit.core.text import GLOBS_HINT, count, escape, few, match_nothing, suggestion, unmatched
 from shardkit.errors import ShardkitError, SourceError, UsageError
+from shardkit.keys.averages import locate_averaged
 from shardkit.keys.check import in_memory_warnings, own_names_warnings
 from shardkit.keys.names import (
     MODULE,
@@ -31,15 +32,15 @@ from shardkit.keys.roots import (
     Located,
     Path,
     SortedNames,
+    Want,
     list_roots,
-    locate_averaged,
     locate_model,
     locate_other,
     locate_root,
     locate_top,
     read_source,
 )
-from shardkit.keys.tree import is_averaged, object_kind, optimizer_path
+from shardkit.keys.trainer_state import is_averaged, object_kind, optimizer_path
 
 _MAX_SHOWN = 3  # of the tensors that one name would be given to
 
@@ -203,17 +204,17 @@ def select_model(
     if base is not None and not isinstance(base, (set, frozenset)):
         base = dict.fromkeys(base)  # quick to search, and keeps the order
     source = read_source(tensors, objects, paths, roots or {})
-    located = _locate(source, naming, rules, base)
+    located = _locate(
+        source, naming, rules, base_shapes if base_shapes is not None else dict.fromkeys(base or ())
+    )
     _refuse_nothing(source, located, naming.weights)
-
-    def name(part: Located) -> HubNames:
-        in_memory = {stored: join(path) for stored, path in part.names.items()}
-        if naming.changes_names:
-            return HubNames(in_memory, (), is_whole=False)
+    modules = _without_modules(located, base, may_guess=naming.root is None)
+    in_memory = {stored: join(path) for stored, path in located.names.items()}
+    if naming.changes_names:
+        hub = HubNames(in_memory, ())
+    else:
         shapes = {stored: tensors[stored].shape for stored in in_memory}
-        return name_as_hub(in_memory, shapes, key_rules, base_shapes or None)
-
-    located, modules, hub = _name(source, located, base, base_shapes, name, naming)
+        hub = name_as_hub(in_memory, shapes, key_rules, base_shapes or None)
     _refuse_flat_parameters(located)
     names, notes = apply_rules(rules, hub.names)
     _refuse_bad_names(names, naming)
@@ -236,76 +237,16 @@ def select_model(
     )
 
 
-def _name(
-    source: SortedNames,
-    located: Located,
-    base: Collection[str] | None,
-    shapes: Mapping[str, Shape] | None,
-    name: Callable[[Located], HubNames],
-    naming: Naming,
-) -> tuple[Located, int, HubNames]:
-    """Name the tensors that were located, or more than those.
-
-    If the base's names differ from the model's in memory, a part of the model may match them best. Then the
-    whole model is taken, if it can be named like the base, if the part would lack what the base has a name for, or if it
-    is less than half of both: then names in memory are those of the base by chance.
-
-    Args:
-        source: the checkpoint.
-        located: what matches the base's names best.
-        base: the base's names.
-        shapes: shape by name in the base, where they are known.
-        name: names the tensors that were located.
-        naming: what a person asks for. More may be taken if it does not say where the model begins.
-
-    Returns:
-        (what was taken, number of names that lost a wrapper's `module`, the names).
-    """
-    modules = _without_modules(located, base, may_guess=naming.root is None)
-    named = name(located)
-    may_widen = naming.weights == "model" and naming.root is None and not naming.changes_names
-    if not (may_widen and shapes) or (named.is_whole and not named.rules):
-        return located, modules, named
-    try:
-        whole = locate_model(source, None)
-    except SourceError:  # there are several models, and the base tells which one
-        return located, modules, named
-    modules_of_whole = _without_modules(whole, base, may_guess=True)
-    left = {stored: path for stored, path in whole.names.items() if stored not in located.names}
-    if left and whole.names.keys() > located.names.keys():
-        better = name(whole)
-        is_by_chance = not named.is_whole and 2 * len(located.names) < min(len(whole.names), len(shapes))
-        if better.is_whole or is_by_chance or _have_place(source, left, shapes, named):
-            return whole, modules_of_whole, better
-    return located, modules, named
-
-
-def _have_place(
-    source: SortedNames, left: Mapping[str, Segments], base: Mapping[str, Shape], named: HubNames
-) -> bool:
-    """True if the base has a name for a tensor that would be left out: the same, below another prefix."""
-    lacking = {split(name): tuple(base[name]) for name in base.keys() - set(named.names.values())}
-    shapes = {path: tuple(source.tensors[stored].shape) for stored, path in left.items()}
-    return _is_below_prefix(lacking, shapes) or _is_below_prefix(shapes, lacking)
-
-
-def _is_below_prefix(shapes: Mapping[Segments, Shape], plain: Mapping[Segments, Shape]) -> bool:
-    """True if one of the tensors, without some first segments of its name, is a plain one."""
-    return any(
-        plain.get(path[start:]) == shape for path, shape in shapes.items() for start in range(len(path))
-    )
-
-
-def _locate(source: SortedNames, naming: Naming, rules: Rules, base: Collection[str] | None) -> Located:
+def _locate(source: SortedNames, naming: Naming, rules: Rules, want: Want) -> Located:
     if naming.root is not None:
         return locate_root(source, naming.root) if naming.root.strip(".") else locate_top(source)
     if rules.strip_prefix:
         return locate_top(source)
     if naming.weights == "model":
-        return locate_model(source, base)
+        return locate_model(source, want)
     if naming.weights == "ema":
-        return locate_averaged(source, base)
-    return locate_other(source, naming.weights)
+        return locate_averaged(source, want)
+    return locate_other(source, naming.weights, want)
 
 
 def _refuse_nothing(source: SortedNames, located: Located, weights: str) -> None:
@@ -339,35 +280,26 @@ def _refuse_flat_parameters(located: Located) -> None:
 def _without_modules(located: Located, base: Collection[str] | None, *, may_guess: bool) -> int:
     """Remove `module` from the middle of names where it is a wrapper; return from how many names.
 
-    It is a wrapper if the base has the name without it, or if every entry of a numbered list holds a `module`
-    and nothing else: the list was wrapped layer by layer. A list of which some entries do so shows that it is the
-    model's own word, in its kin too (the lists of LeViT's other stages).
+    It is a wrapper if the base has the name without it, or if every entry of a numbered list, and of its kin in a list
+    around it, holds a `module` and nothing else: the list was wrapped layer by layer. LeViT has lists of which some
+    entries do so: there it is the model's own word.
     """
     paths = located.names.values()
-    deep = [path for path in paths if MODULE in path[:-1]]
-    children: dict[Segments, set[str]] = {
-        path[:place]: set() for path in deep for place, segment in enumerate(path[:-1]) if segment == MODULE
-    }
-    if not children:
+    if not any(MODULE in path[:-1] for path in paths):
         return 0
+    inside = defaultdict[Segments, set[Segments]](set)
     for path in paths:
-        for place in range(len(path)):
-            if path[:place] in children:
-                children[path[:place]].add(path[place])
-    wrapped = {parent for parent, below in children.items() if below == {MODULE}}
-    lists = {parent[:-1] for parent in wrapped if parent and is_number(parent[-1])}
-    numbered = {path[: len(stem) + 1] for path in paths for stem in lists if path[: len(stem)] == stem}
-    broken = {_kind_of(item) for item in numbered if item not in wrapped}
-    layers = {
-        parent
-        for parent in wrapped
-        if may_guess and parent and is_number(parent[-1]) and _kind_of(parent) not in broken
-    }
+        for stop in range(1, len(path) + 1):
+            if is_number(path[stop - 1]):
+                inside[_kind_of(path[:stop])].add(path[stop : stop + 1])
+    wrapped = {kind for kind, segments in inside.items() if may_guess and segments == {(MODULE,)}}
+
+    def is_wrapper(path: Segments, place: int) -> bool:
+        return path[place] == MODULE and place < len(path) - 1 and _kind_of(path[:place]) in wrapped
+
     num_names = 0
     for stored, path in located.names.items():
-        without = tuple(
-            segment for place, segment in enumerate(path) if segment != MODULE or path[:place] not in layers
-        )
+        without = tuple(segment for place, segment in enumerate(path) if not is_wrapper(path, place))
         if base is not None and join(path) not in base:
             bare = tuple(segment for segment in path if segment != MODULE)
             without = bare if join(bare) in base else without

@@ -8,6 +8,7 @@ from tests.keys.key_sets import MODELS, entries, optimizer
 
 LLAMA = MODELS["llama"]
 STORED = [f"app.model.{name}" for name in LLAMA]
+PATHS = {name: ("app", "model", name.removeprefix("app.model.")) for name in STORED}
 
 
 def test_root() -> None:
@@ -35,7 +36,8 @@ def test_unknown_root(root: str) -> None:
 def test_nothing_is_guessed_below_a_root() -> None:
     names = [f"layers.{layer}.module.weight" for layer in range(2)]
     tensors = entries([f"net.{name}" for name in names])
-    assert set(select_model(tensors).names.values()) == {"layers.0.weight", "layers.1.weight"}
+    paths = {f"net.{name}": ("net", name) for name in names}
+    assert set(select_model(tensors, (), paths).names.values()) == {"layers.0.weight", "layers.1.weight"}
     assert set(select_model(tensors, naming=Naming(root="net")).names.values()) == set(names)
 
 
@@ -52,6 +54,8 @@ def test_strip_prefix_replaces_what_would_be_guessed() -> None:
 def test_add_prefix_and_renames_in_order() -> None:
     selection = select_model(
         entries(STORED),
+        (),
+        PATHS,
         naming=Naming(
             add_prefix="language",
             rename=("^language\\.(?=model)=", "layers\\.(\\d+)=block.\\1", "^language\\.lm_head=head"),
@@ -63,7 +67,7 @@ def test_add_prefix_and_renames_in_order() -> None:
 
 
 def test_a_rename_that_changes_nothing_is_said() -> None:
-    selection = select_model(entries(STORED), naming=Naming(rename=("nothing=x",)))
+    selection = select_model(entries(STORED), (), PATHS, naming=Naming(rename=("nothing=x",)))
     assert [note.split(" matches")[0] for note in selection.notes] == ["--rename 'nothing=x'"]
 
 
@@ -74,7 +78,7 @@ def test_every_bad_option_is_listed() -> None:
 
 
 def test_include_and_exclude() -> None:
-    names = list(select_model(entries(STORED)).names.values())
+    names = list(select_model(entries(STORED), (), PATHS).names.values())
     globs = Globs(("*.layers.1.*", "lm_head.*"), ("*layernorm*",))
     globs.check(names)
     assert list(filter(globs.take, names)) == [
@@ -100,7 +104,9 @@ def test_what_is_left_out_counts_as_excluded() -> None:
 def test_a_name_is_never_given_twice() -> None:
     stored = [*STORED, "app.model._orig_mod.lm_head.weight"]
     with pytest.raises(SourceError) as found:
-        select_model(entries(stored))
+        select_model(
+            entries(stored), (), {name: ("app", "model", name.removeprefix("app.model.")) for name in stored}
+        )
     assert found.value.problems == (
         "lm_head.weight: from app.model.lm_head.weight and app.model._orig_mod.lm_head.weight",
     )

@@ -32,7 +32,7 @@ from shardkit.formats.contract import (
     own_name,
     parent,
 )
-from shardkit.keys.tree import is_averaged, is_optimizer_of, is_optimizers
+from shardkit.keys.trainer_state import is_averaged, is_optimizer_of, is_optimizers
 
 Roots = Mapping[str, tuple[str | int, ...]]
 
@@ -147,6 +147,7 @@ _STRUCTURES = (
         writer="NeMo Automodel",
         weights=("model",),
         beside=("optim", "step_scheduler*", "losses.json"),
+        roots={"model": ()},
         assets=("model/.hf_metadata", "model", "."),
     ),
     _VEOMNI,

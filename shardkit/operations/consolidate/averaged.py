@@ -11,8 +11,8 @@ from shardkit.errors import UsageError
 from shardkit.formats.contract import Checkpoint, inner, listing, own_name, parent
 from shardkit.formats.registry import open_checkpoint, recognise
 from shardkit.keys.names import split
-from shardkit.keys.roots import MODEL_WORDS
-from shardkit.keys.tree import is_averaged
+from shardkit.keys.roots import MODEL_KEYS
+from shardkit.keys.trainer_state import is_averaged
 
 BESIDE = "ema"
 """The root of such weights in the checkpoint that they make: all of it."""
@@ -51,7 +51,7 @@ def _places(checkpoint: Checkpoint) -> Iterator[str]:
     path, own = checkpoint.path, _stem(own_name(checkpoint.path))
     within = [name for name in listing(path) if is_averaged(_stem(name))]
     yield from (place for name in within for place in _checkpoints(path, name))
-    is_models = own in MODEL_WORDS or own.startswith("pytorch_model")
+    is_models = own in MODEL_KEYS or own.startswith("pytorch_model")
     beside = [
         name
         for name in listing(parent(path))

@@ -28,7 +28,7 @@ from shardkit.formats.derived import derive_checkpoint
 from shardkit.formats.rankfiles.inside import find_states, settings_in
 from shardkit.formats.torchsave.file import open_torch_file
 from shardkit.formats.trainers.full_file import is_full_file
-from shardkit.keys.tree import is_optimizer_of, is_optimizers
+from shardkit.keys.trainer_state import is_optimizer_of, is_optimizers
 from shardkit.transfer.codecs.lerp import Lerp
 from shardkit.transfer.sources import same_bytes
 

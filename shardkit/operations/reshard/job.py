@@ -60,7 +60,7 @@ from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.expressions import Expression
 from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.keys.renaming import KeyRule
-from shardkit.keys.tree import Kind, is_optimizers, object_kind, optimizer_names
+from shardkit.keys.trainer_state import Kind, is_optimizers, object_kind, optimizer_names
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.casts import check_cast
 from shardkit.operations.companions import BesideFile, Survey, check_survey, leave_out, survey

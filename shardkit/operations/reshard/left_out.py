@@ -17,7 +17,7 @@ from shardkit.files import storage
 from shardkit.files.listing import walk
 from shardkit.formats.contract import inner, listing
 from shardkit.formats.dcp.directory import is_dcp, open_dcp
-from shardkit.keys.tree import is_optimizer_of, is_optimizers, object_kind, optimizer_names
+from shardkit.keys.trainer_state import is_optimizer_of, is_optimizers, object_kind, optimizer_names
 from shardkit.operations.resolve import is_a_step, is_ordered
 
 OF_A_RANK = re.compile(r"(?:^|[_-])rank[_-]?\d+\.|(?:rng_state|random_states)_\d+\.")

@@ -28,7 +28,7 @@ from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner, expect_records
 from shardkit.keys.moments import NamedShape
-from shardkit.keys.tree import optimizer_names
+from shardkit.keys.trainer_state import optimizer_names
 from shardkit.operations.verify.bytes import FirstDifference, report_difference, spelling
 from shardkit.operations.verify.manifest import Described, check_tensors
 from shardkit.operations.verify.result import Report, report_damaged

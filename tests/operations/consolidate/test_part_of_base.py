@@ -129,9 +129,7 @@ def test_a_trained_head_is_not_to_be_taken_from_the_base(tmp_path: Path) -> None
     base = hub(tmp_path / "base", {**own, **visual}, WHOLE)
     policy = {f"policy.{name}": value for name, value in {**in_whole(weights()), **towers}.items()}
     checkpoint = trained(tmp_path, {**policy, "value_head.weight": torch.randn(1, 16)})
-    with pytest.raises(
-        LayoutError, match=r"1 difference\n.*missing: language_model\.lm_head\.weight"
-    ) as refused:
+    with pytest.raises(LayoutError, match=r"missing: language_model\.lm_head\.weight") as refused:
         consolidate(checkpoint, tmp_path / "out", base=base)
     assert "root may give the base's names" in str(refused.value.hint)
     consolidate(checkpoint, tmp_path / "out", base=base, root="model.policy")

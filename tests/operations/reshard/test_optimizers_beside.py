@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardkit.keys.tree import is_optimizer_of, is_optimizers
+from shardkit.keys.trainer_state import is_optimizer_of, is_optimizers
 from shardkit.operations.reshard.left_out import around
 from tests.operations.reshard.test_left_out import BESIDE, STATE, WEIGHT, save, save_pair
 
