@@ -31,9 +31,8 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.errors import UsageError as UsageError
     from shardkit.operations.commit import AbortResult as AbortResult
     from shardkit.operations.commit import CommitResult as CommitResult
-    from shardkit.operations.commit import PartStatus as PartStatus
-    from shardkit.operations.commit import PlanStatus as PlanStatus
     from shardkit.operations.commit import StatusResult as StatusResult
+    from shardkit.operations.commit import UnfinishedJob as UnfinishedJob
     from shardkit.operations.commit import abort as abort
     from shardkit.operations.commit import commit as commit
     from shardkit.operations.commit import status as status
@@ -91,9 +90,8 @@ _HOMES = {
     "shardkit.operations.commit": (
         "AbortResult",
         "CommitResult",
-        "PartStatus",
-        "PlanStatus",
         "StatusResult",
+        "UnfinishedJob",
         "abort",
         "commit",
         "status",

@@ -153,7 +153,7 @@ def test_it_runs_without_torch(installed: Path, tmp_path: Path) -> None:
 
 def test_extras_are_for_users_and_pin_nothing(wheel: Path, tmp_path: Path) -> None:
     extras = described(wheel, tmp_path).metadata.get_all("Provides-Extra")
-    assert set(extras) == {"torch", "trace", "stores", "gs", "ray", "zstd"}
+    assert set(extras) == {"torch", "trace", "stores", "ray", "zstd"}
     assert [
         each for each in described(wheel, tmp_path).requires or () if "==" in each.partition(";")[0]
     ] == []

@@ -90,7 +90,7 @@ Examples:
 @opt.overwrite("Hub model, whole and in one step")
 @opt.exist_ok
 @opt.strict
-@opt.writing
+@opt.dry_run
 @opt.parts
 @opt.moving
 @opt.follow_links

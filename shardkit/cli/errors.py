@@ -64,6 +64,7 @@ _IN_A_JOB = (
     "prepare(model, model, osft=0.3) and finalize compute the factors on all ranks of a job, save writes them, and further "
     "runs start from there"
 )
+_ALWAYS_RESUMED = "the same command resumes what was finished, on any host; `shardkit abort OUTPUT` removes it, to begin anew"
 REMOVED = {
     "cache": "`shardkit env` shows the directory of the cache: remove it with rm -r",
     "gc": "shardkit abort OUTPUT removes what was not committed; the store's own tool removes replaced data, whose prefix "
@@ -80,8 +81,9 @@ REMOVED = {
     "with the store's own tool",
     "--answers": _NOT_DIVIDED,
     "--part": _NOT_DIVIDED,
-    "--resume-from": "the same command goes on with what a run on this host left; begun with --part 1/1, on any host. "
-    "`shardkit abort OUTPUT` removes what cannot be taken over",
+    "--no-resume": _ALWAYS_RESUMED,
+    "--resume": _ALWAYS_RESUMED,
+    "--resume-from": _ALWAYS_RESUMED,
     "--osft": _IN_A_JOB,
     "--osft-targets": _IN_A_JOB,
     "--osft-rank": _IN_A_JOB,
@@ -226,9 +228,9 @@ def _say(
 def resume_command(args: Sequence[str]) -> str:
     """Return the command that goes on with an interrupted one, as the shell takes it.
 
-    It is the command that was typed, without `--no-resume`, which would start over.
+    It is the command that was typed.
     """
-    return typed_command(args, (), {"--no-resume"})
+    return typed_command(args, (), ())
 
 
 def typed_command(args: Sequence[str], without: Collection[str], flags: Collection[str]) -> str:

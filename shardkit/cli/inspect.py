@@ -26,12 +26,10 @@ from shardkit.cli.output import (
     uneven,
 )
 from shardkit.core.dtypes import short_dtype
-from shardkit.core.text import count, escape, format_size, in_shell
-from shardkit.errors import UsageError
+from shardkit.core.text import count, escape, format_size
 from shardkit.operations.inspect import InspectedFile, InspectedTargets, InspectResult, inspect
 
 if TYPE_CHECKING:
-    from shardkit.operations.leftovers import Leftover
     from shardkit.pictures.page import Page
 
 _MAX_FILES = 20
@@ -67,8 +65,6 @@ def command(*, out: Output, path: str, picture: bool, html_file: str | None, **o
     is_drawn = picture and not (out.is_quiet or out.as_json)
     result = inspect(path, holdings=is_drawn or html_file is not None, **options)
     out.result(result, render, max_warnings=max_lines())
-    if result.run is not None:  # there is nothing to draw
-        return
     if is_drawn:
         from shardkit.pictures.glyphs import held_lines
 
@@ -82,8 +78,6 @@ def page_of(result: InspectResult) -> Page:
     """Return the page of a result; who holds what is looked up where the result does not have it."""
     from shardkit.pictures.held import held_page
 
-    if result.run is not None:
-        raise UsageError(f"there is nothing to draw: {result.headline()}")
     if result.holdings is None:
         result = replace(result, holdings=inspect(result.path, holdings=True).holdings)
     return held_page(result, kicker=result.title(), path=result.path, facts=list(_facts(result)))
@@ -91,8 +85,6 @@ def page_of(result: InspectResult) -> Page:
 
 def render(result: InspectResult) -> list[str]:
     """Return a result as lines for people."""
-    if result.run is not None:
-        return [result.headline(), *facts(_run_facts(result.run))]
     return [
         result.headline(),
         *facts(_facts(result)),
@@ -103,14 +95,6 @@ def render(result: InspectResult) -> list[str]:
         "files",
         *_file_lines(result.files),
     ]
-
-
-def _run_facts(run: Leftover) -> Iterator[tuple[str, str]]:
-    from shardkit.operations.leftovers import describe, output_of
-
-    yield from describe(run)
-    output = in_shell(output_of(run.staging) or run.staging)
-    yield "see", f"shardkit status {output}; shardkit abort {output} removes it"
 
 
 def _facts(result: InspectResult) -> Iterator[tuple[str, str]]:

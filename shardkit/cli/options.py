@@ -508,16 +508,6 @@ recording = group(
         help="Write the manifest to FILE, outside the output.",
     ),
 )
-writing = group(
-    dry_run,
-    option(
-        "Output",
-        "--resume/--no-resume",
-        default=True,
-        show_default=True,
-        help="Continue an interrupted run of the same job.",
-    ),
-)
 moving = group(
     option(
         "Checks",
@@ -541,4 +531,11 @@ moving = group(
     ),
     jobs,
     max_memory,
+    option(
+        "General",
+        "--scratch",
+        type=PATH,
+        metavar="DIR",
+        help="Directory for files on their way into a store; by default beside the cache.",
+    ),
 )

@@ -9,12 +9,10 @@ import click
 
 from shardkit.cli import options as opt
 from shardkit.cli.output import Output, facts, limited, source_facts
-from shardkit.core.text import count, escape, format_size
+from shardkit.core.text import count, escape, escape_command, format_size, in_shell
 
 if TYPE_CHECKING:
-    from shardkit.operations.commit import AbortResult, CommitResult, PartStatus, PlanStatus, StatusResult
-    from shardkit.operations.leftovers import Leftover
-    from shardkit.operations.uploading.status import StoredStatus
+    from shardkit.operations.commit import AbortResult, CommitResult, StatusResult, UnfinishedJob
 
 
 @click.command(
@@ -76,10 +74,10 @@ Examples:
 @click.argument("output", type=opt.PATH, required=False)
 @opt.reporting
 def status_command(*, out: Output, output: str | None) -> None:
-    """Show how far the runs and parts that write OUTPUT are, who is missing, and how to go on.
+    """Show how far the jobs that write OUTPUT are, which parts are missing, and how to go on.
 
-    Without OUTPUT, it shows all that is not committed in this directory. In a bucket, it shows the data that are no part
-    of OUTPUT: of runs that have not ended, and of outputs that were replaced.
+    Without OUTPUT, it shows all that is not committed in this directory. In a bucket, it also shows the data that no output
+    names any more, since they were replaced.
     """
     from shardkit.operations.commit import status
 
@@ -89,10 +87,9 @@ def status_command(*, out: Output, output: str | None) -> None:
 def status_lines(result: StatusResult) -> list[str]:
     """Return a result as lines for people."""
     is_named = result.outputs is None
-    plans = [line for plan in result.plans for line in facts(_plan_facts(plan, is_named))]
-    runs = [line for run in result.runs for line in facts(_run_facts(run))]
-    stored = [] if result.stored is None else facts(_stored_facts(result.stored))
-    return [result.headline(), *stored, *plans, *runs]
+    jobs = [line for job in result.jobs for line in facts(_job_facts(job, is_named))]
+    replaced = facts(("replaced", escape(prefix)) for prefix in result.replaced)
+    return [result.headline(), *jobs, *replaced]
 
 
 @click.command(
@@ -108,56 +105,49 @@ Examples:
 def abort_command(*, out: Output, output: str) -> None:
     """Remove what was written for OUTPUT and not committed. An output that is there stays.
 
-    Parts that are still at work end with an error. A run that is at work on this host is left alone; one of another host
-    is named before it is removed. In a bucket, data of replaced outputs are removed too: wait until nobody reads them.
+    Processes that are still at work end with an error.
     """
     from shardkit.operations.commit import abort
 
-    out.result(abort(output, on_warning=out.warn), abort_lines)
+    out.result(abort(output), abort_lines)
 
 
 def abort_lines(result: AbortResult) -> list[str]:
     """Return a result as lines for people."""
-    if result.stored is not None:
-        return [result.headline(), *facts(_stored_facts(result.stored, end=" were removed"))]
-    if result.aborted and not result.runs:
-        return [f"{result.headline()}; what parts had written was removed"]
-    return [result.headline(), *(line for run in result.runs for line in facts(_run_facts(run)))]
+    removed = [
+        ("removed", f"{_finished(job)} of {escape_command(job.command) or 'a call from Python'}")
+        for job in result.jobs
+    ]
+    return [result.headline(), *facts(removed)]
 
 
-def _run_facts(run: Leftover) -> Iterator[tuple[str, str]]:
-    from shardkit.operations.leftovers import describe
-
-    yield "removed" if run.is_removed else "directory", escape(run.staging)
-    yield from describe(run)
-
-
-def _stored_facts(stored: StoredStatus, end: str = "") -> Iterator[tuple[str, str]]:
-    yield "not committed", f"{count(stored.num_files, 'file')}, {format_size(stored.file_bytes)}{end}"
-    for prefix in stored.prefixes:
-        yield "prefix", escape(prefix)
-    yield "on their way", f"{count(stored.num_uploads, 'file')}, {format_size(stored.sent_bytes)} sent"
-
-
-def _plan_facts(plan: PlanStatus, is_named: bool) -> Iterator[tuple[str, str]]:
+def _job_facts(job: UnfinishedJob, is_named: bool) -> Iterator[tuple[str, str]]:
     if not is_named:
-        yield "directory", escape(plan.staging)
-    yield "plan", f"{escape(plan.verb)} {escape(plan.plan[:16])}, begun in {count(plan.num_parts, 'part')}"
-    if plan.is_committed:
-        yield "state", "committed; parts that come late will see it, and shardkit commit removes what is left"
+        yield "output", escape(job.output)
+    where = f", in {escape(job.directory)}" if job.directory else ""
+    yield "begun by", f"{escape_command(job.command)}{where}" if job.command else "a call from Python"
+    if not job.num_files:
+        yield (
+            "state",
+            "the ranks of a training job save; if they are dead, the next save removes what they wrote",
+        )
         return
-    yield (
-        "finished",
-        f"{plan.finished_files} of {count(plan.num_files, 'file')}, {format_size(plan.finished_bytes)} of "
-        f"{format_size(plan.file_bytes)}",
-    )
-    yield from limited("part", [_part(part) for part in plan.parts])
-    missing = [f"part {part}: {count(number, 'file')}; {typed}" for part, number, typed in plan.missing]
-    yield from limited("missing", missing)
+    if job.is_committing:
+        yield "state", "its output is being made, or that was interrupted: the same command ends it"
+        return
+    yield "finished", _finished(job)
+    missing = [
+        f"part {part}: {count(number, 'file')}; {escape_command(typed)}"
+        for part, number, typed in job.missing
+    ]
+    if job.num_parts > 1:
+        yield from limited("missing", missing)
     if not missing:
-        yield "next", "shardkit commit"
+        yield "next", f"shardkit commit {in_shell(job.output)}"
 
 
-def _part(part: PartStatus) -> str:
-    launcher = f", {escape(part.found)}" if part.found else ""
-    return f"{part.part}: {'ended' if part.is_done else 'begun'} on {escape(part.host)}, process {part.pid}{launcher}"
+def _finished(job: UnfinishedJob) -> str:
+    return (
+        f"{job.finished_files} of {count(job.num_files, 'file')}, {format_size(job.finished_bytes)} of "
+        f"{format_size(job.file_bytes)}"
+    )

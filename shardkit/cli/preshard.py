@@ -116,7 +116,7 @@ Examples:
 @opt.option("Input", "--variant", metavar="NAME", help="Use model.NAME.safetensors and the like.")
 @opt.overwrite("checkpoint, whole and in one step")
 @opt.exist_ok
-@opt.writing
+@opt.dry_run
 @opt.html
 @opt.parts
 @opt.moving

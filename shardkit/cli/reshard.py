@@ -39,7 +39,7 @@ Examples:
 @opt.overwrite("checkpoint, whole and in one step")
 @opt.exist_ok
 @opt.strict
-@opt.writing
+@opt.dry_run
 @opt.parts
 @opt.moving
 @opt.follow_links

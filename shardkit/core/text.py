@@ -34,6 +34,11 @@ def escape(name: str) -> str:
     """
     if len(name) > _MAX_SHOWN:
         name = f"{name[: _MAX_SHOWN // 2]}...{name[-_MAX_SHOWN // 2 :]}"
+    return escape_command(name)
+
+
+def escape_command(name: str) -> str:
+    """As `escape`, for what is to be typed: it is never cut."""
     if name.isprintable() and "\\" not in name:
         return name
     return "".join(

@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from shardkit.errors import UsageError
+
+_INTERRUPT: ContextVar[threading.Event | None] = ContextVar("interrupt", default=None)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -106,20 +108,41 @@ def _manage(
             raise error
 
 
+def heed(interrupt: threading.Event) -> None:
+    """Let `check_interrupt` raise in this thread, and in those of its `at_once`, once an event is set."""
+    _INTERRUPT.set(interrupt)
+
+
+def check_interrupt() -> None:
+    """Raise CancelledError in a thread that somebody waits for who has heard Ctrl-C."""
+    interrupt = _INTERRUPT.get()
+    if interrupt is not None and interrupt.is_set():
+        raise CancelledError
+
+
 def at_once(call: Callable[[T], R], items: Iterable[T], num_threads: int = _NUM_WAITING) -> list[R]:
     """Return the result of a call for each item, in their order; several calls, which wait for a network, run at a time.
 
-    What the run allows, such as following links, it allows in the threads too. With one thread this is a loop.
+    What the run allows, such as following links, it allows in the threads too. With one thread this is a loop. Ctrl-C
+    ends calls at their next `check_interrupt`.
     """
     items = list(items)
     num_threads = min(num_threads, len(items))
     if num_threads <= 1:
         return [call(item) for item in items]
+    interrupt = _INTERRUPT.get() or threading.Event()
+
+    def heedful(item: T) -> R:
+        heed(interrupt)
+        return call(item)
+
     with ThreadPoolExecutor(num_threads, thread_name_prefix="shardkit-requests") as pool:
-        asked = [pool.submit(copy_context().run, call, item) for item in items]
         try:
+            asked = [pool.submit(copy_context().run, heedful, item) for item in items]
             until_done(asked)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                interrupt.set()
             pool.shutdown(cancel_futures=True)
             raise
         return [one.result() for one in asked]

@@ -3,7 +3,7 @@
 Other modules call these by their names here (`storage.pwrite(...)`) and never those of `os`. Whoever stands in
 front of the names in this module sees everything that is done to a file: a test that dies at the n-th call,
 lets it fail, or records all and replays what a power loss may leave. Paths such as `s3://bucket/key` are answered by
-`stores` for reading and removing, and by `uploads` for writing, through the same calls.
+`stores`, for reading alone, through the same calls.
 
 The first part is the system's own calls, nothing added but this. The second is what several modules do with them. The third
 finds out whether files can share extents (XFS, Btrfs and some others do), by trying it.
@@ -19,19 +19,17 @@ import fcntl
 import io
 import os
 import shutil
+import socket
 import struct
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, BinaryIO, cast
 
-from isal.isal_zlib import crc32
-
 from shardkit.core.catalog import Catalog, Computed
-from shardkit.files import stores, uploads
+from shardkit.files import stores
 from shardkit.files.remote import ranges
-from shardkit.files.remote.writers import writer_of
 from shardkit.files.stores import FIRST_NUMBER, is_remote
 
 BLOCK = 4096
@@ -67,7 +65,8 @@ _FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range
 _NO_SUCH_CALL = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 _NO_LINKS = (*_NO_SUCH_CALL, errno.EPERM, errno.EXDEV, errno.EMLINK)
 _BUFFER_BYTES = _ASKED_BYTES = 1 << 20
-_SCRATCH = "scratch-"
+_SCRATCH = f".shardkit-scratch-{socket.gethostname().partition('.')[0]}-"
+"""Of this host: where locks do not work between hosts, the directories of others seem to be of dead processes."""
 _CONFIGS, _MAX_CONFIG = (".json", ".py"), 16 << 20
 _copies: dict[tuple[str, frozenset[tuple[str, int]]], str] = {}
 
@@ -80,61 +79,37 @@ def open_fd(path: _Path, flags: int, mode: int = 0o777) -> int:
     """As `os.open`; an object of a store has a number of its own."""
     if not is_remote(path):
         return os.open(path, flags, mode)
-    is_written = flags & (os.O_WRONLY | os.O_RDWR)
-    return uploads.open_number(str(path), flags) if is_written else stores.open_number(str(path), flags)
+    return stores.open_number(str(path), flags)
 
 
 def close_fd(fd: int) -> None:
     """As `os.close`."""
-    if fd < FIRST_NUMBER:
-        os.close(fd)
-    else:
-        uploads.close_number(fd) if fd >= uploads.FIRST_NUMBER else stores.close_number(fd)
+    os.close(fd) if fd < FIRST_NUMBER else stores.close_number(fd)
 
 
 def pread(fd: int, nbytes: int, start: int) -> bytes:
     """As `os.pread`."""
-    if fd < FIRST_NUMBER:
-        return os.pread(fd, nbytes, start)
-    if fd < uploads.FIRST_NUMBER:
-        return stores.read(fd, nbytes, start)
-    return uploads.opened(fd).read(nbytes, start)
+    return os.pread(fd, nbytes, start) if fd < FIRST_NUMBER else stores.read(fd, nbytes, start)
 
 
 def preadv(fd: int, buffers: Sequence[Any], start: int) -> int:
     """As `os.preadv`."""
-    if fd < FIRST_NUMBER:
-        return os.preadv(fd, buffers, start)
-    if fd < uploads.FIRST_NUMBER:
-        return stores.read_into(fd, buffers, start)
-    return uploads.opened(fd).read_into(buffers, start)
+    return os.preadv(fd, buffers, start) if fd < FIRST_NUMBER else stores.read_into(fd, buffers, start)
 
 
 def pwrite(fd: int, data: Any, start: int) -> int:
     """As `os.pwrite`."""
-    is_sent = fd >= uploads.FIRST_NUMBER
-    return uploads.opened(fd).write(data, start) if is_sent else os.pwrite(fd, data, start)
+    return os.pwrite(fd, data, start)
 
 
 def ftruncate(fd: int, size: int) -> None:
     """As `os.ftruncate`."""
-    uploads.opened(fd).truncate(size) if fd >= uploads.FIRST_NUMBER else os.ftruncate(fd, size)
+    os.ftruncate(fd, size)
 
 
 def fsync(fd: int) -> None:
-    """As `os.fsync`; of a file in a store it makes the object."""
-    if fd < uploads.FIRST_NUMBER:
-        os.fsync(fd)
-        return
-    file = uploads.opened(fd)
-    stored = file.session.finish(file)
-    stores.learn_object(file.path, stored.size, stored.etag)  # it may be read at once
-
-
-def settle(fd: int, start: int, stop: int) -> None:
-    """Say that a range of a file is neither written nor read any more: what is on its way to a store may go."""
-    if fd >= uploads.FIRST_NUMBER:
-        uploads.opened(fd).settle(start, stop)
+    """As `os.fsync`."""
+    os.fsync(fd)
 
 
 def fstat(fd: int) -> os.stat_result:
@@ -203,8 +178,8 @@ def scandir(path: str) -> Any:
 
 
 def unlink(path: _Path, *, dir_fd: int | None = None) -> None:
-    """As `os.unlink`; of a store, an object that is not there is no error."""
-    stores.delete([str(path)]) if is_remote(path) else os.unlink(path, dir_fd=dir_fd)
+    """As `os.unlink`."""
+    os.unlink(path, dir_fd=dir_fd)
 
 
 def flock(fd: int, *, exclusive: bool, wait: bool) -> bool:
@@ -331,6 +306,20 @@ def renameat2(source: str, target: str, flags: int) -> bool:
     raise OSError(code, os.strerror(code), target)
 
 
+def rename_noreplace(source: str, target: str) -> None:
+    """Rename, unless something has the name already.
+
+    Raises:
+        FileExistsError: it has.
+        OSError: the system refuses.
+    """
+    if renameat2(source, target, RENAME_NOREPLACE):
+        return
+    if lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
+    rename(source, target)
+
+
 def clone_range(source_fd: int, source_start: int, target_fd: int, target_start: int, nbytes: int) -> None:
     """Let `nbytes` of the target share the source's blocks; all three are multiples of the block size.
 
@@ -377,60 +366,14 @@ def writing(path: str, *, is_synced: bool = True) -> Iterator[tuple[int, BinaryI
         close_fd(fd)
 
 
-def link(source: str, target: str) -> None:
-    """Give a file a second name; where the file system has no such thing, a symbolic link, or else a copy.
-
-    exFAT and the mounts of some stores have neither kind of link.
+def write_file(path: str, data: bytes, *, is_synced: bool = True) -> None:
+    """Write a small file, and unless it need not be, bring its bytes to the disk.
 
     Raises:
         OSError: the system refuses.
     """
-    try:
-        hard_link(source, target)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        try:
-            symbolic_link(source, target)
-        except OSError as unlinked:
-            if unlinked.errno not in _NO_LINKS:
-                raise
-            shutil.copyfile(source, target)
-
-
-def write_file(path: str, data: bytes, *, is_synced: bool = True) -> None:
-    """Write a small file, and unless it need not be, bring its bytes to the disk; in a store, put a small object.
-
-    Raises:
-        OSError, ResourceError: the system or the store refuses.
-    """
-    if is_remote(path):
-        writer_of(path).put(path, data, int(crc32(data)))
-        return
     with writing(path, is_synced=is_synced) as (_, stream):
         stream.write(data)
-
-
-def send(file: str, path: str) -> None:
-    """Send a local file into a store, in parts.
-
-    Raises:
-        OSError: the system refuses, or no session is about the path.
-        ShardkitError: the store refuses.
-    """
-    source = open_fd(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size = fstat(source).st_size
-        target = open_fd(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        ftruncate(target, size)
-        for start in range(0, size, _BUFFER_BYTES):
-            data = pread(source, _BUFFER_BYTES, start)
-            pwrite(target, data, start)
-            settle(target, 0, start + len(data))
-        fsync(target)
-        close_fd(target)
-    finally:
-        close_fd(source)
 
 
 def read_file(path: str) -> bytes:
@@ -515,12 +458,12 @@ def _locked(directory: str) -> Iterator[bool]:
 
 
 def make_directories(path: str) -> None:
-    """Make a directory and those above it, where they are missing; a store needs none.
+    """Make a directory and those above it, where they are missing.
 
     Raises:
         OSError: the system refuses, or something else has the name.
     """
-    if is_remote(path) or isdir(path):
+    if isdir(path):
         return
     parent = os.path.dirname(path)
     if parent and parent != path:
@@ -557,13 +500,7 @@ def remove_tree(path: str) -> bool:
 
     Returns:
         True if nothing is left.
-
-    Raises:
-        ResourceError: a store refuses.
     """
-    if is_remote(path):
-        stores.delete([os.path.join(here, name) for here, _, names in stores.walk(path) for name in names])
-        return True
     with contextlib.suppress(OSError):
         for _, folders, names, fd in os.fwalk(path, topdown=False):
             for name in names:
@@ -576,21 +513,6 @@ def remove_tree(path: str) -> bool:
                     unlink(name, dir_fd=fd)
         rmdir(path)
     return not lexists(path)
-
-
-def remove_all_but(directory: str, kept: Collection[str]) -> None:
-    """Remove all files but those that are kept, relative to the directory, and the folders that are left empty."""
-    for here, folders, names in walk(directory, topdown=False):
-        for name in names:
-            path = os.path.join(here, name)
-            if os.path.relpath(path, directory) not in kept:
-                unlink(path)
-        for name in folders:
-            path = os.path.join(here, name)
-            if islink(path):
-                unlink(path)
-            elif not listdir(path):
-                rmdir(path)
 
 
 def sync_file(path: str) -> None:
@@ -682,6 +604,17 @@ def _source(path: str) -> Iterator[int]:
         yield fd
     finally:
         close_fd(fd)
+
+
+def is_in_memory(path: str) -> bool:
+    """True if a path that exists is on a file system whose files take memory. Source: proc_pid_mountinfo(5)."""
+    device = stat(path).st_dev
+    with contextlib.suppress(OSError), open_file("/proc/self/mountinfo", "rb") as mounts:
+        for line in mounts:
+            fields, _, described = line.partition(b" - ")
+            if fields.split()[2] == b"%d:%d" % (os.major(device), os.minor(device)):
+                return described.split()[0] in (b"tmpfs", b"ramfs")
+    return False
 
 
 def nearest_existing(path: str) -> str:

@@ -34,7 +34,6 @@ from shardkit.files.remote.contract import (
 )
 from shardkit.files.remote.kinds import SCHEMES, WRITABLE, kind_of, split, store_of
 from shardkit.files.remote.ranges import Ranges
-from shardkit.files.remote.writers import writer_of
 
 FIRST_NUMBER = 1 << 30
 """Numbers of open objects begin here; the system has no such descriptors."""
@@ -142,15 +141,6 @@ def learn(said: Mapping[str, Any]) -> None:
         for path, found in said["directories"].items():
             objects = {name: ObjectStat(*each) for name, each in found["objects"].items()}
             _listings[path] = Listing(objects, set(found["folders"]))
-
-
-def learn_object(path: str, size: int, etag: str) -> None:
-    """Take note of an object that this process has made: its directory may have been listed before."""
-    above, _, name = plain(path).rpartition("/")
-    with _lock:
-        _single[plain(path)] = ObjectStat(size, etag, 0)
-        if above in _listings:
-            _listings[above].objects[name] = ObjectStat(size, etag, 0)
 
 
 def plain(path: str) -> str:
@@ -397,15 +387,3 @@ def plan_reads(number: int, wanted: Iterable[tuple[int, int]], num_places: int, 
     ranges.plan(wanted, num_places)
     if is_soon:
         ranges.ahead()
-
-
-def delete(paths: Sequence[str]) -> None:
-    """Remove objects of one bucket; one that is not there is no error.
-
-    Raises:
-        UsageError: the store is read only.
-        ResourceError: it refuses, or does not answer.
-    """
-    if paths:
-        writer_of(paths[0]).delete_all(paths)
-    forget()

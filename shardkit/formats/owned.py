@@ -24,8 +24,7 @@ from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.files.home import folders_above, is_data_folder
 from shardkit.files.location import location_of
-from shardkit.files.place.store import PROBE
-from shardkit.files.place.store_notes import is_shared_folder
+from shardkit.files.output.bucket import is_job_folder
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG
@@ -143,19 +142,17 @@ def _has_format(name: str, claim: Claim) -> bool:
     )
 
 
-def refusal(
-    path: str, shown: str, kind: OutputKind, made: Made | None, *, may_be_begun: bool = False
-) -> UsageError | None:
+def refusal(path: str, shown: str, kind: OutputKind, made: Made | None) -> UsageError | None:
     """Return why a directory may not be replaced: something in it is neither ours nor nobody's; None if it may.
 
     Args:
-        path, kind, made, may_be_begun: as for `find_foreign`.
+        path, kind, made: as for `find_foreign`.
         shown: the directory's name in messages, safe to print.
 
     Raises:
         ResourceError: as `find_foreign`.
     """
-    foreign = find_foreign(path, kind, made, may_be_begun=may_be_begun)
+    foreign = find_foreign(path, kind, made)
     if not foreign:
         return None
     names = [line.partition(":")[0] for line in foreign]
@@ -198,21 +195,20 @@ def is_output(path: str, kind: OutputKind) -> bool:
     return METADATA in names or manifest.NAME in names
 
 
-def find_foreign(path: str, kind: OutputKind, made: Made | None, *, may_be_begun: bool = False) -> list[str]:
+def find_foreign(path: str, kind: OutputKind, made: Made | None) -> list[str]:
     """Return a line for each file or folder in a directory that is neither ours nor nobody's.
 
     Args:
         path: of a directory, or of one in a store.
         kind: of the output that is going to replace it.
         made: what the run puts there; None if that is not known yet, and no text is looked into.
-        may_be_begun: a run that did not end may have left files of an output that is not there.
 
     Raises:
         ResourceError: it cannot be listed or read.
     """
     if storage.lexists(path) and (storage.islink(path) or not storage.isdir(path)):
         return [escape(os.path.basename(path))]
-    claim, foreign = _claim(path, kind, made or {}, may_be_begun=may_be_begun), list[str]()
+    claim, foreign = _claim(path, kind, made or {}), list[str]()
     try:
         for here, folders, names in storage.walk(path, onerror=_unless_gone):
             inside = os.path.relpath(here, path)
@@ -241,13 +237,11 @@ def _unless_gone(error: OSError) -> None:
 
 def _may_lie_in_store(folder: str, claim: Claim) -> bool:
     """True for a folder that stays where it is when an output is replaced, and that nobody names any more."""
-    return is_shared_folder(folder) or (claim.kind is OutputKind.SHARDED and is_data_folder(folder))
+    return is_job_folder(folder) or (claim.kind is OutputKind.SHARDED and is_data_folder(folder))
 
 
 def _foreign_files(path: str, names: Sequence[str], claim: Claim, made: Made | None) -> Iterator[str]:
     for name in names:
-        if claim.is_stored and name.startswith(PROBE):
-            continue
         to = whose(name, claim)
         if to is Whose.PERSONS:
             yield escape(name)
@@ -282,7 +276,7 @@ def _raise_failed(error: ShardkitError | OSError, path: str) -> None:
         raise ResourceError(f"{escape(path)} cannot be read: {error.strerror}") from error
 
 
-def _claim(path: str, kind: OutputKind, made: Made, *, may_be_begun: bool) -> Claim:
+def _claim(path: str, kind: OutputKind, made: Made) -> Claim:
     """Look into a directory for what says which files are ours."""
     names, is_stored = _listdir(path), not location_of(path).renames
     listed, lists_all = _listed(path, kind)
@@ -302,7 +296,7 @@ def _claim(path: str, kind: OutputKind, made: Made, *, may_be_begun: bool) -> Cl
         kind=kind,
         listed=listed,
         # In a store a later run without a manifest leaves the older one there, and weights of older outputs stay.
-        by_format=(not lists_all or is_stored) and (is_output or may_be_begun),
+        by_format=(not lists_all or is_stored) and is_output,
         folders={_CACHE, *folders, *parents},
         made=made.keys(),
         is_stored=is_stored,

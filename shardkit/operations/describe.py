@@ -7,7 +7,7 @@ import os
 
 from shardkit.core.text import escape
 from shardkit.files import manifest, storage
-from shardkit.files.digest import crc32, sha256_of
+from shardkit.files.digest import crc32
 from shardkit.operations.companions import BesideFile, copy_file
 
 _log = logging.getLogger("shardkit")
@@ -65,7 +65,3 @@ class OutputFiles:
         _log.debug("copied %s", escape(path))
         crc = crc if self._digest else None
         return manifest.ListedFile(name=file.name, size=file.stamp.size, crc32=crc, sha256=sha256)
-
-    def sha256_of(self, path: str, name: str, taken: str | None = None) -> str | None:
-        """Return the sha256 of a finished file, read once more unless it was taken before; None if none is wanted."""
-        return (taken or sha256_of(path, name)) if self._sha256 else None

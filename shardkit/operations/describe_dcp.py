@@ -19,7 +19,7 @@ from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, is_contiguous
 from shardkit.core.text import KIB
 from shardkit.files import manifest, storage
-from shardkit.files.digest import combine
+from shardkit.files.digest import combine, sha256_of
 from shardkit.formats.dcp import METADATA, chunk_list
 from shardkit.formats.dcp.images import DcpImage, DcpImages, RecordKind
 from shardkit.formats.dcp.writer import write_metadata
@@ -153,8 +153,8 @@ class DcpDescriptions:
     Args:
         job: what is being written.
         directory: where the files go; the shard files lie there too.
-        sha256: take the sha256 of every file too; of shard files when they are finished, by reading them once more.
-        shards: where the shard files lie, if not in `directory`: in a store, in a folder beside `.metadata`.
+        sha256: take the sha256 of every file too; the digests of the shard files have theirs.
+        folder: of the shard files, as `.metadata` names them: below its own place; empty if they lie beside it.
     """
 
     def __init__(
@@ -163,24 +163,20 @@ class DcpDescriptions:
         directory: str,
         *,
         sha256: bool = False,
-        shards: str | None = None,
+        folder: str = "",
     ) -> None:
         self._job = job
         self._files = OutputFiles(directory, digest=True, sha256=sha256)
-        self._shards, self._folder = shards or directory, os.path.basename(shards or "")
+        self._sha256, self._folder = sha256, folder
         self._images = {image.name: image for image in job.output}
         self._line_makers = [self._lines_of(kind) for kind in job.output.kinds]
         self._lists: dict[str, manifest.File] = {}
-        self._hashes: dict[str, str | None] = {}
 
-    def add_file(self, digest: FileDigest) -> None:
-        """Write the chunk list of a finished file; may be called from any thread."""
+    def _add_file(self, digest: FileDigest) -> None:
+        """Write the chunk list of a file."""
         image = self._images[digest.name]
         data = chunk_list.dump(image.name, image.size, self._job.aliases, self._lines(image, digest))
         listed = self._files.write(chunk_list.name_for(image.name), data)
-        self._hashes[image.name] = self._files.sha256_of(
-            os.path.join(self._shards, image.name), image.name, digest.sha256
-        )
         self._lists[image.name] = listed
 
     def _lines_of(self, kind: RecordKind) -> chunk_list.Lines | None:
@@ -216,9 +212,8 @@ class DcpDescriptions:
             scattered: CRC-32 of every scattered tensor, by its source name.
             others: the files that were copied into the directory.
         """
-        for name, digest in digests.items():
-            if name not in self._lists:
-                self.add_file(digest)
+        for digest in digests.values():
+            self._add_file(digest)
         crcs = self._tensor_crcs(digests, scattered) if self._job.digest != "none" else {}
         described = self._job.describe(crcs)
         content = replace(
@@ -238,7 +233,7 @@ class DcpDescriptions:
             name=digest.name,
             size=digest.size,
             crc32=digest.crc32,
-            sha256=self._hashes.get(digest.name),
+            sha256=digest.sha256,
             chunks=self._lists[digest.name],
         )
 
@@ -280,7 +275,7 @@ class DcpDescriptions:
             stream.flush()
             size = storage.fstat(fd).st_size
             crc = read_back(fd, 0, size, bytearray(1 << 20))
-        sha256 = self._files.sha256_of(path, METADATA)
+        sha256 = sha256_of(path, METADATA) if self._sha256 else None
         return manifest.File(name=METADATA, size=size, crc32=crc, sha256=sha256)
 
 
@@ -296,7 +291,7 @@ class FolderDescriptions:
         write_beside: writes the other files, when the shard files are finished.
         directory: where the output goes.
         sha256: take the sha256 of every file.
-        shards: as for `DcpDescriptions`.
+        folder: as for `DcpDescriptions`.
     """
 
     def __init__(
@@ -306,22 +301,17 @@ class FolderDescriptions:
         directory: str,
         *,
         sha256: bool = False,
-        shards: str | None = None,
+        folder: str = "",
     ) -> None:
-        assert shards is None or list(folders) == [""], "several folders have no common marker"
+        assert not folder or list(folders) == [""], "several folders have no common marker"
         has_digests = any(output.digest != "none" for output in folders.values())
         self._write_beside = write_beside
         self._files = OutputFiles(directory, digest=has_digests, sha256=sha256)
         self._of: dict[str, DcpDescriptions] = {}
-        for folder, output in folders.items():
-            place = os.path.join(directory, folder)
-            storage.make_folders(directory, folder)
-            self._of[folder] = DcpDescriptions(output, place, sha256=sha256, shards=shards)
-
-    def add_file(self, digest: FileDigest) -> None:
-        """Write the chunk list of a finished file; may be called from any thread."""
-        folder, name = os.path.split(digest.name)
-        self._of[folder].add_file(replace(digest, name=name))
+        for name, output in folders.items():
+            place = os.path.join(directory, name)
+            storage.make_folders(directory, name)
+            self._of[name] = DcpDescriptions(output, place, sha256=sha256, folder=folder)
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         """Write the files beside the folders, then let each folder become a checkpoint."""

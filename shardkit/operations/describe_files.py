@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -76,9 +75,6 @@ class FileDescriptions:
         self._job, self._write_beside = job, write_beside
         self._files = OutputFiles(directory, digest=job.digest != "none", sha256=sha256)
 
-    def add_file(self, digest: FileDigest) -> None:
-        """Do nothing: a finished file needs no description of its own."""
-
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         """Write the other files, then the manifest.
 
@@ -101,9 +97,7 @@ class FileDescriptions:
             name=digest.name,
             size=digest.size,
             crc32=digest.crc32,
-            sha256=self._files.sha256_of(
-                os.path.join(self._files.directory, digest.name), digest.name, digest.sha256
-            ),
+            sha256=digest.sha256,
             extents=tuple((hole.start, hole.nbytes, crc) for hole, crc in holes if hole.nbytes) or None,
         )
 

@@ -1,23 +1,34 @@
-"""Where a verb may write: a directory, or a single file that appears whole or not at all."""
+"""Where a verb may write: a directory, or a single file that appears whole or not at all.
+
+In a store:
+
+    sharded checkpoint    OUT/.metadata            the marker, which names what lies in data-<hash>
+                          OUT/data-<hash>/...      everything else
+    Hub model             OUT/model.safetensors.index.json    the marker, which names files with the hash in their names
+                          OUT/...                             everything else
+
+The marker is put last, by one request that succeeds only if nobody was faster: that is the commit.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import secrets
 from collections.abc import Callable, Sequence
 
 from shardkit.core.mesh import MAIN_AXES, Mesh
-from shardkit.core.text import escape, format_size, in_shell
+from shardkit.core.text import escape, format_size, in_shell, listed
 from shardkit.errors import ResourceError, UsageError
-from shardkit.files import manifest, storage
+from shardkit.files import manifest, storage, stores
 from shardkit.files.links import is_snapshot
-from shardkit.files.shared import reclaimable_bytes, recover_output, remove_abandoned
-from shardkit.files.staging import Staging, identity_of, rename_noreplace
+from shardkit.files.location import location_of
+from shardkit.files.output.contract import OutputExists
+from shardkit.files.output.local import is_free
+from shardkit.files.remote.objects import Objects
 from shardkit.files.stores import WRITTEN_TO
 from shardkit.formats.owned import Made, OutputKind, refusal
-from shardkit.operations.parts.foreign import foreign_in
-from shardkit.operations.uploading.place import check_apart
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 _CHOOSE = "choose another name"
@@ -35,9 +46,6 @@ def check_destination(
     named_after: str | None = None,
 ) -> str:
     """Return the absolute path of a destination that may be written.
-
-    A run that was killed may have moved the old output aside without replacing it. That output is put back first: only
-    then does its name show that it exists.
 
     Args:
         output: as the user gave it.
@@ -67,7 +75,6 @@ def check_destination(
         check_apart(path, source, shown)
     if storage.islink(path):
         raise UsageError(f"{shown} is a symbolic link", hint="give the directory's own path")
-    recover_output(path)
     if storage.lexists(path):
         another = None if named_after is None else _longer_name(output, named_after)
         check_replaceable(path, shown, overwrite=overwrite, kind=kind, made=made, another=another)
@@ -122,18 +129,17 @@ def check_replaceable(
         raise UsageError(f"{shown} exists and is not a directory: it is not replaced", hint=apart)
     if storage.ismount(path):  # no rename can replace it, with or without --overwrite
         raise UsageError(f"{shown} is a mount point: it cannot be replaced", hint="choose a directory in it")
-    seen, refused = None, None
-    # Another run may put its own there between two looks.
-    while seen != (seen := identity_of(path)) and seen is not None:
-        refused = None if kind is None else refusal(path, shown, kind, made)
-    if seen is not None and not overwrite:
+    if is_free(path):
+        if _is_working_directory(path):  # a shell in it would stay in what was replaced
+            raise UsageError(
+                f"{shown} is the working directory: it is not replaced", hint="choose a directory in it"
+            )
+        return
+    refused = None if kind is None else refusal(path, shown, kind, made)
+    if not overwrite:
         raise UsageError(f"{shown} exists", hint=choose if refused else choose + _OR_REPLACE)
-    if seen is not None and refused is not None:
+    if refused is not None:
         raise refused
-    if seen is None and _is_working_directory(path):  # a shell in it would stay in what was replaced
-        raise UsageError(
-            f"{shown} is the working directory: it is not replaced", hint="choose a directory in it"
-        )
 
 
 def _is_working_directory(path: str) -> bool:
@@ -210,7 +216,7 @@ def check_space(
     *,
     hint: str = "free some space or choose another file system",
 ) -> None:
-    """Refuse to begin what cannot end. The leftovers of dead runs beside `path` count as free.
+    """Refuse to begin what cannot end.
 
     Args:
         path: absolute.
@@ -220,7 +226,7 @@ def check_space(
     Raises:
         ResourceError: there is less room; the message has both sizes.
     """
-    free = free_bytes(path) + reclaimable_bytes(path)
+    free = free_bytes(path)
     if needed_bytes > free:
         raise ResourceError(
             f"No space left for {escape(path)}: {format_size(needed_bytes)} ({needed_bytes} bytes) are needed, "
@@ -297,19 +303,98 @@ def write_sidecar(
         UsageError: it exists, or is a person's.
         ResourceError: the system refuses.
     """
-    remove_abandoned(path, foreign_in)
-    staging = Staging.create(path)
-    with contextlib.ExitStack() as stack:
-        stack.callback(staging.discard)
-        written = os.path.join(staging.scratch(), os.path.basename(path))
-        try:
-            storage.write_file(written, data)
-            if overwrite:
-                _check_file(path, escape(path), is_ours)
-            (storage.rename if overwrite else rename_noreplace)(written, path)
-            storage.sync_directory(os.path.dirname(path))
-        except FileExistsError as error:
-            raise UsageError(f"{escape(path)} appeared while it was being written") from error
-        except OSError as error:
-            way_out = storage.WAYS_OUT.get(error.errno)
-            raise ResourceError(f"cannot write {escape(path)}: {error.strerror}", hint=way_out) from error
+    directory, name = os.path.split(path)
+    written = os.path.join(directory, f".{secrets.token_hex(8)}.{name[: _MAX_NAME_BYTES // 4]}.part")
+    try:
+        storage.write_file(written, data)
+        if overwrite:
+            _check_file(path, escape(path), is_ours)
+        (storage.rename if overwrite else storage.rename_noreplace)(written, path)
+        storage.sync_directory(directory)
+    except FileExistsError as error:
+        raise UsageError(f"{escape(path)} appeared while it was being written") from error
+    except OSError as error:
+        way_out = storage.WAYS_OUT.get(error.errno)
+        raise ResourceError(f"cannot write {escape(path)}: {error.strerror}", hint=way_out) from error
+    finally:
+        with contextlib.suppress(OSError):
+            storage.unlink(written)
+
+
+def check_target(
+    output: str, source: str | None, kind: OutputKind, *, made: Made | None = None, looks: bool = True
+) -> tuple[str, bool]:
+    """Return the address of an output in a store, and whether one of its kind is there.
+
+    Args:
+        output: as the user gave it.
+        source: what is read, or None if it lies in a cache of its own.
+        kind: of what is written.
+        made: as for `owned.find_foreign`.
+        looks: refuse files that are not shardkit's.
+
+    Raises:
+        UsageError: it holds something else; it is the source, lies in it or around it; the store can only be read.
+        ResourceError: the store does not answer.
+    """
+    shown = escape(output)
+    if not location_of(output).is_writable:
+        raise UsageError(
+            f"{shown}: this store is read only so far",
+            hint="write to s3://, gs:// or az://, or to a local directory",
+        )
+    path = stores.plain(output)
+    if source is not None:
+        check_apart(path, source, shown)
+    is_there = Objects(path).head(kind.value) is not None
+    stores.forget()
+    refused = refusal(path, shown, kind, made) if looks else None
+    if refused is not None:
+        raise refused
+    return path, is_there
+
+
+def check_same(path: str, data: bytes) -> None:
+    """Refuse to write a file where another one lies.
+
+    Args:
+        path: of an object.
+        data: what is going to be written there.
+
+    Raises:
+        UsageError: it exists, and is something else.
+    """
+    directory, _, name = path.rpartition("/")
+    found = Objects(directory).get(name)
+    if found is not None and found.data != data:
+        raise OutputExists(
+            f"{escape(path)} exists, and is not what is written there",
+            hint="choose another name, or replace the output: --overwrite",
+        )
+
+
+def check_one_folder(folders: Sequence[str]) -> None:
+    """Refuse a checkpoint whose parts lie in folders: no single request makes all of them visible.
+
+    Raises:
+        UsageError: it is one.
+    """
+    if list(folders) != [""]:
+        raise UsageError(
+            f"this checkpoint lies in folders ({listed(list(folders))}), which a store cannot make visible all at once",
+            hint="write it into a local directory, and copy that with the store's own tool",
+        )
+
+
+def check_apart(path: str, source: str, shown: str) -> None:
+    """Refuse a destination that is the source, lies in it or around it.
+
+    Raises:
+        UsageError: it does.
+    """
+    mine, theirs = (f"{each.rstrip('/')}/" for each in (path, storage.realpath(source)))
+    if mine.startswith(theirs) or theirs.startswith(mine):
+        relation = "is" if mine == theirs else "lies inside" if mine.startswith(theirs) else "contains"
+        raise UsageError(
+            f"the destination {shown} {relation} the source", hint="choose a destination apart from it"
+        )

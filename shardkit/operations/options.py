@@ -41,7 +41,6 @@ class WriteOptions:
     overwrite: bool = False
     exist_ok: bool = False
     dry_run: bool = False
-    resume: bool = True
     part: str | Share | None = None
     executor: Literal["ray"] | None = None
     num_parts: int | None = None
@@ -51,6 +50,7 @@ class WriteOptions:
     source_manifest: str | os.PathLike[str] | None = None
     jobs: int | None = None
     max_memory: str | int | None = None
+    scratch: str | os.PathLike[str] | None = None
     follow_links: bool = False
     progress: ProgressOption = None
     on_warning: OnWarning | None = None
@@ -82,16 +82,8 @@ class WriteOptions:
 
     @cached_property
     def command(self) -> Command:
-        """The call, which other parts repeat; nobody repeats that of one process."""
-        if self.share is not None:
-            return Command.of(self.verb, self.given)
-        settings = {**dict.fromkeys(self.recorded, True), "check_source": self.check_source}
-        return Command(verb=self.verb, options=settings)
-
-    @property
-    def recorded(self) -> list[str]:
-        """What was asked for of the record of the output, and the plan does not tell."""
-        return ["sha256"] if self.sha256 else []
+        """The call, which other processes may repeat."""
+        return Command.of(self.verb, self.given)
 
     @property
     def refuses_warnings(self) -> bool:
@@ -118,11 +110,6 @@ class WriteOptions:
             raise UsageError(
                 "--overwrite and --exist-ok exclude each other",
                 hint="--exist-ok leaves an output that is there as it is; --overwrite replaces it",
-            )
-        if self.share is not None and not self.resume:
-            raise UsageError(
-                "--part goes without --no-resume: what any part has finished counts",
-                hint="shardkit abort OUTPUT removes what all parts have written",
             )
 
     def execute_options(self) -> ExecuteOptions:

@@ -1,6 +1,6 @@
-"""Where an output goes: what is there and what is under way, what may be replaced, the room for it, and the place of a plan.
+"""Where an output goes: what is there, what may be replaced, the room for it, and what its job writes into.
 
-Another kind of destination is a row of `KINDS`, and a kind of place (`files/place`).
+Another kind of destination is a row of `KINDS`, and a `JobOutput` (`files/output`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from shardkit.core.text import escape
@@ -17,100 +16,54 @@ from shardkit.core.threads import at_once
 from shardkit.errors import ShardkitError, UsageError
 from shardkit.files import storage, stores
 from shardkit.files.location import location_of
-from shardkit.files.place.contract import Notebook, Place
-from shardkit.files.place.disk import DiskPlace
-from shardkit.files.place.run_notes import place_of_notes, place_of_run, remove_notes
-from shardkit.files.place.store import PartsInStore, RunInStore, StoredOutput, check_same
-from shardkit.files.place.store_notes import shared_in_store
-from shardkit.files.remote.writers import writer_of
-from shardkit.files.shared import (
-    SharedStaging,
-    has_commits,
-    remove_abandoned,
-    remove_marks,
-    runs_of,
-    shared_of,
-)
-from shardkit.files.staging import identity_of, nothing
-from shardkit.formats.dcp import METADATA
-from shardkit.formats.owned import HUB_INDEX, Made, OutputKind, is_output, refusal
+from shardkit.files.output import bucket, local
+from shardkit.files.output.bucket import BucketOutput
+from shardkit.files.output.contract import JobStatus, OutputExists
+from shardkit.files.output.local import LocalOutput, is_free
+from shardkit.formats.owned import Made, OutputKind, find_foreign, refusal
 from shardkit.operations.destination import (
     KEEP_OR_REPLACE,
     absolute,
     check_destination,
     check_replaceable,
+    check_same,
     check_space,
+    check_target,
     free_bytes,
 )
-from shardkit.operations.leftovers import Leftover, leftovers, name_unknown
 from shardkit.operations.options import WriteOptions
-from shardkit.operations.parts.agreement import Agreement, Committing
-from shardkit.operations.parts.divided import Divided
-from shardkit.operations.parts.foreign import foreign_in, name_foreign
-from shardkit.operations.parts.ingredients import Job, hash_of, ingredients, shared_stamp
-from shardkit.operations.parts.part import ALL, Part
-from shardkit.operations.uploading.place import check_target
-from shardkit.operations.uploading.status import MARKERS, StoredStatus, remove_uncommitted, uncommitted
+from shardkit.operations.parts.agreement import Committing
 from shardkit.transfer.execute import ExecuteOptions
 from shardkit.transfer.plan import TransferPlan
 
 
 class Destination(ABC):
-    """Where an output goes."""
+    """Where the output of a verb goes.
+
+    Args:
+        output: as the user gave it.
+        options: of the verb.
+        kind: of what is written.
+        looks_late: with `overwrite` what is there is looked into by `check_beside` alone, which names all foreign files at
+            once.
+    """
 
     path: str
     """Absolute."""
 
-    @abstractmethod
-    def stagings(self) -> Sequence[Notebook]:
-        """Return what parts share there, whatever their plans."""
-
-    @abstractmethod
-    def identity(self) -> object:
-        """Return the identity of the output that is there; None if there is none."""
-
-    def has_commits(self) -> bool:
-        """True if parts are known to have made what is there."""
-        return False
-
-    def clean(self) -> None:
-        """Remove what commits have left."""
-        return
-
-    def uncommitted(self) -> StoredStatus | None:
-        """Describe the files beside the output that are no part of it; None where they are not looked for."""
-        return None
-
-    def runs(self) -> tuple[Leftover, ...]:
-        """Return the directories that runs of one process have left, or are writing."""
-        return ()
-
-    def give_up(self) -> None:
-        """Remove what nobody has committed, once the parts share nothing any more."""
-        return
-
-    # For a process that writes
-
-    exists: UsageError | None
-    """Why the output that is there is not replaced; it is left as it is if processes of this plan made it, or with `exist_ok`."""
-    _kind: OutputKind
-
-    made: Made | None = None
-    """As for `owned.find_foreign`, once `check_beside` was given it."""
-    _looks_late: bool
-    """With `overwrite` what is there is looked into by `check_beside` alone, and all that is somebody's named at once."""
+    def __init__(self, output: str, options: WriteOptions, kind: OutputKind, looks_late: bool) -> None:
+        self.path = output
+        self.exists: UsageError | None = None
+        """Why the output that is there is not replaced: it is left as it is with `exist_ok`, or by a job that made it."""
+        self.made: Made | None = None
+        """As for `owned.find_foreign`, after `check_beside`."""
+        self._options, self._kind, self._looks_late = options, kind, looks_late
+        share = options.share
+        self._overwrite = options.overwrite or (isinstance(share, Committing) and share.overwrite)
 
     @abstractmethod
     def check(self, output: str, source: str | None, named_after: str | None) -> None:
         """Refuse a destination that may not be written; arguments and errors as `destination.check_destination`."""
-
-    def may_be_there(self) -> bool:
-        """True if an output is there by now."""
-        return False
-
-    def still_exists(self) -> UsageError | None:
-        """Return `exists`, unless that output is gone by now."""
-        return self.exists
 
     def check_beside(self, files: Made) -> None:
         """Refuse to replace what lies beside the weights and is somebody's, before anything moves.
@@ -124,241 +77,206 @@ class Destination(ABC):
         """
         self.made = files
 
-    def _look(self, path: str) -> None:
-        """Refuse to replace what lies at a path, under the destination's name or after it has lost it."""
-        refused = refusal(path, escape(self.path), self._kind, self.made)
-        if refused is not None:
-            raise refused
+    @property
+    @abstractmethod
+    def is_there(self) -> bool:
+        """True if an output has the destination's name."""
 
-    def hash(self, job: Job) -> str:
-        """Return the hash that is equal on all machines; the names of a job's files may have it in them. It is taken once."""
-        return hash_of(ingredients(job, shared_stamp))
+    @abstractmethod
+    def jobs(self) -> Sequence[JobStatus]:
+        """Return the jobs of the destination that are not committed."""
+
+    def end_commits(self) -> None:
+        """End commits that were interrupted, and remove what is left of jobs that have ended.
+
+        What somebody else has put at the destination stays, and the commits with it.
+        """
+        with contextlib.suppress(OutputExists), self.output("") as output:
+            output.end_commits()
+
+    @abstractmethod
+    def output(self, job_hash: str) -> LocalOutput | BucketOutput:
+        """Return what a job of a hash writes into."""
+
+    def folder(self, job_hash: str) -> str:
+        """Return the folder of a job's data files, below the output; empty if they lie in the output itself."""
+        return ""
+
+    @property
+    def marker(self) -> str:
+        """Name of the file by which readers find the output in a store."""
+        return self._kind.value
 
     def prepared(self, plan: TransferPlan, options: ExecuteOptions) -> tuple[TransferPlan, ExecuteOptions]:
         """Return a plan, and how its bytes are moved, as they have to be for files that are written here."""
         return plan, options
 
     @abstractmethod
-    def place(self, job: Job, agreement: Agreement) -> AbstractContextManager[Place]:
-        """Give the place of a job.
-
-        Args:
-            job: what is written.
-            agreement: of the processes that write it.
-        """
-
-    def replaces(self) -> str | None:
-        """Return what the processes agree on to replace, as far as all of them see it alike."""
-        return None
-
-    def check_room(self, divided: Divided, needed_bytes: int) -> None:
+    def check_room(self, needed_bytes: int, sizes: Iterable[int]) -> None:
         """Refuse to begin what has no room.
 
         Args:
-            divided: what is written.
-            needed_bytes: for everything that is written.
+            needed_bytes: for everything that this process writes.
+            sizes: bytes of each file that it writes.
 
         Raises:
             ResourceError: there is less.
         """
-        return
 
     def free_bytes(self) -> int | None:
         """Return what is free where the output goes; None if nobody knows."""
         return None
 
-    def foreign(self) -> Iterable[str]:
-        """Return warnings of what dead runs have left that shardkit has not put there."""
+    def replaced(self, output: LocalOutput | BucketOutput) -> tuple[str, ...]:
+        """Return how the paths begin of data that a commit has replaced and left, since readers may need them."""
         return ()
 
-    def unknown(self, own: str) -> Iterable[str]:
-        """Return warnings of runs of other plans than `own` of which nobody knows whether they are over."""
+    def unnamed_data(self) -> tuple[str, ...]:
+        """Return how the paths begin of data that no output names any more, nor a job."""
         return ()
+
+    def warnings(self, output: LocalOutput | BucketOutput) -> Iterator[str]:
+        """Yield what a person should know of a commit."""
+        return iter(())
 
 
 class DiskDestination(Destination):
     """A directory that all processes see."""
 
     def __init__(self, output: str, options: WriteOptions, kind: OutputKind, looks_late: bool) -> None:
-        self.path, self._looks_late = absolute(output), looks_late
-        self.exists: UsageError | None = None
-        self._options, self._kind, self._is_checked = options, kind, False
-        self._before: tuple[int, int] | None = None
-
-    def stagings(self) -> Sequence[Notebook]:
-        return shared_of(self.path, foreign_in)
-
-    def identity(self) -> object:
-        return identity_of(self.path)
-
-    def has_commits(self) -> bool:
-        return has_commits(self.path)
-
-    def clean(self) -> None:
-        remove_marks(self.path, foreign_in)
-        if storage.lexists(self.path):
-            remove_abandoned(self.path, foreign_in)  # of a process that died after it had committed
-
-    def runs(self) -> tuple[Leftover, ...]:
-        return leftovers(self.path)
-
-    def give_up(self) -> None:
-        remove_marks(self.path, foreign_in)
+        super().__init__(output, options, kind, looks_late)
+        self.path = absolute(output)
 
     def check(self, output: str, source: str | None, named_after: str | None) -> None:
-        overwrite = self._options.overwrite
+        overwrite = self._overwrite
         kind = None if overwrite and self._looks_late and self.made is None else self._kind
         try:
             self.path = check_destination(
                 output, source, overwrite=overwrite, kind=kind, made=self.made, named_after=named_after
             )
-        except UsageError as error:  # asked afterwards: the last part may commit at this very moment
-            if overwrite or not self._may_stay(absolute(output)):
+            self.exists = None
+        except UsageError as error:
+            options, is_commit = self._options, isinstance(self._options.share, Committing)
+            may_stay = options.exist_ok or not options.dry_run
+            if overwrite or not may_stay or not storage.isdir(absolute(output)):
                 raise
             try:
                 self.path = check_destination(output, source, overwrite=True, kind=None)
             except ShardkitError:  # it is in a place that cannot be written
                 raise error from None
+            # A commit of this very job may be interrupted, or end at this moment.
+            if not (options.exist_ok or is_commit or self.jobs()):
+                raise
             self.exists = error
-        if not self._is_checked:
-            self._before, self._is_checked = identity_of(self.path) if overwrite else None, True
-
-    def still_exists(self) -> UsageError | None:
-        return self.exists if storage.lexists(self.path) else None
-
-    def may_be_there(self) -> bool:
-        return not self._options.dry_run and is_output(self.path, self._kind)
-
-    def _may_stay(self, path: str) -> bool:
-        """True if what is at a path may be left as it is: what processes have left beside it says whether they made it."""
-        is_left = bool(has_commits(path) or runs_of(path, nothing) or shared_of(path, nothing))
-        return storage.isdir(path) and (self._options.exist_ok or is_left)
 
     def check_beside(self, files: Made) -> None:
         super().check_beside(files)
-        if self._options.overwrite:
-            self._check_replaceable()
+        if self._overwrite and storage.lexists(self.path):
+            self._check_replaceable(self.path)
 
-    def _check_replaceable(self) -> None:
-        """Refuse to replace what is at the destination by now."""
-        if storage.lexists(self.path):
-            overwrite, shown = self._options.overwrite, escape(self.path)
-            check_replaceable(self.path, shown, overwrite=overwrite, kind=self._kind, made=self.made)
+    @property
+    def is_there(self) -> bool:
+        return not is_free(self.path)
 
-    @contextlib.contextmanager
-    def place(self, job: Job, agreement: Agreement) -> Iterator[DiskPlace]:
-        options, is_run = self._options, self._options.share is None
-        yield DiskPlace(
-            SharedStaging.of_plan(self.path, agreement.plan, foreign_in, is_run=is_run),
-            agreement.files,
-            linked={image.name for image in job.output if len(image)},
-            markers=(METADATA, HUB_INDEX),
-            before=self._before,
-            overwrite=options.overwrite,
-            check_replaceable=self._check_replaceable,
-            look=self._look,
+    def jobs(self) -> Sequence[JobStatus]:
+        return local.status(self.path)
+
+    def output(self, job_hash: str) -> LocalOutput:
+        return LocalOutput(
+            self.path,
+            may_replace=self._may_replace,
+            foreign_files=lambda path: find_foreign(path, self._kind, self.made),
+            overwrite=self._overwrite,
         )
 
-    def check_room(self, divided: Divided, needed_bytes: int) -> None:
-        share, written = self._options.share, divided.plan.written_bytes
-        if isinstance(share, Part):
-            needed_bytes = divided.bytes_left(share)
-        elif share is not None:
-            needed_bytes = max(needed_bytes - written, 0)
-        elif (
-            self._options.resume and not divided.place.notebook.is_over
-        ):  # else all that is there counts as free
-            needed_bytes -= written - divided.bytes_left(ALL)
+    def _check_replaceable(self, path: str) -> None:
+        shown = escape(self.path)
+        check_replaceable(path, shown, overwrite=self._overwrite, kind=self._kind, made=self.made)
+
+    def _may_replace(self, path: str) -> None:
+        try:
+            self._check_replaceable(path)
+        except UsageError as error:
+            raise OutputExists(error.message, problems=error.problems, hint=error.hint) from None
+
+    def warnings(self, output: LocalOutput | BucketOutput) -> Iterator[str]:
+        for path in output.kept if isinstance(output, LocalOutput) else ():
+            yield f"files were put into the old {escape(self.path)} while it was replaced: it is {escape(path)} now"
+
+    def check_room(self, needed_bytes: int, sizes: Iterable[int]) -> None:
         check_space(self.path, needed_bytes)
 
     def free_bytes(self) -> int | None:
         return free_bytes(self.path)
-
-    def foreign(self) -> Iterable[str]:
-        return name_foreign(self.path)
-
-    def unknown(self, own: str) -> Iterable[str]:
-        return name_unknown(self.path, own)
 
 
 class StoreDestination(Destination):
     """A place in a store."""
 
     def __init__(self, output: str, options: WriteOptions, kind: OutputKind, looks_late: bool) -> None:
+        super().__init__(output, options, kind, looks_late)
         self.path = stores.plain(output) if location_of(output).is_writable else output
-        self._looks_late = looks_late
-        self.exists: UsageError | None = None
-        self._options, self._kind = options, kind
-        self._target: StoredOutput | None = None
-        self._hash = ""
-
-    def stagings(self) -> Sequence[Notebook]:
-        return shared_in_store(self.path)
-
-    def identity(self) -> object:
-        found = at_once(writer_of(self.path).head, [os.path.join(self.path, name) for name in MARKERS])
-        return next((each.etag for each in found if each is not None), None)
-
-    def uncommitted(self) -> StoredStatus | None:
-        return uncommitted(self.path)
-
-    def give_up(self) -> None:
-        remove_uncommitted(self.path)
-        remove_notes(self.path)
-
-    @property
-    def target(self) -> StoredOutput:
-        """What may be written, once it was checked."""
-        assert self._target is not None
-        return self._target
+        self._scratch = None if options.scratch is None else os.fspath(options.scratch)
 
     def check(self, output: str, source: str | None, named_after: str | None) -> None:
-        # Whether what is there was made by parts of this very plan is known once there is a plan.
-        options = self._options
-        may_be_ours = (
-            options.overwrite or options.share is not None or options.exist_ok or not options.dry_run
-        )
-        looks = not (may_be_ours and self._looks_late and self.made is None)
-        target = check_target(output, source, self._kind, overwrite=may_be_ours, made=self.made, looks=looks)
-        self._target = self._target or target
-        self.path = self._target.path
-        if not options.overwrite and target.etag is not None:
+        looks = self._overwrite and not (self._looks_late and self.made is None)
+        self.path, is_there = check_target(output, source, self._kind, made=self.made, looks=looks)
+        self.exists = None
+        if is_there and not self._overwrite:
             self.exists = UsageError(f"{escape(output)} exists", hint=KEEP_OR_REPLACE)
+            if self._options.dry_run and not self._options.exist_ok:
+                raise self.exists
+            # Otherwise `begin` looks whether this very job has made it.
 
     def check_beside(self, files: Made) -> None:
         super().check_beside(files)
-        overwrite = self._options.overwrite
         if self.exists is not None:
             return
-        if overwrite or self._options.share is not None:
+        if self._overwrite:
             self._look(self.path)
-        if self.target.is_flat and not overwrite:
+        elif self.marker != OutputKind.SHARDED.value:
             at_once(lambda name: check_same(os.path.join(self.path, name), files[name]()), files)
 
-    def hash(self, job: Job) -> str:
-        recorded = {"recorded": sorted(self._options.recorded)} if self._options.recorded else {}
-        self._hash = self._hash or hash_of({**ingredients(job, shared_stamp), **recorded})
-        return self._hash
+    def _look(self, path: str) -> None:
+        refused = refusal(path, escape(self.path), self._kind, self.made)
+        if refused is not None:
+            raise OutputExists(refused.message, problems=refused.problems, hint=refused.hint)
+
+    @property
+    def is_there(self) -> bool:
+        return any(storage.exists(os.path.join(self.path, kind.value)) for kind in OutputKind)
+
+    def jobs(self) -> Sequence[JobStatus]:
+        return bucket.status(self.path)
+
+    def folder(self, job_hash: str) -> str:
+        return f"data-{job_hash[:16]}" if self._kind is OutputKind.SHARDED else ""
+
+    def output(self, job_hash: str) -> BucketOutput:
+        return BucketOutput(
+            self.path,
+            marker=self.marker,
+            may_replace=self._look,
+            overwrite=self._overwrite,
+            scratch=self._scratch,
+        )
 
     def prepared(self, plan: TransferPlan, options: ExecuteOptions) -> tuple[TransferPlan, ExecuteOptions]:
-        plan = plan.in_order()
-        return plan, options.into_store(max((image.size for image in plan.images), default=0))
+        largest_bytes = max((image.size for image in plan.images), default=0)
+        return plan.in_order(), replace(options, share_extents=False).through_scratch(largest_bytes)
 
-    def replaces(self) -> str | None:
-        return None if self._options.share is None else self.target.etag
+    def check_room(self, needed_bytes: int, sizes: Iterable[int]) -> None:
+        home = bucket.scratch_home(self._scratch)
+        check_space(os.path.join(home, "scratch"), bucket.scratch_nbytes(sizes), hint=bucket.NAME_SCRATCH)
 
-    @contextlib.contextmanager
-    def place(self, job: Job, agreement: Agreement) -> Iterator[Place]:
-        share, plan, files = self._options.share, agreement.plan, agreement.files
-        overwrites = self._options.overwrite
-        output = replace(self.target, plan=self.hash(job), overwrites=overwrites, look=self._look)
-        if share is not None:
-            replaces_any = isinstance(share, Committing) and share.overwrite
-            yield PartsInStore(output, plan, files, replaces_any=replaces_any)
-            return
-        beside = nullcontext(place_of_notes(self.path)) if self._options.dry_run else None
-        with beside or place_of_run(self.path) as here:
-            yield RunInStore(output, SharedStaging.of_plan(here, plan, nothing, is_run=True), files)
+    def free_bytes(self) -> int | None:
+        return free_bytes(os.path.join(bucket.scratch_home(self._scratch), "scratch"))
+
+    def replaced(self, output: LocalOutput | BucketOutput) -> tuple[str, ...]:
+        return output.replaced if isinstance(output, BucketOutput) else ()
+
+    def unnamed_data(self) -> tuple[str, ...]:
+        return tuple(bucket.unnamed_data(self.path, [kind.value for kind in OutputKind]))
 
 
 Kind = Callable[[str, WriteOptions, OutputKind, bool], Destination]
@@ -383,9 +301,6 @@ def destination_at(
         options: of the verb that writes; None for one that does not.
         kind: of what is written.
         looks_late: with `overwrite` what is there is looked into by `check_beside` alone.
-
-    Raises:
-        UsageError: no output can be there.
     """
     make = next(make for claims, make in KINDS if claims(output))
     return make(output, options or WriteOptions(), kind, looks_late)

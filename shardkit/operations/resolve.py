@@ -20,7 +20,7 @@ from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of, is_data_folder
 from shardkit.files.links import read_inside
-from shardkit.formats.contract import Checkpoint, absent, has_any, inner, listing
+from shardkit.formats.contract import Checkpoint, absent, has_any, inner, listing, refuse_unfinished
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS, is_adapter, is_adapter_file
@@ -28,7 +28,6 @@ from shardkit.formats.hub.assets import list_weights, may_be_model
 from shardkit.formats.hub.files import PIPELINE, TORCH_FILES, select_weights
 from shardkit.formats.registry import directory_of, recognise, unfinished
 from shardkit.formats.trainers.plain_dcp import find_structure, lacks_last, optimizers_beside
-from shardkit.operations.leftovers import refuse
 
 EXPORT_ENDING = "-hf"
 """What consolidate appends to a checkpoint's name for its default output."""
@@ -190,7 +189,7 @@ def take(path: str | os.PathLike[str], *, strict: bool = False, whole_steps: boo
     place = stores.as_path(path)
     if not storage.lexists(place):
         raise absent(place)
-    refuse(place)
+    refuse_unfinished(place)
     if not storage.isdir(place) and os.path.basename(place) in TRACKERS:
         place = os.path.dirname(place) or os.curdir
     place = adapter_file(place) or directory_of(place)

@@ -9,38 +9,39 @@ passed, and the output appears under its name at one moment: whole, or not at al
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import DType
-from shardkit.core.text import escape
+from shardkit.core.text import count, escape, in_shell
 from shardkit.core.threads import TimedProgress, progress_for
 from shardkit.errors import (
-    IncompleteError,
+    IntegrityError,
     Interrupted,
     ResourceError,
     ShardkitError,
     UsageError,
     check_torch,
+    signal_of,
 )
+from shardkit.files.output.contract import JobEnded, JobFile, JobOutput, JobRecord, OutputExists
 from shardkit.formats.owned import OutputKind
 from shardkit.formats.recorded import SourceManifests, find_manifests
 from shardkit.operations.casts import beyond_range
 from shardkit.operations.options import WriteOptions
-from shardkit.operations.parts.agreement import Committing, Share
-from shardkit.operations.parts.divided import Describe, Divided
+from shardkit.operations.parts.agreement import PLAN, Agreement, Committing, as_typed
 from shardkit.operations.parts.ingredients import Job, agreement_of
-from shardkit.operations.parts.part import ALL, Part
-from shardkit.operations.parts.results import PartResult, Told, converted_in
+from shardkit.operations.parts.part import Part
+from shardkit.operations.parts.results import Told, converted_in
+from shardkit.operations.parts.work import Describe, Work, finish, part_result, read_notes, write_files
 from shardkit.operations.places import Destination, destination_at
-from shardkit.transfer.checks import OFF, CheckedSource
-
-_PartOutcome = tuple[PartResult | None, CheckedSource]
-"""What became of a part, and what was compared."""
+from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck
+from shardkit.transfer.execute import FileDigest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,8 @@ class Writing:
     """Room on the disk for everything that is written."""
     share_extents: bool = False
     """Clone blocks of the source instead of copying them."""
+    on_file: Callable[[str, FileDigest], None] = lambda directory, digest: None
+    """Called for each finished file, as `Work` has it."""
     after: Callable[[], object] = lambda: None
     """Does what comes after the output; called by the process that made it, or with `exist_ok` for one that was there."""
 
@@ -85,11 +88,12 @@ class Writer:
         )
         """How the engine moves bytes."""
         self._destination: Destination | None = None
+        self._agreement: Agreement | None = None
         self.was_there = False
         """True once an output that is there already is left as it is."""
         self.has_made = False
         """True once this process has made the output."""
-        self._facts: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {"replaced": ()}
 
     @property
     def destination(self) -> Destination:
@@ -127,117 +131,235 @@ class Writer:
         self._facts["source_manifests"] = tuple(found.paths)
         return found
 
+    def agreement(self, job: Job) -> Agreement:
+        """Return what all processes of a job agree on. The job that is given first counts: names of files may have its hash."""
+        self._agreement = self._agreement or agreement_of(job, self._given.command)
+        return self._agreement
+
     def write(self, writing: Writing) -> None:
         """Write a job's output, or with a dry run check that it could be written.
 
-        On Ctrl-C or SIGTERM what was finished stays for the next run; on any other error it is removed.
+        What was finished stays after an error: the same command resumes, and `abort` removes it.
 
         Raises:
             Interrupted: after a signal.
             IntegrityError, ResourceError: as `Execution.run`, and whatever `describe` raises; or there is no room.
-            UsageError: something else is at the destination by now.
+            UsageError: something else is at the destination by now, or another job is under way there.
+            IncompleteError: somebody has aborted the job.
         """
         if writing.job.plan.needs_torch:
             check_torch()
-        with contextlib.ExitStack() as stack:
-            divided = self._divided(writing, stack)
-            try:
-                self._write(writing, divided)
-            finally:  # of files that an interrupted run finished, the next one converts nothing
-                self.warn(beyond_range(self._infinite))
-            if self.has_made or (self.was_there and divided.place.is_left):
-                # The output of a run is there, whatever stays beside it; the next run removes that.
-                with contextlib.suppress(*[ResourceError] if self._given.share is None else []):
-                    divided.place.clean_up(keeps_mark=isinstance(self._given.share, Part))
-                self._told.keep(self.destination.foreign())
-            is_again = self.was_there and self._given.exist_ok and self._given.share is None
-            if self.has_made or (is_again and not self._given.dry_run):
-                writing.after()
-
-    def _write(self, writing: Writing, divided: Divided) -> None:
-        if (exists := self.destination.still_exists()) is not None:
-            self._find_there(divided, exists)
-            return
+        work, exist_ok = self._work(writing), self._given.exist_ok
         try:
-            self._write_here(writing, divided)
-        except UsageError as error:  # asked afterwards: another process may make the output at any moment
-            if self._given.overwrite or not self.destination.may_be_there():
+            if self.exists and exist_ok:
+                if not self._given.dry_run:
+                    self.destination.end_commits()
+                self._find_there(work)
+            elif self._given.dry_run:
+                self._check_dry(writing, work)
+            else:
+                self._write(writing, work)
+        except JobEnded as error:
+            if not error.is_committed:
                 raise
-            self._find_there(divided, error)
+            self._find_there(work)
+        except OutputExists:
+            if not (exist_ok and self.destination.is_there):
+                raise
+            self._find_there(work)
+        finally:  # of files that an interrupted process finished, the next one converts nothing
+            self._progress.finish()
+            self.warn(beyond_range(self._infinite))
+        is_again = self.was_there and exist_ok and self._given.share is None and not self._given.dry_run
+        if self.has_made or is_again:
+            writing.after()
 
-    def _write_here(self, writing: Writing, divided: Divided) -> None:
-        share, free = self._given.share, self.destination.free_bytes()
-        self.destination.check_room(divided, writing.needed_bytes)
-        if share is not None:
-            divided.place.check_absent(is_part=isinstance(share, Part))
-        if self._given.dry_run:
-            part = divided.result(share) if isinstance(share, Part) else None
-            self._note(divided, (part, CheckedSource()), free=free)
-            return
-        carry_out = self._run if share is None else partial(self._carry_out, share=share)
-        outcome = carry_out(writing, divided)
-        if outcome is None:
-            exists = UsageError(f"{escape(self.path)} exists: another process has made it meanwhile")
-            self._find_there(divided, exists)
-            return
-        self._note(divided, outcome, free=free)
+    def _work(self, writing: Writing) -> Work:
+        """Return the job as this process carries it out."""
+        job, share, given = writing.job, self._given.share, self._given
+        options = replace(self.options, share_extents=writing.share_extents)
+        plan, options = self.destination.prepared(job.plan, options)
+        agreement = self.agreement(job)
+        folder, (command, directory) = self.destination.folder(agreement.hash), as_typed(share)
+        record = JobRecord(
+            hash=agreement.hash,
+            command=command,
+            directory=directory,
+            files=[JobFile(name=os.path.join(folder, image.name), size=image.size) for image in plan.images],
+            num_parts=share.count if isinstance(share, Part) else 1,
+            draft={PLAN: agreement.dump()},
+        )
+        return Work(
+            record=record,
+            plan=plan,
+            data_nbytes=job.output.data_nbytes,
+            folder=folder,
+            marker=self.destination.marker,
+            options=options,
+            progress=self._progress,
+            label=f"part {share}" if isinstance(share, Part) else given.verb,
+            describe=writing.describe,
+            check=SourceCheck(plan.catalog) if given.check_source else None,
+            takes_sha256=given.sha256,
+            on_file=writing.on_file,
+        )
 
-    def _run(self, writing: Writing, divided: Divided) -> _PartOutcome | None:
-        """Write all of a job, and remove what was written if it fails; None if another process has made an output meanwhile.
+    def _check_dry(self, writing: Writing, work: Work) -> None:
+        """Check that there is room, and keep what the result says of a dry run."""
+        if self.destination.exists is not None:
+            raise self.destination.exists
+        share = self._given.share
+        finished = self._finished(work)
+        self._check_room(writing, work, finished.intersection(work.numbers(share)))
+        self._note(work, finished)
 
-        It stays after a signal, and where something that appeared at the destination has to be moved away first: the same
-        command goes on with it.
+    def _check_room(self, writing: Writing, work: Work, finished: Collection[int]) -> None:
+        """Refuse to begin what has no room.
+
+        Args:
+            writing, work: the job.
+            finished: numbers of this process's files that need no room any more.
         """
-        self._told.keep(self.destination.unknown(divided.place.notebook.path))
-        try:
-            outcome = divided.alone.carry_out(
-                lambda: self._carry_out(writing, divided, ALL), resume=self._given.resume
-            )
-        except (Interrupted, IncompleteError):
-            raise
-        except BaseException:
-            with contextlib.suppress(OSError, ShardkitError):
-                self._told.keep(self.destination.foreign())
-            raise
-        return outcome if self.has_made else None
+        share = self._given.share
+        numbers = {*work.numbers(share)}.difference(finished)
+        sizes = work.sizes(numbers)
+        needed = writing.needed_bytes - work.plan.written_bytes
+        self.destination.check_room((0 if isinstance(share, Part) else max(needed, 0)) + sum(sizes), sizes)
 
-    def _find_there(self, divided: Divided, exists: UsageError) -> None:
-        """Leave an output as it is that processes of this plan have made, or any with `exist_ok`; else raise `exists`."""
-        share, part, place = self._given.share, None, divided.place
-        is_ours = place.is_committed
-        if not (is_ours or self._given.exist_ok):
-            raise exists
-        self.was_there = True
-        if is_ours:
-            place.give_way()
-            self._told.keep(self.destination.foreign())
-        if share is None and not self._given.dry_run:
-            place.remove_others()  # what dead runs have left
-        if isinstance(share, Committing):
-            share.on_end(False)
+    def _write(self, writing: Writing, work: Work) -> None:
+        share = self._given.share
+        with self.destination.output(work.record.hash) as output:
+            try:
+                if isinstance(share, Committing):
+                    self._commit(share, work, output)
+                else:
+                    self._write_files(writing, work, output, share)
+            except KeyboardInterrupt as interrupt:
+                if not output.is_committed:
+                    raise self._interrupted(interrupt, work) from interrupt
+                self._note_commit(work)  # only what is left of the job is not removed yet
+            except (IntegrityError, ResourceError):
+                kept = self._kept_files(work)
+                self._told.tell([f"{kept}: {self._how_to_resume(kept)}"] if kept else [])
+                raise
+        self._facts["replaced"] = self.destination.replaced(output)
+        self._told.keep(self.destination.warnings(output))
+
+    def _write_files(self, writing: Writing, work: Work, output: JobOutput, share: Part | None) -> None:
+        """Write this process's files, and make the output if no other process has files left."""
+        numbers = work.numbers(share)
+        if share is not None and not numbers:  # there are more parts than files
+            self._note(work, self._finished(work), is_whole=False)
+            return
+        if not self.destination.jobs():  # without room nothing is written, not even the job
+            self.destination.end_commits()
+            self._check_room(writing, work, ())
+        try:
+            output.begin(work.record)
+        except JobEnded as error:
+            self.has_made = error.is_committed  # this call has ended an interrupted commit of the job
+            raise
+        notes = read_notes(work, output, numbers)
+        self._check_room(writing, work, notes.keys())
+        written = write_files(work, output, numbers, notes)
+        # `notes` raises if the job has ended
+        finished = set(numbers) if share is None else self._finished(work) or set(output.notes(()))
+        if len(finished) == len(work.record.files):
+            finish(work, output, written)
+            self._note_commit(work, len(notes))
         elif share is not None:
-            part = divided.all_done(share)
-        self._note(divided, (part, CheckedSource()), free=self.destination.free_bytes(), finished=0)
+            self._note(work, finished, num_resumed=len(notes), is_whole=False)
+
+    def _finished(self, work: Work) -> set[int]:
+        """Return the numbers of the files of a job that are finished; none if it is not under way."""
+        jobs = [job for job in self.destination.jobs() if job.record.hash == work.record.hash]
+        return {number for job in jobs for number in job.finished}
+
+    def _commit(self, share: Committing, work: Work, output: JobOutput) -> None:
+        """Make the output of what other processes have written."""
+        recorded, planned = Agreement.of(share.record, output.path), self._agreement
+        assert planned is not None
+        if recorded.hash != planned.hash:
+            raise UsageError(
+                f"the plan is another one by now: {recorded.hash[:16]} was carried out, {planned.hash[:16]} is it here",
+                problems=recorded.differences(planned),
+                hint="commit with the same version of shardkit and an unchanged source; or begin anew after "
+                f"`shardkit abort {in_shell(output.path)}`",
+            )
+        record = output.join()
+        if record is None or record.hash != share.record.hash:
+            raise JobEnded(output.path, is_committed=self.destination.is_there)
+        finish(replace(work, record=record), output, {})
+        self._note_commit(work)
+
+    def _note_commit(self, work: Work, num_resumed: int = 0) -> None:
+        """Keep that this process has made the output."""
+        self.has_made = True
+        self._note(work, num_resumed=num_resumed)
+
+    def _find_there(self, work: Work) -> None:
+        """Leave an output as it is."""
+        self.was_there = True
+        self._note(work, is_whole=False, by_another=True)
+
+    def _interrupted(self, interrupt: KeyboardInterrupt, work: Work) -> Interrupted:
+        """Return the error of a process that a signal has ended: what became of the output, and what to type."""
+        kept = self._kept_files(work)
+        return Interrupted(
+            f"interrupted: {escape(self.path)} was not made; {kept or 'no file was finished'}",
+            signum=signal_of(interrupt),
+            hint=self._how_to_resume(kept),
+        )
+
+    def _how_to_resume(self, kept: str) -> str:
+        remove = f", or remove what is kept: `shardkit abort {in_shell(self.path)}`" if kept else ""
+        return f"run the same command again to resume{remove}"
+
+    def _kept_files(self, work: Work) -> str:
+        """Return how many files of the job are finished and kept; empty if none are, or nobody can say."""
+        with contextlib.suppress(OSError, ShardkitError):
+            for job in self.destination.jobs():
+                if job.finished and job.record.hash == work.record.hash:
+                    return (
+                        f"{len(job.finished)} of {count(len(job.record.files), 'file')} are finished and kept"
+                    )
+        return ""
 
     def _note(
-        self, divided: Divided, outcome: _PartOutcome, *, free: int | None, finished: int | None = None
+        self,
+        work: Work,
+        finished: Collection[int] | None = None,
+        *,
+        num_resumed: int = 0,
+        is_whole: bool = True,
+        by_another: bool = False,
     ) -> None:
-        """Keep what the result says of the writing."""
-        (part, source), plan = outcome, divided.plan
-        resumed = 0 if part is None else part.resumed_files
+        """Keep what the result says of the writing.
+
+        Args:
+            work: the job.
+            finished: numbers of all files that are finished, as far as this process sees them; None if the output is there.
+            num_resumed: files that were finished before.
+            is_whole: this process has compared what all have read.
+            by_another: another process has made the output.
+        """
+        share, part = self._given.share, None
+        if isinstance(share, Part):
+            part = part_result(work, share, finished, num_resumed=num_resumed, by_another=by_another)
+        plan = work.plan
+        checked = CheckedSource() if work.check is None or not is_whole else work.check.judge().checked
         self._facts |= {
             "num_files": len(plan.images),
             "file_bytes": tuple(image.size for image in plan.images),
             "read_bytes": plan.read_bytes,
             "written_bytes": plan.written_bytes,
             "converted": tuple(converted_in(plan)),
-            "checked_bytes": source.checked_bytes,
-            "unchecked": source.unchecked,
-            "peak_memory_bytes": divided.options.peak_bytes(plan),
-            "free_bytes": free,
-            "resumed_files": resumed if finished is None else finished,
-            "part": None if self._given.share is None else part,
-            "replaced": divided.place.replaced,
+            "checked_bytes": checked.checked_bytes,
+            "unchecked": checked.unchecked,
+            "peak_memory_bytes": work.options.peak_bytes(plan),
+            "free_bytes": self.destination.free_bytes(),
+            "resumed_files": num_resumed,
+            "part": part,
         }
 
     def facts(self, warnings: Iterable[str]) -> dict[str, Any]:
@@ -255,52 +377,3 @@ class Writer:
             "moving_s": round(self._progress.phases_s, 3),
             "warnings": (*warnings, *self._told.kept, *beyond_range(self._infinite)),
         }
-
-    def _carry_out(self, writing: Writing, divided: Divided, share: Share) -> _PartOutcome:
-        """Write a part, and make the output if it was the last; return what became of it, and what was compared."""
-        result: PartResult | None = None
-        try:
-            if isinstance(share, Part):
-                result = divided.run(share)
-                self.was_there |= divided.was_there
-                if result.is_committed:
-                    self._told.keep(divided.warnings())
-                # A run that lacks something could not read a note for a moment: `commit` looks once more.
-                if result.is_committed or (result.missing and self._given.share is not None):
-                    return result, CheckedSource()
-            has_committed = divided.commit()
-        except KeyboardInterrupt as interrupt:
-            # A run whose output has just appeared ends as if nothing had happened; parts are run again.
-            is_run, place = self._given.share is None, divided.place
-            if not (is_run and (place.has_made or place.is_committed)):
-                raise divided.interrupted(interrupt) from interrupt
-            has_committed = place.has_made  # else another process has, and what comes after is that one's
-        finally:
-            self._progress.finish()
-        self.has_made = has_committed
-        self.was_there |= isinstance(share, Committing) and not has_committed
-        if result is not None:
-            result = replace(result, is_committed=True, by_another=not has_committed)
-        if isinstance(share, Committing):
-            share.on_end(has_committed)
-        self._told.keep(divided.warnings())
-        return result, divided.compared()
-
-    def _divided(self, writing: Writing, stack: contextlib.ExitStack) -> Divided:
-        """Return the job as its parts carry it out; a run of one process carries out all of it."""
-        job, share = writing.job, self._given.share
-        options = replace(self.options, share_extents=writing.share_extents)
-        plan, options = self.destination.prepared(job.plan, options)
-        agreement = agreement_of(job, self._given.command, share, self.destination.replaces())
-        if isinstance(share, Committing):
-            share.check(agreement)
-        return Divided(
-            stack.enter_context(self.destination.place(job, agreement)),
-            agreement,
-            plan,
-            job.output.data_nbytes,
-            writing.describe,
-            options,
-            self._progress,
-            is_run=share is None,
-        )

@@ -139,9 +139,9 @@ class Kept:
             except OSError as error:
                 problems.append(f"{escape(name)}: {error}")
                 continue
-            path = os.path.join(place, SAVED_ASSETS, name)
-            storage.make_directories(os.path.dirname(path))
-            storage.write_file(path, data)
+            path = os.path.join(SAVED_ASSETS, name)
+            storage.make_folders(place, os.path.dirname(path))
+            storage.write_file(os.path.join(place, path), data)
             written.append(manifest.describe_bytes(f"{SAVED_ASSETS}/{name}", data, digest=True, sha256=False))
         if problems:
             warnings.warn(

@@ -1,11 +1,11 @@
 """Saving a sharded model so that the destination always holds a whole checkpoint.
 
 All ranks write with torch's own distributed checkpoint into a directory beside the destination. When every
-rank has reported and the files have been checked, rank 0 makes that directory the destination in one rename. In a
-store it is a folder at the destination, which `.metadata` then names, by one request.
+rank has reported and the files have been checked, rank 0 commits them, as `files/output` says. In a store it is a folder
+at the destination, which `.metadata` then names, by one request.
 A rank that fails or is killed does not change what was there before.
 
-    .<name>.shardkit-<owner>/data/    while it is written
+    .<name>.shardkit/                 while it is written
     <name>/.metadata, __R_N.distcp    stock `dcp.load` reads {"model": ..., "optimizer": ..., "extra": ...}
     <name>/huggingface/               config and tokenizer of the Hub model, where they are known
     <name>/shardkit.json              world, mesh, units, ties, key rules, files
@@ -20,6 +20,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ from shardkit.training.ranks.local import (
     stepped_by,
     with_root,
 )
-from shardkit.training.save_target import Lead, begin, expect, read_metadata, writing_to
+from shardkit.training.save_target import Lead, files_of, read_metadata, write_again
 from shardkit.training.saved_layout import saved_layout
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
@@ -136,12 +137,15 @@ def save(
     model = with_root(model)
     with agreed(_PHASE, group):
         _check_values(model, optimizers)
-    lead, place = _start(os.fspath(path), overwrite, group, leads=leads)
-    try:
+    with contextlib.ExitStack() as ending:
+        ending.enter_context(_system_errors(os.fspath(path)))
+        lead, place = _start(os.fspath(path), overwrite, group, leads=leads)
+        if lead is not None:
+            ending.callback(lead.close)
         aliases = find_aliases(model)
         with contextlib.ExitStack() as stack:
             with agreed(_PHASE, group) as exchanged:
-                files = stack.enter_context(writing_to(place))
+                files = files_of(place)
                 state = stack.enter_context(checkpoint_state(model, optimizers, extra, aliases))
                 kept = Kept(model, _state_paths(model), state[MODEL]) if leads else None
                 layout = saved_layout(_leaves(state, ""), _world_size(group)) if leads else None
@@ -156,31 +160,33 @@ def save(
             namings = gather_json(recall(model, (*state[MODEL], *aliases)), group, phase=_PHASE)
             form = next((HubNaming(*naming) for naming in namings if naming is not None), HubNaming(None, {}))
             with agreed(_PHASE, group):
-                if kept is not None:
+                if kept is not None and lead is not None:
                     _warn_of_ranks(digests)
-                    for note in shared_record_notes(place, aliases):
+                    for note in shared_record_notes(lead.path, aliases):
                         warnings.warn(note, stacklevel=2)
-                    _describe(model, writer, aliases, form, group, kept.write(place), layout)
+                    others = kept.write(lead.beside)
+                    content = _describe(model, writer, aliases, form, group, others, layout)
+                    storage.write_file(os.path.join(lead.beside, manifest.NAME), manifest.dump(content))
         with agreed(_PHASE, group) as exchanged:
             if lead is not None:
-                lead.commit(writer.metadata(), overwrite=overwrite, beside=writer.beside)
+                lead.commit(writer.metadata(), writer.folder_metadata)
                 exchanged.mine = [lead.path, len(writer.files), sum(writer.files.values())]
             if kept is not None and lead is not None:
                 kept.note(lead.home)
-    except BaseException as error:
-        if lead is not None:
-            lead.discard()
-        if isinstance(error, OSError):  # of several ranks it is a ResourceError by now
-            raise ResourceError(f"cannot save {escape(os.fspath(path))}: {_reason(error)}") from error
-        raise
     saved, num_files, file_bytes = exchanged.of_all[0]
     return SaveResult(path=saved, num_files=num_files, file_bytes=file_bytes)
 
 
-def _reason(error: OSError) -> str:
-    """Return what the system refused, and the file, if it is known."""
-    reason = error.strerror or str(error) or type(error).__name__
-    return reason if error.filename is None else f"{reason}: {escape(os.fsdecode(error.filename))}"
+@contextlib.contextmanager
+def _system_errors(path: str) -> Iterator[None]:
+    """Raise ResourceError for what the system refuses, with the file, if it is known."""
+    try:
+        yield
+    except OSError as error:  # of several ranks it is a ResourceError by now
+        reason = error.strerror or str(error) or type(error).__name__
+        if error.filename is not None:
+            reason = f"{reason}: {escape(os.fsdecode(error.filename))}"
+        raise ResourceError(f"cannot save {escape(path)}: {reason}") from error
 
 
 def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -326,7 +332,7 @@ def _start(
     try:
         with agreed(_PHASE, group) as exchanged:
             if leads:
-                lead = begin(path, overwrite=overwrite)
+                lead = Lead(path, overwrite=overwrite)
                 exchanged.mine = lead.place
         place = str(exchanged.of_all[0])
         with agreed(_PHASE, group):
@@ -337,7 +343,7 @@ def _start(
                 )
     except BaseException:
         if lead is not None:
-            lead.discard()
+            lead.close()
         raise
     return lead, place
 
@@ -372,8 +378,8 @@ def _describe(
     group: dist.ProcessGroup | None,
     others: tuple[manifest.File, ...],
     layout: manifest.SavedLayout | None,
-) -> None:
-    """Check what all ranks wrote, then write the manifest; `others` lie beside the shards already."""
+) -> manifest.SavedState:
+    """Check what all ranks wrote, and return the manifest; `others` are the files beside the shards."""
     forget()
     missing = [
         f"{escape(name)}: {size} bytes were written"
@@ -389,7 +395,7 @@ def _describe(
     ties: dict[str, list[str]] = {}
     for alias, kept in aliases.items():
         ties.setdefault(kept, [kept]).append(alias)
-    content = manifest.SavedState(
+    return manifest.SavedState(
         tool=manifest.TOOL,
         model_class=diagnosis.model_class,
         world_size=_world_size(group),
@@ -407,7 +413,6 @@ def _describe(
         ),
         others=others or None,
     )
-    storage.write_file(os.path.join(writer.path, manifest.NAME), manifest.dump(content))
 
 
 def _world_size(group: dist.ProcessGroup | None) -> int:
@@ -542,24 +547,23 @@ class SaveWriter(FileSystemWriter):
     Args:
         path: the directory.
         aliases: further name -> the name that is stored, both as the model has them.
-        files: how files are made there; None for a local directory.
+        files: how files are made there.
     """
 
-    def __init__(self, path: str, aliases: Mapping[str, str], files: FileSystem | None = None) -> None:
+    def __init__(self, path: str, aliases: Mapping[str, str], files: FileSystem) -> None:
         # torch syncs a file by its descriptor, and where there is none it syncs the whole machine.
         self._sends = location_of(path).sends
         super().__init__(path, sync_files=not self._sends)
-        self.fs, self.path = files or self.fs, path if self._sends else self.path
+        self.fs, self.path = files, path if self._sends else self.path
         self.files: dict[str, int] = {}
         """File -> where its last record ends; known on the rank that writes `.metadata`."""
-        self.beside = b""
-        """In a store, `.metadata` as it would lie beside the files."""
+        self.folder_metadata = b""
+        """In a store, `.metadata` as it would lie in the folder of the files."""
         self._aliases = {f"{MODEL}.{name}": f"{MODEL}.{kept}" for name, kept in aliases.items()}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file."""
-        expect(self.fs, plan)
-        return super().write_data(plan, planner)
+        return write_again(self.fs, plan, partial(super().write_data, plan, planner))
 
     def metadata(self) -> bytes:
         """Return the `.metadata` that `finish` has made."""
@@ -575,12 +579,9 @@ class SaveWriter(FileSystemWriter):
         describe_as_before(metadata)
         if self._sends:
             super().finish(metadata, results)
-            self.beside = self.metadata()
+            self.folder_metadata = self.metadata()
             results = [[_in_folder(item, os.path.basename(self.path)) for item in rank] for rank in results]
         super().finish(metadata, results)
-        if not self._sends:
-            # torch 2.13, FileSystemWriter.finish, syncs the file while its bytes are still in Python's buffer.
-            storage.sync_file(os.path.join(self.path, METADATA))
 
     def _copies(self, metadata: Metadata, results: list[list[WriteResult]]) -> list[WriteResult]:
         """Describe aliases, and return the records of what they stand for under their names."""

@@ -22,11 +22,11 @@ from typing import Protocol
 from shardkit.core.catalog import Computed
 from shardkit.core.dtypes import DType
 from shardkit.core.text import KIB, MIB, escape, format_size
-from shardkit.core.threads import Progress, run_all, until_done
+from shardkit.core.threads import Progress, heed, run_all, until_done
 from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.location import location_of
-from shardkit.files.uploads import NUM_SENDERS, part_nbytes
+from shardkit.files.remote.objects import NUM_SENDS, upload_nbytes
 from shardkit.transfer.checks import EntryReading, Readings, SourceCheck, pack
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.fill import CrcPiece, Filler, Scatter, TaskOutput, crc_of, image_crc
@@ -43,6 +43,7 @@ _BAND_BYTES = 16 * MIB
 # twice.
 _RECENT_BYTES = 16 * MIB
 _STORE_JOBS, _MIN_JOB_BYTES = 4, 2 * MIB
+_LOOK_S = 0.5  # a run that has ended is noticed, whoever ended it
 _SYNC_THREADS = 8
 """Threads that wait for the disk, while others move bytes. Syncs that wait together share one commit of the
 file system's log."""
@@ -68,33 +69,36 @@ class ExecuteOptions:
     upload_bytes: int = 0
     """What parts of files take on their way into a store; 0 where files are written to a disk."""
 
-    def into_store(self, largest_bytes: int) -> ExecuteOptions:
-        """Return these options for files that are written into a store: parts of them take some of the memory.
+    max_unsent_files: int = 0
+    """Files that are written and not yet handed over at a time, where that sends them; 0 for any number."""
+
+    def through_scratch(self, largest_bytes: int) -> ExecuteOptions:
+        """Return these options for files that are written into scratch and sent into a bucket; the plan is `in_order`.
+
+        Two files are in scratch at a time, or one if there is too little memory for two uploads.
 
         Args:
             largest_bytes: size of the largest file.
 
         Raises:
-            UsageError: there is too little memory for one thread.
+            UsageError: there is too little memory for one upload.
         """
-        part = part_nbytes(largest_bytes)
-        jobs = min(self.jobs, _STORE_JOBS)
-        while jobs > 1 and self.max_memory_bytes < jobs * _MIN_JOB_BYTES + _upload_bytes(jobs, part):
-            jobs -= 1
-        needed = _MIN_JOB_BYTES + _upload_bytes(1, part)
-        if self.max_memory_bytes < needed:
-            raise UsageError(
-                f"--max-memory is too little for a store: parts of {format_size(part)} on their way take "
-                f"{format_size(needed)}",
-                hint=f"give at least --max-memory {-(-needed // MIB)}MiB",
-            )
-        upload = _upload_bytes(jobs, part)
-        return replace(
-            self,
-            jobs=jobs,
-            max_memory_bytes=self.max_memory_bytes - upload,
-            upload_bytes=upload,
-            share_extents=False,
+        upload = upload_nbytes(largest_bytes)
+        for num_files in range(NUM_SENDS, 0, -1):
+            buffers = self.max_memory_bytes - num_files * upload
+            if buffers >= self.jobs * _MIN_JOB_BYTES:
+                return replace(
+                    self,
+                    max_memory_bytes=buffers,
+                    upload_bytes=num_files * upload,
+                    max_unsent_files=num_files,
+                )
+        if self.jobs > 1:
+            return replace(self, jobs=self.jobs - 1).through_scratch(largest_bytes)
+        needed = _MIN_JOB_BYTES + upload
+        raise UsageError(
+            f"--max-memory is too little for a store: an upload takes {format_size(needed)}",
+            hint=f"give at least --max-memory {-(-needed // MIB)}MiB",
         )
 
     @property
@@ -128,12 +132,6 @@ class ExecuteOptions:
         return self.buffers_bytes(plan) + self.held_bytes(plan) + self.upload_bytes
 
 
-def _upload_bytes(jobs: int, part: int) -> int:
-    """Return what parts take: of each thread the one that it fills and the one where its stretch began, and those on
-    their way."""
-    return (2 * jobs + NUM_SENDERS) * part
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDigest:
     """A finished file."""
@@ -150,10 +148,6 @@ class FileDigest:
 
 class Describer(Protocol):
     """Writes what lies beside the images."""
-
-    def add_file(self, digest: FileDigest) -> None:
-        """Take note of a finished image; may be called from any thread."""
-        ...
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         """Write the rest, now that every image is on disk; last of all what makes the directory complete.
@@ -217,6 +211,8 @@ class Execution:
         )
         self._stop, self._is_over, self._lock = threading.Event(), threading.Event(), threading.Lock()
         self._states: dict[int, _ImageState] = {}
+        self._unsent, self._is_sent = set[str](), threading.Condition()
+        self._interrupt = threading.Event()
         self._thread = threading.local()
         self._read_for = read_for
         self.scattered = dict(scattered)
@@ -224,7 +220,9 @@ class Execution:
         self.pieces: dict[str, list[CrcPiece] | None] = {}
         """What was read of each scattered tensor; None where its chunks are not runs of it."""
         self._scattered_readings: dict[str, list[EntryReading]] = {}
-        self._sync_pool = ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="shardkit-sync")
+        self._sync_pool = ThreadPoolExecutor(
+            _SYNC_THREADS, thread_name_prefix="shardkit-sync", initializer=heed, initargs=(self._interrupt,)
+        )
         self._syncs: list[Future[None]] = []
 
     def run(self) -> tuple[dict[str, FileDigest], dict[str, int]]:
@@ -251,10 +249,13 @@ class Execution:
                 tasks = self._tasks(sources)
                 self._in_threads(self._scatter_jobs(sources))
                 self._in_threads(self._task_jobs(tasks, sources))
+                self._raise_unfinished()
                 self._check()  # threads that are stopped between two jobs end in silence
                 self._wait_for_files()
-            except BaseException:
+            except BaseException as error:
                 self._stop.set()
+                if isinstance(error, KeyboardInterrupt):
+                    self._interrupt.set()
                 raise
             finally:  # also on Ctrl-C while waiting: no thread may outlive the files that it reads
                 try:
@@ -266,14 +267,20 @@ class Execution:
         return self._digests, {fqn: crc for fqn, crc in self.scattered.items() if crc is not None}
 
     def _create_files(self) -> None:
-        """Create every unfinished file at its full size: gaps are zeros, and a missing write shows."""
+        """Create every unfinished file, but for those that wait for room."""
+        assert not self._options.max_unsent_files or self.plan.scattered.keys() <= self.plan.gathered
         for image in self.plan.images:
             if image.name in self._skipped:
                 continue
-            with self._opened(image, os.O_CREAT | os.O_TRUNC) as fd:
-                storage.ftruncate(fd, image.size)
+            if len(image) == 0 or not self._options.max_unsent_files:
+                self._create(image)
             if len(image) == 0:
                 self._submit_finish(image, _ImageState())
+
+    def _create(self, image: Image) -> None:
+        """Create a file at its full size: gaps are zeros, and a missing write shows."""
+        with self._opened(image, os.O_CREAT | os.O_TRUNC) as fd:
+            storage.ftruncate(fd, image.size)
 
     def _scatter_jobs(self, sources: SourceFiles) -> list[Callable[[], None]]:
         if not self.plan.scattered:
@@ -329,13 +336,11 @@ class Execution:
         """Return the tasks in the order in which they are carried out.
 
         Sources in a store are read front to back, for all images at once: each request brings what several of them need.
-        Where the images go to a store themselves, there is no memory for parts of all of them.
+        Where the images go to a store themselves, there is no room for parts of all of them.
         """
         if not is_far(self.plan.catalog):
             return [t for t in self.plan.tasks if self.plan.images[t.image].name not in self._skipped]
-        reading = plan_reading(
-            self.plan, self._skipped, in_source_order=not location_of(self._directory).sends
-        )
+        reading = plan_reading(self.plan, self._skipped, in_source_order=not self._sends)
         sources.expect(reading.ranges, reading.num_places)
         return reading.tasks
 
@@ -346,6 +351,7 @@ class Execution:
 
     def _run_task(self, task: Task, sources: SourceFiles) -> None:
         image = self.plan.images[task.image]
+        self._wait_for_room(image)
         filler = getattr(self._thread, "filler", None)
         if filler is None:
             filler = self._thread.filler = Filler(
@@ -358,7 +364,6 @@ class Execution:
             )
         with self._opened(image) as fd:
             stretch = filler.write(task, image, fd)
-            storage.settle(fd, task.begin, task.begin + task.nbytes)
         with self._lock:
             state = self._states[task.image]
             state.stretches[task.start] = stretch
@@ -367,9 +372,46 @@ class Execution:
         if is_whole:
             self._submit_finish(image, self._states.pop(task.image))
 
+    @property
+    def _sends(self) -> bool:
+        return bool(self._options.max_unsent_files) or location_of(self._directory).sends
+
+    def _wait_for_room(self, image: Image) -> None:
+        """Create a file once so few are unsent that there is room for it. The tasks of a file follow one another."""
+        if not self._options.max_unsent_files:
+            return
+        with self._is_sent:
+            while image.name not in self._unsent and len(self._unsent) >= self._options.max_unsent_files:
+                self._check()
+                self._is_sent.wait(_LOOK_S)
+            if image.name not in self._unsent:
+                self._create(image)
+                self._unsent.add(image.name)
+
     def _submit_finish(self, image: Image, state: _ImageState) -> None:
         with self._lock:
-            self._syncs.append(self._sync_pool.submit(self._finish, image, state))
+            self._syncs.append(self._sync_pool.submit(self._finish_in_turn, image, state))
+
+    def _finish_in_turn(self, image: Image, state: _ImageState) -> None:
+        """Finish a file. Where one cannot be sent, no other is written: there may be no room for it."""
+        try:
+            self._finish(image, state)
+        except BaseException:
+            if self._options.max_unsent_files:
+                self._stop.set()
+            raise
+        finally:
+            with self._is_sent:
+                self._unsent.discard(image.name)
+                self._is_sent.notify_all()
+
+    def _raise_unfinished(self) -> None:
+        """Raise the error of a file that stopped all others."""
+        if self._stop.is_set():
+            until_done(self._syncs)
+        for sync in self._syncs:
+            if sync.done() and not isinstance(error := sync.exception(), CancelledError | None):
+                raise error
 
     def _finish(self, image: Image, state: _ImageState) -> None:
         """Sync a whole file to disk and hand it over."""
@@ -397,15 +439,16 @@ class Execution:
     def _wait_for_files(self) -> None:
         """Wait until every file is where it belongs, a phase of its own: all bytes are counted, and it may take minutes."""
         self._progress.finish()
-        self._progress.start(0, "sending" if location_of(self._directory).sends else "syncing")
+        self._progress.start(0, "sending" if self._sends else "syncing")
         until_done(self._syncs)
         for sync in self._syncs:
             sync.result()
 
     def _settle(self, image: Image) -> None:
-        """Bring a whole file to the disk."""
-        with self._opened(image) as fd:
-            storage.fsync(fd)
+        """Bring a whole file to the disk, unless it only passes through it."""
+        if not self._options.max_unsent_files:
+            with self._opened(image) as fd:
+                storage.fsync(fd)
         _log.debug("wrote %s, %s", escape(image.name), format_size(image.size))
 
     @contextlib.contextmanager

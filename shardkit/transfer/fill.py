@@ -97,7 +97,7 @@ class Filler:
         self._fd = fd
         self._clones.clear()
         stretch = TaskOutput()
-        stream = Stream(fd, image.name, task.begin, self._buffer, settles=task.begin)
+        stream = Stream(fd, image.name, task.begin, self._buffer)
         with self._reader, self._silent_reader:
             for index, piece in enumerate(image.pieces(task.start, task.stop), task.start):
                 self._write_piece(piece, index, image, stream, stretch)

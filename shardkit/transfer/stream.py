@@ -49,14 +49,10 @@ class Stream:
         name: name of the file, for messages.
         start: first byte to write.
         buffer: buffer that the streams of one thread share.
-        settles: first byte of the stretch that nobody else writes: what lies between it and the position is settled
-            once it is written. None if the file is read again.
     """
 
-    def __init__(
-        self, fd: int, name: str, start: int, buffer: bytearray, *, settles: int | None = None
-    ) -> None:
-        self._fd, self._name, self._settles = fd, name, settles
+    def __init__(self, fd: int, name: str, start: int, buffer: bytearray) -> None:
+        self._fd, self._name = fd, name
         self.fqn = ""  # the tensor being written, for messages
         self._view, self._size = memoryview(buffer), len(buffer)
         self._at, self._used = start, 0
@@ -122,8 +118,6 @@ class Stream:
             write_all(self._fd, self._view[: self._used], self._at, self._name, self.fqn)
             self._at += self._used
             self._used = 0
-        if self._settles is not None and self._at > self._settles:
-            storage.settle(self._fd, self._settles, self._at)
 
 
 def write_all(fd: int, data: memoryview, start: int, name: str, fqn: str, *, hint: str = _FREE) -> None:

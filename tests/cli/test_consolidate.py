@@ -171,7 +171,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "--base org/m --base-revision r --config base --dtype base --dtype-rule g*=fp32 --max-shard-size 1GB --single-file --weights ema --root a.b "
         "--strip-prefix p --strip-prefix q --add-prefix z --rename a=b --rename c=d --include i* --exclude e* "
         "--fill-from-base v* --tokenizer t --allow-missing --allow-unexpected --keys k.toml --ask-class off --dequantize --keep-factors --merge-lora --adapter-config f --manifest --push-to-hub me/m "
-        "--private --branch dev --overwrite --strict --follow-links -n --no-resume --digest none --jobs 3 --max-memory 1GB --json"
+        "--private --branch dev --overwrite --strict --follow-links -n --digest none --jobs 3 --max-memory 1GB --json"
     )
     assert run("consolidate", "last.ckpt", "out", *flags.split()).exit_code == 0
     assert type(seen.pop("progress")).__name__ == "NoProgress"
@@ -214,7 +214,6 @@ def test_options_reach_the_library(run, monkeypatch):
         "dry_run": True,
         "strict": True,
         "follow_links": True,
-        "resume": False,
         "executor": None,
         "num_parts": None,
         "part": None,
@@ -223,6 +222,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "digest": "none",
         "jobs": 3,
         "max_memory": "1GB",
+        "scratch": None,
     }
 
 

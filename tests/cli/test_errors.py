@@ -220,10 +220,10 @@ def test_interrupted_run_prints_the_resume_command(fail, monkeypatch):
     assert result.exit_code == 130
 
 
-def test_resume_command_is_quoted_and_resumes(monkeypatch):
+def test_resume_command_is_quoted(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/site/shardkit/__main__.py", "preshard", "a b"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "shardkit", "preshard", "a b"])
-    assert resume_command(["preshard", "a b", "--no-resume"]) == "python -m shardkit preshard 'a b'"
+    assert resume_command(["preshard", "a b"]) == "python -m shardkit preshard 'a b'"
 
 
 def test_closed_stdout_is_quiet(start, tiny):

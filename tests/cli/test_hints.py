@@ -110,11 +110,14 @@ CASES = {
         "no such option '--allow-unsafe-store'",
         "copy that with the store's own tool",
     ),
-    "the same of a directory to go on with": (
-        "reshard dcp x --world-size 4 --resume-from .x.shardkit-1",
-        "no such option '--resume-from'\n",
-        "begun with --part 1/1, on any host",
-    ),
+    **{
+        f"a job is always resumed, {option}": (
+            f"reshard dcp x --world-size 4 {option}",
+            f"no such option '{option.partition(' ')[0]}'\n",
+            "the same command resumes what was finished, on any host",
+        )
+        for option in ("--no-resume", "--resume", "--resume-from .x.shardkit-1")
+    },
     "the pass that is gone": (
         "consolidate dcp x --check",
         "no such option '--check'\n",
@@ -199,7 +202,6 @@ CASES = {
 RUN_ELSEWHERE = {
     ("errors.py", "shardkit env"): "a fault of our own; test_errors",
     ("fit.py", "shardkit inspect CHECKPOINT"): "a placeholder",
-    ("store.py", "shardkit commit {} --overwrite"): "in a store; tests/torture/test_parts",
 }
 
 
@@ -380,11 +382,13 @@ def test_status_looks_into_this_directory(run, tiny, tmp_path):
         assert run("reshard", "tiny", name, "--world-size", "2", "--part", "1/2").exit_code == 0
     shown = run("status")
     assert shown.stdout.startswith(f"{tmp_path}: not committed: one, two\n")
-    assert all(f"{tmp_path}/.{name}.shardkit-" in shown.stdout for name in ("one", "two"))
+    assert all(f"output    {tmp_path}/{name}\n" in shown.stdout for name in ("one", "two"))
     content = json.loads(run("status", "--json").stdout)
     assert content["outputs"] == [f"{tmp_path}/one", f"{tmp_path}/two"]
-    assert len(content["plans"]) == 2
-    assert run("abort", "one").stdout == f"{tmp_path}/one is not there; what parts had written was removed\n"
+    assert [job["output"] for job in content["jobs"]] == content["outputs"]
+    removed = run("abort", "one").stdout
+    assert removed.startswith(f"{tmp_path}/one is not there\n")
+    assert "removed" in removed
     assert json.loads(run("status", "--json").stdout)["outputs"] == [f"{tmp_path}/two"]
     assert run("reshard", "tiny", "two", "--world-size", "2", "--part", "2/2").exit_code == 0
     assert json.loads(run("status", "--json").stdout)["outputs"] == []

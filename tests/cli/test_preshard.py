@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shlex
 import signal
 import struct
@@ -140,7 +141,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "shardkit.operations.preshard.preshard",
         lambda *args, **options: seen.update(options, args=args) or RESULT,
     )
-    flags = "--mesh dp_shard=4 --parallel-rule *.q=colwise --stages m:f --layout declared --keys k.toml --names hub --profile lightning --attribute net --dtype bf16 --revision r --variant v --overwrite -n --no-resume --digest none"
+    flags = "--mesh dp_shard=4 --parallel-rule *.q=colwise --stages m:f --layout declared --keys k.toml --names hub --profile lightning --attribute net --dtype bf16 --revision r --variant v --overwrite -n --digest none"
     run(*ARGS, "out", *flags.split(), "--jobs", "3", "--max-memory", "1GB", "--trust-remote-code", "--json")
     assert type(seen.pop("progress")).__name__ == "NoProgress"
     assert callable(seen.pop("on_warning"))
@@ -166,7 +167,6 @@ def test_options_reach_the_library(run, monkeypatch):
         "overwrite": True,
         "exist_ok": False,
         "dry_run": True,
-        "resume": False,
         "executor": None,
         "num_parts": None,
         "part": None,
@@ -177,6 +177,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "digest": "none",
         "jobs": 3,
         "max_memory": "1GB",
+        "scratch": None,
         "trust_remote_code": True,
     }
 
@@ -241,9 +242,9 @@ def write_sparse_model(path, nbytes):
 
 STOPS = """\
 import signal, threading
-from shardkit.files.shared import SharedStaging
+from shardkit.files.output.local import LocalOutput
 
-heard, plain, set_handler = threading.Event(), SharedStaging.write_note, signal.signal
+heard, plain, set_handler = threading.Event(), LocalOutput.add, signal.signal
 
 def hearing(signum, handler):
     def hear(*args):
@@ -251,13 +252,13 @@ def hearing(signum, handler):
         handler(*args)
     return set_handler(signum, hear if callable(handler) else handler)
 
-def write_note(staging, work, directory, name, content, **options):
-    plain(staging, work, directory, name, content, **options)
-    if directory == staging.done.path and not heard.is_set():
+def add(output, scratch, number, note):
+    plain(output, scratch, number, note)
+    if not heard.is_set():
         print("a file has a note\\n", end="", flush=True)  # one write: threads may say it at once
         heard.wait(20)  # one that comes just before the main thread waits for this one is heard after that wait
 
-signal.signal, SharedStaging.write_note = hearing, write_note
+signal.signal, LocalOutput.add = hearing, add
 """
 """Of a `sitecustomize.py`: the run stops when a file has a note, until it hears a signal."""
 
@@ -265,7 +266,7 @@ signal.signal, SharedStaging.write_note = hearing, write_note
 @pytest.mark.parametrize(("signum", "code"), but_first([(signal.SIGINT, 130), (signal.SIGTERM, 143)]))
 def test_signal_then_resume(start, tmp_path, tmp_path_factory, signum, code):
     write_sparse_model(tmp_path / "big model", 200 << 20)
-    flags = ["--world-size", "64", "--wrap", "none", "--jobs", "1", "--no-resume"]
+    flags = ["--world-size", "64", "--wrap", "none", "--jobs", "1"]
     stops = tmp_path_factory.mktemp("stops")
     (stops / "sitecustomize.py").write_text(STOPS)
     root = os.path.dirname(os.path.dirname(shardkit.__file__))
@@ -277,9 +278,10 @@ def test_signal_then_resume(start, tmp_path, tmp_path_factory, signum, code):
     assert process.returncode == code, said
     assert not (tmp_path / "out").exists()
     first, resume = said.splitlines()
-    assert first == f"interrupted: {tmp_path}/out was not made; what was finished is kept beside it"
+    made = re.escape(f"interrupted: {tmp_path}/out was not made; ")
+    assert re.fullmatch(rf"{made}\d+ of 64 files are finished and kept", first)
     command = shlex.split(resume.removeprefix("resume: "))
-    assert command[1:] == ["-m", "shardkit", "preshard", "big model", "out", *flags[:-1]]
+    assert command[1:] == ["-m", "shardkit", "preshard", "big model", "out", *flags]
     env = {**os.environ, "PYTHONPATH": root}
     done = subprocess.run(
         [*command, "--json"], cwd=tmp_path, env=env, capture_output=True, text=True, check=True, timeout=600

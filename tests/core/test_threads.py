@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import CancelledError
 from contextvars import ContextVar
 
 import pytest
 
 from shardkit.core import threads
-from shardkit.core.threads import at_once, choose_jobs, run_all
+from shardkit.core.threads import at_once, check_interrupt, choose_jobs, run_all
 from shardkit.errors import UsageError
 
 # What another thread is interrupted by does not wake the main thread; nor does what comes just before it begins to wait.
@@ -163,3 +165,32 @@ def test_at_once_asks_for_several_and_keeps_their_order() -> None:
     assert at_once(ask, range(4), 8) == [(item, True) for item in range(4)]
     assert at_once(str, iter("ab"), 1) == ["a", "b"]
     assert at_once(str, (), 8) == []
+
+
+def test_ctrl_c_ends_what_at_once_does() -> None:
+    ended, both, one_ended = list[str](), threading.Barrier(2, timeout=600), threading.Semaphore(0)
+
+    def send(name: str) -> None:
+        if both.wait() == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        try:
+            while True:
+                check_interrupt()
+        except CancelledError:
+            ended.append(name)
+            one_ended.release()
+            raise
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            at_once(send, ["a", "b"])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    for _ in range(2):  # a thread that was being started when the signal came is not waited for
+        assert one_ended.acquire(timeout=600)
+    assert sorted(ended) == ["a", "b"]
+    check_interrupt()  # not in this thread

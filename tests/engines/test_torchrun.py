@@ -16,7 +16,18 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "loca
 @pytest.mark.dist
 def test_one_is_killed_and_all_are_restarted(tmp_path: Path) -> None:
     job = Job(tmp_path)
-    started = [*TORCHRUN, "2", "--max-restarts", "1", "-m", "shardkit", *job.command, "--part", "env"]
+    started = [
+        *TORCHRUN,
+        "2",
+        "--max-restarts",
+        "1",
+        "-m",
+        "shardkit",
+        *job.command,
+        "--part",
+        "env",
+        "--exist-ok",
+    ]
     done = job.run_and_lose_one(*started)
     assert done.returncode == 0, done.stderr
     assert job.was_kept

@@ -57,7 +57,6 @@ ELSEWHERE = {
     "operations/environment.py": {"open"},
     "training/extras/memory.py": {"open"},
     # memory without a name, which is behind the calls of storage
-    "files/uploads.py": {"os.fstat", "os.ftruncate", "os.pread", "os.preadv", "os.pwrite"},
 }
 
 
@@ -133,8 +132,9 @@ def test_scratch_of_killed_processes_is_removed(tmp_path: Path) -> None:
     above = tmp_path / "cache/scratch"
     with storage.scratch_directory(str(above)) as path:
         (Path(path) / "folder").mkdir()
-        (above / "scratch-dead").mkdir()
-        (above / "scratch-dead/file").write_bytes(b"half")
+        dead = above / f"{os.path.basename(path)}-dead"
+        dead.mkdir()
+        (dead / "file").write_bytes(b"half")
         (above / "other").mkdir()
         with storage.scratch_directory(str(above)) as another:
             assert {each.name for each in above.iterdir()} == {
@@ -143,6 +143,17 @@ def test_scratch_of_killed_processes_is_removed(tmp_path: Path) -> None:
             }
         assert os.listdir(path) == ["folder"]
     assert os.listdir(above) == ["other"]
+
+
+def test_file_systems_in_memory() -> None:
+    kinds = [
+        line.split(" - ")[1].split()[0]
+        for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        if line.split()[4] == "/dev/shm"
+    ]
+    if kinds == ["tmpfs"]:
+        assert storage.is_in_memory("/dev/shm")
+    assert not storage.is_in_memory("/proc")
 
 
 def test_directories_are_made_where_they_are_missing(tmp_path: Path) -> None:

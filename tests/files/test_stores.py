@@ -72,12 +72,12 @@ def test_parts_read_from_a_store(
     monkeypatch.chdir(tmp_path)
     options: dict[str, Any] = {"world_size": 2, "wrap": "none"}
     shardkit.preshard(f"{S3}/hub", "out", part="1/2", **options)
-    (left,) = tmp_path.glob(".out.shardkit-parts-*")
-    assert json.loads((left / "plan.json").read_text())["command"]["options"]["source"] == f"{S3}/hub"
+    plan = tmp_path / ".out.shardkit" / "draft" / "0"
+    assert json.loads(plan.read_text())["command"]["options"]["source"] == f"{S3}/hub"
     with monkeypatch.context() as other:
         other.setattr(stores, "_status", lambda said, path, ask=stores._status: ask(said, path + "?"))
         stores.forget()
-        with pytest.raises(shardkit.UsageError, match="parts of another plan"):
+        with pytest.raises(shardkit.UsageError, match="another job is under way"):
             shardkit.preshard(f"{S3}/hub", "out", part="2/2", **options)
     stores.forget()
     last = shardkit.preshard(f"{S3}/hub", "out", part="2/2", **options)
@@ -101,8 +101,7 @@ def test_a_whole_bucket_may_be_a_checkpoint(tmp_path: Path) -> None:
     """Its manifest is not looked for beside it: another bucket may have that name."""
     make(tmp_path)
     with servers.reached("moto", tmp_path / "served"):
-        store: Any = kinds.store_of("s3://bucket")[0]
-        store.ask("put_object", "model.safetensors", Body=(tmp_path / "hub/model.safetensors").read_bytes())
+        servers.put("model.safetensors", (tmp_path / "hub/model.safetensors").read_bytes())
         found = shardkit.verify("s3://bucket")
         assert (found.problems, found.num_tensors) == ((), shardkit.verify(tmp_path / "hub").num_tensors)
 
@@ -235,7 +234,7 @@ def test_a_checkpoint_that_changes_is_not_called_damaged(
             if is_removed:
                 store.delete(todo)
             else:
-                store.ask("put_object", todo[0], Body=bytes(100) + data[100:])
+                servers.put(todo[0], bytes(100) + data[100:])
             todo.clear()
         return False
 
@@ -264,9 +263,8 @@ def test_what_is_wrong_is_said_without_a_secret(served: servers.Served, tmp_path
 def test_a_name_that_is_no_path_is_said_at_once(tmp_path: Path) -> None:
     """Copying to a prefix that ends with a slash makes such names. They hide whatever lies beside them."""
     with servers.reached("moto", tmp_path) as proxy:
-        store: Any = kinds.store_of("s3://bucket")[0]
         for name in ("a//x", "b/./x", "c/../x"):
-            store.ask("put_object", name, Body=b"x")
+            servers.put(name, b"x")
         for path in ("s3://bucket/a", "s3://bucket/b", "s3://bucket/c", "s3://bucket/other/./x"):
             proxy.reset()
             with pytest.raises(ResourceError, match="cannot be read as a path") as refused:

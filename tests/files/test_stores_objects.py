@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from math import ceil
 
 import pytest
 
@@ -16,6 +17,7 @@ from shardkit.files.remote.objects import NO_SUCH_VERSION, Objects
 from tests.worlds import stores as servers
 
 Place = tuple[servers.Proxy, Objects]
+UPLOAD_NBYTES = objects.upload_nbytes(160 << 20)
 
 
 @pytest.fixture(scope="module", params=servers.WRITABLE)
@@ -92,7 +94,7 @@ def test_an_upload_takes_little_memory(place: Place) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _SEND, place[1].path], capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) < 80 << 10
+    assert int(done.stdout) << 10 <= 5 * 8 << 20 == UPLOAD_NBYTES
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "reset", "lost", "late 500", "expired", "gone"])
@@ -138,7 +140,10 @@ def test_a_fault_that_lasts(place: Place, fault: str, num_parts: float) -> None:
     said = f"{caught.value} {caught.value.hint} {caught.value.__cause__} {list(caught.value.problems)}"
     assert "sent/file" in said
     assert not any(secret in said for secret in (servers.SECRET, "http://", "uploadId", "Debug"))
-    assert len(proxy.struck) <= objects.NUM_PUTS * (objects.NUM_RETRIES + 1)
+    num_requests = (
+        ceil(num_parts) if there.path.startswith("az://") else 1
+    )  # Azure's uploads have no beginning
+    assert len(proxy.struck) <= objects.NUM_PUTS * (objects.NUM_RETRIES + 1) * num_requests
     proxy.faults.clear()
     assert there.head("file") is None
     send(place, file_of(num_parts))
@@ -165,7 +170,7 @@ def test_an_upload_that_fails_here_is_ended_at_once(place: Place, error: BaseExc
     assert num_read == 1
     assert time.monotonic() - begun < 60
     assert there.head("file") is None
-    if not any("comp=block" in seen.path for seen in proxy.seen):
+    if not there.path.startswith("az://"):  # there is nothing to end
         assert [seen for seen in proxy.seen if seen.method == "DELETE" and "uploadId=" in seen.path]
 
 
@@ -197,6 +202,14 @@ def test_an_unclear_answer_is_settled_by_a_look(place: Place, fault: str) -> Non
         assert not proxy.faults
 
 
+def test_a_conditional_put_needs_no_object(place: Place) -> None:
+    """ "Not found" is a failure of the store then."""
+    place[0].strikes = lambda seen: True
+    place[0].faults[:] = ["404"] * 100
+    with pytest.raises(ResourceError, match="HTTP 404"):
+        place[1].put_if("marker", b"1", {}, None)
+
+
 def test_copies_lists_and_removals(place: Place) -> None:
     _, there = place
     names = ["folder/\xf6 %2B&=+ name", "folder/plain", "folders"]
@@ -214,6 +227,52 @@ def test_copies_lists_and_removals(place: Place) -> None:
     assert there.sizes().keys() == {"copy"}
     assert there.head(names[0]) is None
     assert there.get(names[1]) is None
+
+
+@pytest.mark.parametrize("num_parts", [0, 0.25, 1, 2.5])
+def test_what_is_sent_while_it_is_written(place: Place, num_parts: float) -> None:
+    pieces, memory = file_of(num_parts), bytearray(objects.PART_NBYTES // 4)
+    with place[1].writing("file", sum(map(len, pieces))) as stream:
+        for piece in pieces:
+            memory[:] = piece  # torch reuses its memory
+            assert stream.write(memory) == len(piece)
+        assert stream.tell() == sum(map(len, pieces))
+        assert place[1].head("file") is None
+    check(place, pieces)
+
+
+def test_what_is_not_written_to_its_end_is_not_there(place: Place) -> None:
+    def write() -> None:
+        with place[1].writing("file", 1) as stream:
+            stream.write(b"".join(file_of(1.5)))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write()
+    assert place[1].head("file") is None
+
+
+@pytest.mark.parametrize("num_parts", [0.25, 2.5])
+def test_a_fault_while_it_is_written(place: Place, num_parts: float) -> None:
+    """The error is the store's, in our words, whatever the writer makes of it."""
+    place[0].strikes = lambda seen: seen.method in ("PUT", "POST")
+    place[0].faults[:] = ["403"] * 100
+
+    def write() -> None:
+        with place[1].writing("file", 1) as stream:
+            try:
+                for piece in file_of(num_parts):
+                    stream.write(piece)
+            except ResourceError:
+                raise KeyError from None
+
+    with pytest.raises(ResourceError, match="denies access"):
+        write()
+    place[0].reset()
+    assert place[1].head("file") is None
+    with place[1].writing("file", 1) as stream:
+        stream.write(b"again")
+    check(place, [b"again"])
 
 
 def test_the_hub_is_read_only() -> None:

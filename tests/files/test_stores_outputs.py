@@ -14,8 +14,7 @@ from torch import nn
 
 import shardkit
 from shardkit.files import stores
-from shardkit.files.digest import crc32
-from shardkit.files.remote.writers import writer_of
+from shardkit.files.remote.objects import Objects
 from tests.contents import contents
 from tests.nested import FOLDER, OLDER, nest
 from tests.worlds import stores as servers
@@ -76,7 +75,8 @@ def test_every_verb_reads_it(served: servers.Served, tmp_path: Path) -> None:
 def test_a_run_is_searched(served: servers.Served, tmp_path: Path) -> None:
     for step in (2, 10, 20):
         servers.upload(served.home / "nested", f"{S3}/run/step-{step}")
-    stores.delete([f"{S3}/run/step-20/.metadata"])
+    Objects(f"{S3}/run/step-20").delete([".metadata"])
+    stores.forget()
     found = shardkit.resolve_checkpoint(f"{S3}/run")
     assert (found.path, found.step) == (f"{S3}/run/step-10", 10)
     assert found.skipped[0][0] == "step-20"
@@ -85,35 +85,14 @@ def test_a_run_is_searched(served: servers.Served, tmp_path: Path) -> None:
     assert shardkit.diff(tmp_path / "out", served.home / "hub").is_equal
 
 
-def test_what_nobody_names_is_shown_and_removed(served: servers.Served) -> None:
+def test_what_nobody_names_is_shown_and_stays(served: servers.Served) -> None:
     path = f"{S3}/old"
     servers.upload(served.home / "nested", path)
     before = keys(path)
-    stored = shardkit.status(path).stored
-    assert stored is not None
-    assert stored.prefixes == (f"{path}/{OLDER}/",)
+    assert shardkit.status(path).replaced == (f"{path}/{OLDER}/",)
+    assert not shardkit.abort(path).aborted
     assert keys(path) == before
-    assert shardkit.abort(path).stored == stored
-    assert keys(path) == {key for key in before if OLDER not in key}
     assert shardkit.verify(path, full=True).problems == ()
-    stores.delete([f"{path}/.metadata"])
-    shardkit.abort(path)
-    assert keys(path) == set()
-
-
-def test_uploads_that_nobody_completed_are_ended(served: servers.Served) -> None:
-    """As a save leaves them whose rank was killed."""
-    path = f"{S3}/killed"
-    place = f"{path}/data-{'a' * 16}/__0_0.distcp"
-    other = f"{path}/elsewhere/file"
-    begun = [writer_of(each).begin(each) for each in (place, place, other)]
-    writer_of(place).send_part(place, begun[0], 1, b"part", int(crc32(b"part")))
-    stored = shardkit.status(path).stored
-    assert stored is not None
-    assert (stored.num_uploads, stored.prefixes) == (2, ())
-    shardkit.abort(path)
-    assert [each.path for each in writer_of(path).uploads(path)] == [other]
-    writer_of(other).abort(other, begun[2])
 
 
 def test_the_prefix_of_replaced_data_is_printed(served: servers.Served) -> None:
@@ -126,15 +105,13 @@ def test_the_prefix_of_replaced_data_is_printed(served: servers.Served) -> None:
         if size == 2:
             assert sharded.replaced == merged.replaced == ()
     for path, result in ((shards, sharded), (model, merged)):
-        stored = shardkit.status(path).stored
-        assert stored is not None
-        assert result.replaced == stored.prefixes
-        (prefix,) = stored.prefixes
+        (prefix,) = result.replaced
+        assert shardkit.status(path).replaced == result.replaced
         assert f"{prefix}* stays for its readers" in str(result)
-        shardkit.abort(path)
-        assert not [key for key in keys(path) if f"{path}/{key}".startswith(prefix)]
+        assert [key for key in keys(path) if key.startswith(prefix)]
         report = shardkit.verify(path, full=True)
-        assert (report.problems, report.warnings) == ((), ())
+        assert report.problems == ()
+        assert all("not among the model's weight files" in line for line in report.warnings), "the old ones"
     assert shardkit.inspect(shards).world_size == 3
     assert shardkit.diff(shards, hub).is_equal
     assert shardkit.diff(hub, model, as_dtype="bf16").is_equal

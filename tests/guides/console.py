@@ -48,8 +48,6 @@ _VARYING = (
     (re.compile(r"leak \d\.\de-(0[7-9]|[1-9]\d)"), "leak below 1e-6"),
     (re.compile(r"'(train_\w+)': '[\d.]+'"), r"'\1': ..."),
     (re.compile(r"error at most \S+, orthogonal to \S+"), "error at most ..."),
-    (re.compile(r"(preshard) [0-9a-f]{16}, begun"), r"\1 ..., begun"),
-    (re.compile(r"ended on \S+, process \d+"), "ended on ..."),
     (re.compile(r"\bdata-[0-9a-f]{16}"), "data-..."),
 )
 
@@ -111,7 +109,7 @@ def run(command: str, home: Path) -> str:
     else:
         done = subprocess.run(command, shell=True, cwd=home, capture_output=True, text=True, check=True)
         said = done.stdout
-    return said.replace(f"{home}/", "/data/")
+    return said.replace(f"{home}/", "/data/").replace(str(home), "/data")
 
 
 def steady(text: str) -> str:

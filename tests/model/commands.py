@@ -92,6 +92,23 @@ def write(
     return run
 
 
+def save(tag: str = "new", *, overwrite: bool = False) -> Command:
+    """Return what writes an output without numbered files, each time as a new job, and removes it after an error."""
+
+    def run() -> str:
+        record = JobRecord(
+            hash=f"{tag} {local._new_id()}", command=f"shardkit.save({tag})", directory="", files=()
+        )
+        with _output(overwrite) as output:
+            try:
+                return _answer(lambda: _save(output, record, content(tag)), exist_ok=True)
+            except BaseException:
+                output.discard()
+                raise
+
+    return run
+
+
 def commit(*, overwrite: bool = False) -> Command:
     """Return `shardkit commit OUT`."""
 
@@ -129,16 +146,25 @@ def _write_job(
     output.begin(record)
     number, num_parts = part
     while True:
-        finished = output.notes()
+        finished = output.notes(range(len(record.files)))
         with output.scratch() as scratch:
             for file in range(number - 1, len(record.files), num_parts):
                 if file not in finished:
                     output.add(scratch, file, write_file(scratch, file))
-        notes = output.notes()
+        notes = output.notes(range(len(record.files)))
         if num_missing := len(record.files) - len(notes):
             return f"part {number}/{num_parts} is finished, {num_missing} files are missing"
         if message := _finish_job(output, record, notes):
             return message
+
+
+def _save(output: LocalOutput, record: JobRecord, contents: Mapping[str, bytes]) -> str:
+    output.begin(record)
+    with output.scratch() as scratch:
+        for name, data in contents.items():
+            STORAGE.write_file(os.path.join(scratch, name), data)
+        output.commit(scratch)
+    return "OUT is made"
 
 
 def _finish_job(output: LocalOutput, record: JobRecord, notes: Mapping[int, FileNote]) -> str:
@@ -158,7 +184,7 @@ def _commit_job(output: LocalOutput) -> str:
     record = output.join()
     if record is None:
         return "nothing to commit"
-    return _finish_job(output, record, output.notes()) or "files are damaged"
+    return _finish_job(output, record, output.notes(range(len(record.files)))) or "files are damaged"
 
 
 def _answer(run: Callable[[], str], *, exist_ok: bool = False) -> str:

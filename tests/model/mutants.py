@@ -115,7 +115,7 @@ MUTANTS = (
         "an incomplete job is committed",
         "the verb commit",
         BESIDE,
-        "(error := missing_files(self.path, self.record, self._notes())) is not None",
+        "(error := missing_files(self.path, self.record, self._finished())) is not None",
         "(error := missing_files(self.path, self.record, {0: {}, 1: {}})) is not None",
     ),
     Mutant(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tests.model.commands import FOLDERS, OUT, THREE, abort, commit, person, tree, write
+from tests.model.commands import FOLDERS, OUT, THREE, abort, commit, person, save, tree, write
 from tests.model.filesystem import NONE, PER_HOST, Features
 from tests.model.processes import STORAGE, World
 from tests.model.search import FAILURES, Bounds, Scenario
@@ -58,7 +58,7 @@ def refused_by_name(world: World) -> list[str]:
         outcome = process.outcome
         if outcome is None or outcome.is_ok or process.is_faulty:
             continue
-        is_other_job = outcome.kind == "UsageError" and "shardkit preshard" in outcome.text
+        is_other_job = outcome.kind == "UsageError" and "it was begun by" in outcome.text
         if not is_other_job and outcome.kind != "OutputExists":
             problems.append(f"{process.name} ended with {outcome.kind}: {outcome.text}")
     return problems
@@ -176,8 +176,23 @@ def plans() -> list[Plan]:
     add("another job after a kill, overwrite", [over], Bounds(kills=1), again=other_over[1], **both, **old)
     add("another job beside a killed one, overwrite", [over, other_over], *TWO_PROCESSES, EVERY_CALL, **both)
 
+    # Jobs without numbered files
+    saved, other_saved = ("A", save(overwrite=True)), ("J", save("other", overwrite=True))
+    add("a save", [("A", save())], *ALONE, checks=[all_succeed])
+    add("a save, overwrite", [saved], *ALONE, checks=[all_succeed], **old)
+    add("a save, no exchange", [saved], *ALONE, checks=[all_succeed], features=NO_EXCHANGE, **absent)
+    add("a save after a killed one", [saved], Bounds(kills=2), again=other_saved[1], **both, **old)
+    add("two saves", [saved, other_saved], *TWO_PROCESSES, power, **both, **old)
+    add("two saves, no exchange", [saved, other_saved], **both, features=NO_EXCHANGE, **absent)
+    lockless = {"features": NO_LOCKS, "allowed": (*LEFTOVER_WITHOUT_LOCKS, *REPLACED_SINCE)}
+    add(
+        "two saves, no flock", [saved, other_saved], *WITHOUT_KILLS, is_rerun=False, **both, **lockless, **old
+    )
+    add("a save beside another job", [saved, other_over], **both, **old)
+
     # Commit and abort
     ended = {"is_always_made": False, "is_rerun": False, "checks": [made_or_aborted]}
+    add("a save beside abort", [saved, ("X", abort)], *WITHOUT_KILLS, **ended, **old)
     add("commit beside abort", [a, ("X", abort)], *WITHOUT_KILLS, EVERY_CALL, **ended)
     add("overwrite beside abort", [over, ("X", abort)], *WITHOUT_KILLS, **ended, **old)
     add("kill, then the command beside abort", [over, ("X", abort)], **unclean, **old)

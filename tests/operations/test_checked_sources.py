@@ -319,6 +319,7 @@ def test_copied_files_are_compared_with_a_manifest(tmp_path: Path) -> None:
                 MOVES[name](source, tmp_path / "out", **options)
             assert caught.value.problems[0].startswith(f"{file}: its bytes have CRC-32 ")
             assert "--check-source off" in str(caught.value.hint)
+            assert shardkit.abort(tmp_path / "out").aborted
         MOVES[name](source, tmp_path / name, check_source=False)
         assert (tmp_path / name / file).read_bytes() == (source / file).read_bytes()
 
@@ -445,7 +446,7 @@ class Kill(NoProgress):
         Kill.done += num_bytes
         if Kill.done > 1_200_000:
             import glob
-            while len(glob.glob(sys.argv[2] + "/.out.shardkit-*/done/*")) < 2:
+            while len(glob.glob(sys.argv[2] + "/.out.shardkit/done/*")) < 2:
                 os.sched_yield()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -506,7 +507,7 @@ def test_each_reading_of_an_interrupted_run_is_compared(tmp_path: Path, way: str
             opened.write(content)
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
         # Files are finished in any order: where that of `a` was not, what was read for it is read anew.
-        if not list(tmp_path.glob(".out.shardkit-*/done/0.json")):
+        if not list(tmp_path.glob(".out.shardkit/done/0.json")):
             result = shardkit.consolidate(file, tmp_path / "out", max_shard_size="400KB")
             assert torch.equal(
                 load_file(tmp_path / "out" / result.file_names[0])["a.weight"], model["a.weight"]
@@ -523,8 +524,9 @@ def test_a_run_that_did_not_compare_is_not_gone_on_with(tmp_path: Path) -> None:
     script = _KILLED.replace("jobs=1,", "jobs=1, check_source=False,")
     saved = save_dcp(tmp_path / "c", {f"t{n}.weight": torch.arange(100_000.0) + n for n in range(4)})
     subprocess.run([sys.executable, "-c", script, str(saved), str(tmp_path)], check=False, timeout=600)
-    assert any(name.startswith(".out.shardkit-") for name in os.listdir(tmp_path))
-    result = shardkit.consolidate(saved, tmp_path / "out", max_shard_size="400KB")
+    with pytest.raises(UsageError, match="another job is under way"):
+        shardkit.consolidate(saved, tmp_path / "out", max_shard_size="400KB")
+    result = shardkit.consolidate(saved, tmp_path / "out", max_shard_size="400KB", overwrite=True)
     assert (result.resumed_files, result.checked_bytes, result.unchecked) == (0, 1_600_000, ())
 
 

@@ -157,7 +157,7 @@ def test_a_file_that_changes_meanwhile(source: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(describe, "copy_file", copy_later)
     with pytest.raises(IntegrityError, match=r"scheduler\.pt changed"):
         shardkit.reshard(source, str(tmp_path / "out"), world_size=2)
-    assert os.listdir(tmp_path) == ["checkpoint-2"]
+    assert sorted(os.listdir(tmp_path)) == [".out.shardkit", "checkpoint-2"], "its shards are finished"
 
 
 @pytest.mark.parametrize("replacement", ["pipe", "gone", "link"])
@@ -182,7 +182,7 @@ def test_a_full_disk_while_files_are_copied(
     monkeypatch.setattr(companions, "_copy_data", full)
     with pytest.raises(ResourceError, match=r"cannot copy scheduler\.pt: No space left"):
         shardkit.reshard(source, str(tmp_path / "out"), world_size=2)
-    assert os.listdir(tmp_path) == ["checkpoint-2"]
+    assert sorted(os.listdir(tmp_path)) == [".out.shardkit", "checkpoint-2"], "its shards are finished"
 
 
 def test_ctrl_c_while_files_are_copied_keeps_the_shards(

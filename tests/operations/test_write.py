@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import itertools
 import json
 import os
 import resource
-import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardkit.errors import IntegrityError, Interrupted, ResourceError, UsageError
+from shardkit.errors import IncompleteError, IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.files import storage
-from shardkit.files.place.disk import DiskPlace
-from shardkit.files.shared import SharedStaging, runs_of
-from shardkit.files.staging import nothing
+from shardkit.files.output.local import LocalOutput
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.formats.owned import OutputKind
+from shardkit.operations.commit import abort
 from shardkit.operations.options import WriteOptions
-from shardkit.operations.parts.divided import Divided
-from shardkit.operations.parts.notes import Note
 from shardkit.operations.write import Writer, Writing
 from shardkit.transfer.checks import OFF
 from shardkit.transfer.execute import FileDigest
@@ -57,10 +52,6 @@ class Copy:
     def decided(self) -> dict[str, object]:
         return {"option": self.option}
 
-    @property
-    def beside(self) -> tuple[str, ...]:
-        return ()
-
 
 def copy_of(source: Path, option: str = "") -> Copy:
     catalog = open_model(str(source)).catalog
@@ -78,12 +69,9 @@ class Index:
         self._content, self.on_file, self._on_finish = content, on_file, on_finish
         self.directory = ""
 
-    def __call__(self, directory: str, /, *, shards: str | None = None) -> Index:
+    def __call__(self, directory: str, /, *, folder: str = "") -> Index:
         self.directory = directory
         return self
-
-    def add_file(self, digest: FileDigest) -> None:
-        pass
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         assert sorted(digests) == FILES
@@ -118,40 +106,34 @@ def write(
     writer.check_destination(str(out), str(source))
     writer.destination.check_beside({})
     writer.find_manifests([job.plan.catalog], str(source))
-    with after_each_file(describe.on_file):
-        writer.write(Writing(job=job, describe=describe, needed_bytes=needed_bytes))
+    counted = itertools.count()
+    on_file = describe.on_file
+    writer.write(
+        Writing(
+            job=job,
+            describe=describe,
+            needed_bytes=needed_bytes,
+            on_file=lambda directory, digest: on_file(next(counted)),
+        )
+    )
     return writer.facts(())
 
 
-@contextlib.contextmanager
-def after_each_file(hook: Callable[[int], object]) -> Iterator[None]:
-    """Call a hook with the number of files that have been finished, whenever one has."""
-    publish, counted = Divided._publish, itertools.count(1)
-
-    def hooked(divided: Divided, directory: str, number: int, note: Note) -> None:
-        publish(divided, directory, number, note)
-        hook(next(counted))
-
-    Divided._publish = hooked  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Divided._publish = publish  # type: ignore[method-assign]
-
-
 def write_until_killed(source: str, out: str, num_files: int) -> None:
-    """Write some files, then die."""
+    """Finish some files, then die."""
+    add, finished = LocalOutput.add, itertools.count(1)
 
-    def die(count: int) -> None:
-        if count == num_files:
+    def add_and_die(*args: Any) -> None:
+        add(*args)
+        if next(finished) == num_files:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    job = copy_of(Path(source))
-    write(Path(source), Path(out), job=job, describe=index_of(job, on_file=die))
+    LocalOutput.add = add_and_die  # type: ignore[method-assign]
+    write(Path(source), Path(out))
 
 
 def killed_after(num_files: int, source: Path, out: Path) -> Path:
-    """Have a process killed once it has written as many files, or one that was under way more.
+    """Have a process killed once it has finished as many files, or one that was under way more.
 
     Returns:
         The staging directory that it left.
@@ -164,15 +146,12 @@ def killed_after(num_files: int, source: Path, out: Path) -> Path:
 
 
 def finished_in(left: Path) -> list[str]:
-    (run,) = runs_of(str(left.parent / "out"), nothing)
-    assert run.path == str(left)
-    missing = run.done.missing(len(FILES))
-    return [name for number, name in enumerate(FILES) if number not in missing]
+    return [FILES[int(note.stem)] for note in sorted((left / "done").iterdir())]
 
 
 def staged(out: Path) -> list[Path]:
     """What lies beside a destination under its hidden name."""
-    return list(out.parent.glob(f".{out.name}.shardkit-*"))
+    return list(out.parent.glob(f".{out.name}.shardkit*"))
 
 
 def check_whole(out: Path) -> None:
@@ -221,7 +200,7 @@ class TestAppearing:
             assert not out.exists()
             (place,) = staged(out)
             assert Path(index.directory).is_relative_to(place)
-            assert sorted(os.listdir(index.directory)) == FILES
+            assert sorted(os.listdir(place / "data")) == FILES
 
         index = index_of(job, on_finish=look)
         write(source, out, job=job, describe=index)
@@ -250,34 +229,42 @@ class TestAppearing:
         write(source, out)
         check_whole(out)
 
-    def test_what_somebody_puts_into_an_empty_directory_meanwhile_stays(
-        self, source: Path, out: Path
+    @pytest.mark.parametrize("is_made", [False, True])
+    @pytest.mark.parametrize("moment", ["before the last look", "after it"])
+    def test_what_somebody_puts_there_meanwhile_stays(
+        self, source: Path, out: Path, moment: str, is_made: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        out.mkdir()
-        job = copy_of(source)
-        index = index_of(job, on_finish=lambda: (out / "thesis.txt").write_text("mine"))
-        with pytest.raises(UsageError, match="appeared while it was being written"):
-            write(source, out, job=job, describe=index)
-        assert [path.name for path in out.parent.rglob("*")] == ["out", "thesis.txt"]
-
-    def test_what_somebody_puts_there_meanwhile_stays(self, source: Path, out: Path) -> None:
-        def meddle() -> None:
+        """Nor is the work lost: the same command ends it once that is moved away."""
+        if is_made:
             out.mkdir()
+
+        def meddle(*paths: str) -> None:
+            out.mkdir(exist_ok=True)
             (out / "thesis.txt").write_text("mine")
 
-        job = copy_of(source)
-        with pytest.raises(UsageError):
-            write(source, out, job=job, describe=index_of(job, on_finish=meddle))
-        assert [path.name for path in out.parent.rglob("*")] == ["out", "thesis.txt"]
+        job, plain = copy_of(source), storage.sync_directories
+        describe = index_of(job, on_finish=meddle) if moment == "before the last look" else index_of(job)
+        with monkeypatch.context() as patch:
+            if moment == "after it":
+                patch.setattr(storage, "sync_directories", lambda path: (meddle(), plain(path)))
+            with pytest.raises(UsageError, match="exists"):
+                write(source, out, job=job, describe=describe)
+        assert [path.name for path in out.rglob("*")] == ["thesis.txt"]
+        with pytest.raises(UsageError, match="exists"):
+            write(source, out)
+        (out / "thesis.txt").unlink()
+        out.rmdir()
+        write(source, out)
+        check_whole(out)
+        assert list(out.parent.iterdir()) == [out]
 
     @pytest.mark.parametrize("has_renameat2", [True, False])
     @pytest.mark.parametrize("moment", ["before the last look", "after it"])
     def test_what_somebody_puts_into_the_old_output_meanwhile_stays(
         self, source: Path, out: Path, moment: str, has_renameat2: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Nor is the work lost: the same command goes on once it is moved away."""
         write(source, out)
-        before, plain = (out / INDEX).read_bytes(), storage.sync_directories
+        warnings = list[str]()
         if not has_renameat2:
             monkeypatch.setattr(storage, "renameat2", lambda *_: False)
 
@@ -285,22 +272,25 @@ class TestAppearing:
             (out / "thesis.txt").write_text("mine")
 
         job = copy_of(source)
-        describe = index_of(job, on_finish=meddle) if moment == "before the last look" else index_of(job)
         with monkeypatch.context() as patch:
-            if moment == "after it":
-                patch.setattr(storage, "sync_directories", lambda path: (meddle(), plain(path)))
-            with pytest.raises(UsageError, match="holds what shardkit did not write") as caught:
-                write(source, out, job=job, describe=describe, overwrite=True)
-        (left,) = staged(out)
-        assert str(left) in (caught.value.hint or "")
-        assert caught.value.problems == ("thesis.txt",)
-        assert ((out / "thesis.txt").read_text(), (out / INDEX).read_bytes()) == ("mine", before)
-        with pytest.raises(UsageError, match="holds what shardkit did not write"):
-            write(source, out, overwrite=True)
-        (out / "thesis.txt").unlink()
-        assert write(source, out, overwrite=True)["resumed_files"] == len(FILES)
+            if moment == "before the last look":
+                describe = index_of(job, on_finish=meddle)
+                with pytest.raises(UsageError, match="holds what shardkit did not write") as caught:
+                    write(source, out, job=job, describe=describe, overwrite=True)
+                assert caught.value.problems == ("thesis.txt",)
+                assert (out / "thesis.txt").read_text() == "mine"
+                (out / "thesis.txt").unlink()
+                assert write(source, out, overwrite=True)["resumed_files"] == len(FILES)
+            else:
+                exchange = LocalOutput._replace
+                patch.setattr(LocalOutput, "_replace", lambda *args: (meddle(), exchange(*args)))
+                patch.setattr(LocalOutput, "_check_replaceable", lambda *_: None)
+                write(source, out, job=job, overwrite=True, on_warning=warnings.append)  # type: ignore[arg-type]
+                (kept,) = out.parent.glob("out.shardkit-replaced-*")
+                assert (kept / "thesis.txt").read_text() == "mine"
+                assert [str(kept) in warning for warning in warnings] == [True]
         check_whole(out)
-        assert list(out.parent.iterdir()) == [out]
+        assert len(list(out.parent.iterdir())) == (1 if moment == "before the last look" else 2)
 
 
 class TestFailing:
@@ -317,7 +307,7 @@ class TestFailing:
         if overwrite:
             write(source, out)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1900, limits[1]))
         try:
             with pytest.raises(ResourceError):
                 write(source, out, overwrite=overwrite)
@@ -331,15 +321,12 @@ class TestFailing:
     @pytest.mark.parametrize(
         ("raised", "expected", "said"),
         [
-            (
-                OSError(28, "No space left on device"),
-                ResourceError,
-                "cannot write to .*: No space left on device",
-            ),
+            (OSError(28, "No space left on device"), ResourceError, "No space left on device"),
+            (ResourceError("a disk fails"), ResourceError, "a disk fails"),
             (IntegrityError("the source has changed"), IntegrityError, "the source has changed"),
             (ZeroDivisionError("a bug"), ZeroDivisionError, "a bug"),
         ],
-        ids=["system", "ours", "bug"],
+        ids=["system", "ours", "damaged", "bug"],
     )
     @pytest.mark.parametrize("moment", ["on_file", "on_finish"])
     @pytest.mark.parametrize("overwrite", [False, True])
@@ -353,19 +340,30 @@ class TestFailing:
         moment: str,
         overwrite: bool,
     ) -> None:
+        """What was finished stays for the same command, and is named; nothing stays if nothing was finished."""
         if overwrite:
             write(source, out)
-        job = copy_of(source)
+        job, warnings = copy_of(source), list[str]()
 
-        def fail(*count: int) -> None:
-            raise raised
+        def fail(*counts: int) -> None:
+            if counts != (0,):
+                raise raised
 
+        describe = index_of(job, **{moment: fail})
         with pytest.raises(expected, match=said):
-            write(source, out, job=job, describe=index_of(job, **{moment: fail}), overwrite=overwrite)
+            write(source, out, job=job, describe=describe, overwrite=overwrite, on_warning=warnings.append)  # type: ignore[arg-type]
         if overwrite:
-            check_whole(out)
+            assert sorted(path.name for path in out.iterdir()) == sorted([*FILES, INDEX])
         else:
-            assert list(out.parent.iterdir()) == []
+            assert not out.exists()
+        num_finished = sum(len(finished_in(left)) for left in staged(out))
+        if isinstance(raised, IntegrityError) and moment == "on_file":
+            assert num_finished == 0
+        assert any("run the same command again to resume" in warning for warning in warnings) == (
+            num_finished > 0 and expected is not ZeroDivisionError
+        )
+        assert write(source, out, overwrite=overwrite)["resumed_files"] == num_finished
+        check_whole(out)
 
     def test_a_source_that_is_damaged_gives_no_output(self, source: Path, out: Path) -> None:
         job = copy_of(source)
@@ -385,7 +383,7 @@ class TestResuming:
             if count == 2:
                 raise KeyboardInterrupt
 
-        with pytest.raises(Interrupted, match="what was finished is kept beside it"):
+        with pytest.raises(Interrupted, match="of 4 files are finished and kept"):
             write(source, out, job=job, describe=index_of(job, on_file=interrupt))
         assert not out.exists()
         assert len(staged(out)) == 1
@@ -400,144 +398,59 @@ class TestResuming:
         finished = {name: (data / name).stat() for name in names}
         for name in set(FILES) - set(names):
             (data / name).write_bytes(b"half of it")
-        (data / INDEX).write_bytes(b"half of it")
         assert write(source, out)["resumed_files"] == len(names)
         check_whole(out)
         for name, before in finished.items():
             after = (out / name).stat()
             assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns), name
 
-    def test_a_finished_file_that_was_changed_is_made_again(self, source: Path, out: Path) -> None:
+    @pytest.mark.parametrize("change", ["source", "option"])
+    def test_another_job_is_refused_until_the_first_is_gone(
+        self, source: Path, out: Path, change: str
+    ) -> None:
         left = killed_after(2, source, out)
-        first, *others = finished_in(left)
-        with open(left / "data" / first, "r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"\xff")
-        assert write(source, out)["resumed_files"] == len(others)
-        check_whole(out)
-
-    @pytest.mark.parametrize("change", ["source", "option", "begin anew"])
-    def test_another_job_begins_anew(self, source: Path, out: Path, change: str) -> None:
-        killed_after(2, source, out)
         if change == "source":
             os.utime(source / "model.safetensors", (1, 1))
-        job = copy_of(source, option=change)
-        assert write(source, out, job=job, resume=change != "begin anew")["resumed_files"] == 0
+        with pytest.raises(UsageError, match="another job is under way") as caught:
+            write(source, out, job=copy_of(source, option=change))
+        assert f"shardkit abort {out}" in (caught.value.hint or "")
+        assert finished_in(left)
+        assert write(source, out, job=copy_of(source, option=change), overwrite=True)["resumed_files"] == 0
+        check_whole(out)
+
+    def test_a_job_that_has_finished_nothing_gives_way(self, source: Path, out: Path) -> None:
+        left = killed_after(1, source, out)
+        for note in (left / "done").iterdir():
+            note.unlink()
+        write(source, out, job=copy_of(source, option="another"))
         check_whole(out)
 
 
-def test_a_persons_files_never_become_part_of_the_output(source: Path, out: Path) -> None:
-    """Whatever their names and their place; and a later run still knows them for what they are."""
-    left = killed_after(1, source, out)
-    names = ("data/mine.safetensors", "data/config.json", "data/mine.txt", "done/notes.txt", "work/notes.txt")
-    for name in (*names, "parts/notes.txt", "kept"):
-        (left / name).write_bytes(name.encode())
-    write(source, out)
-    assert sorted(path.name for path in out.iterdir()) == sorted([*FILES, INDEX])
-    for again in (False, True):
-        if again:
-            write(source, out, overwrite=True)
-        (stayed,) = staged(out)
-        found = {file.read_text() for file in stayed.rglob("*") if file.is_file()}
-        assert found == {*names, "parts/notes.txt", "kept"}
-
-
-def test_what_is_removed_may_leave_files_of_a_person(source: Path, out: Path) -> None:
-    left = killed_after(1, source, out)
-    (left / "data" / "mine.safetensors").write_text("mine")
-    for option in ("another", "and another"):
-        write(source, out, job=copy_of(source, option=option), overwrite=True)
-        (stayed,) = staged(out)
-        assert [file.name for file in stayed.rglob("*") if file.is_file()] == ["mine.safetensors"]
-
-
-@pytest.mark.parametrize("moment", ["_make", "commit"])
-def test_what_another_process_removes_is_written_again(
-    moment: str, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run of another plan or of another host takes this one for dead, also between its last file and its output."""
-    original, removed = getattr(Divided, moment), list[Path]()
-
-    def remove_first(divided: Divided, *args: str) -> bool:
-        if not removed:
-            removed.extend(staged(out))
-            shutil.rmtree(removed[0])
-        return bool(original(divided, *args))
-
-    monkeypatch.setattr(Divided, moment, remove_first)
-    write(source, out)
-    assert removed
-    check_whole(out)
-
-
-def test_an_old_output_is_looked_through_also_while_a_twin_begins(
+def test_what_another_process_aborts_is_not_made(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(source, out)
-    ask = DiskPlace._ask
-
-    def after_a_twin(place: DiskPlace, look: Callable[..., object], *old: str) -> None:
-        if old:
-            Path(*old, "thesis.txt").write_text("mine")
-            assert not place.notebook.reopen()  # as another process does when it begins
-            assert Path(*old).exists()
-        ask(place, look, *old)
-
-    monkeypatch.setattr(DiskPlace, "_ask", after_a_twin)
-    with pytest.raises(UsageError, match="holds what shardkit did not write"):
-        write(source, out, overwrite=True)
-    assert (out / "thesis.txt").read_text() == "mine"
+    job = copy_of(source)
+    with pytest.raises(IncompleteError, match="aborted by another process"):
+        write(source, out, job=job, describe=index_of(job, on_finish=lambda: abort(out)))
+    assert list(out.parent.iterdir()) == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_what_another_user_left_stays(source: Path, out: Path) -> None:
+def test_the_job_of_another_user_is_not_joined(source: Path, out: Path) -> None:
     left = killed_after(1, source, out)
     os.chown(left, 65534, 65534)
     noted = sorted((left / "done").iterdir())
-    for resume in (True, False):
+    for option in ("", "another"):
         with pytest.raises(UsageError, match="belongs to another user"):
-            write(source, out, resume=resume)
+            write(source, out, job=copy_of(source, option=option))
     assert sorted((left / "done").iterdir()) == noted
-    (left / "work").rename(work := out.parent / "work")
-    with pytest.raises(UsageError, match="belongs to another user"):
-        write(source, out)
-    work.rename(left / "work")
-    write(source, out, job=copy_of(source, option="another"))
-    assert staged(out) == [left]
-    shutil.rmtree(out)
     os.chown(left, 0, -1)
-    shutil.copytree(left, kept := out.parent / "kept", symlinks=True)
-    write(source, out)
-    kept.rename(left)
-    os.chown(left, 65534, -1)
-    assert write(source, out, exist_ok=True)["was_there"]
-    assert staged(out) == [left]
+    assert write(source, out)["resumed_files"] == len(noted)
 
 
-def test_whose_workers_cannot_be_listed_is_not_taken_for_dead(
-    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = killed_after(1, source, out)
-    (run,) = runs_of(str(out), nothing)
-    assert run.is_over
-    listdir = storage.listdir
-
-    def refuse(path: str) -> list[str]:
-        if path == str(left / "work"):
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return listdir(path)
-
-    monkeypatch.setattr(storage, "listdir", refuse)
-    assert not run.is_over
-
-
-def test_what_another_host_finished_needs_no_room(
-    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_finished_needs_no_room(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = killed_after(2, source, out)
     num_files = len(finished_in(left))
-    for worker in (left / "work").iterdir():
-        worker.rename(worker.with_name(f"01234567-{worker.name.partition('-')[2]}"))
     needed = copy_of(source).plan.written_bytes
     monkeypatch.setattr("shardkit.operations.destination.free_bytes", lambda path: needed * 3 // 4)
     assert write(source, out, needed_bytes=needed)["resumed_files"] == num_files
@@ -545,37 +458,39 @@ def test_what_another_host_finished_needs_no_room(
         write(source, out, needed_bytes=needed, overwrite=True)
 
 
-def test_an_interrupt_after_another_process_has_made_the_output(
+def test_an_interrupt_while_the_rest_of_a_job_is_removed(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = Divided.commit
+    """The output is there: that is said, and not that the run was interrupted."""
 
-    def by_another(divided: Divided) -> bool:
-        assert commit(divided)
-        notebook = divided.place.notebook
-        assert isinstance(notebook, SharedStaging)
-        notebook.has_made = False
+    def interrupt(path: str) -> bool:
+        if "-trash-" in path:
+            raise KeyboardInterrupt
+        return remove_tree(path)
+
+    remove_tree = storage.remove_tree
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "remove_tree", interrupt)
+        facts = write(source, out)
+    assert (facts["was_there"], facts["num_files"]) == (False, 4)
+    (left,) = staged(out)
+    assert "-trash-" in left.name
+    write(source, out, overwrite=True)
+    check_whole(out)
+
+
+def test_an_interrupted_commit_is_ended_by_the_same_command(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: LocalOutput, work: str, data: str, old: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Divided, "commit", by_another)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalOutput, "_replace", interrupt)
+        with pytest.raises(Interrupted):
+            write(source, out)
+    assert not out.exists()
     assert write(source, out)["was_there"]
-    assert staged(out) == []
-
-
-def test_a_dead_run_beside_an_output_that_exists(source: Path, out: Path) -> None:
-    """Its room counts as free, and a run that replaces the output removes it."""
-    killed_after(1, source, out)
-    write(source, out, job=copy_of(source, option="another"))
-    killed = out.with_name("killed")
-    out.rename(killed)
-    killed_after(1, source, out)
-    killed.rename(out)
-    (out / "thesis.txt").write_text("mine")
-    with pytest.raises(UsageError, match="holds what shardkit did not write"):
-        write(source, out, overwrite=True)
-    assert len(staged(out)) == 1
-    (out / "thesis.txt").unlink()
-    write(source, out, overwrite=True)
     check_whole(out)
 
 

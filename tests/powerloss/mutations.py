@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from shardkit.files import manifest, storage
-from shardkit.files.shared import SharedStaging
+from shardkit.files.output.local import LocalOutput
 
 
 def _sync_only(wanted: Callable[[int], bool]) -> None:
@@ -25,7 +25,7 @@ def data_is_not_synced() -> None:
 
 
 def descriptions_are_not_synced() -> None:
-    _sync_only(lambda fd: not os.readlink(f"/proc/self/fd/{fd}").endswith((".json", ".part")))
+    _sync_only(lambda fd: not os.readlink(f"/proc/self/fd/{fd}").endswith((".json", ".note")))
 
 
 def directories_are_not_synced() -> None:
@@ -43,31 +43,29 @@ def parent_is_not_synced() -> None:
 
 
 def directories_are_synced_after_the_rename() -> None:
-    commit, sync = SharedStaging.commit, storage.sync_directories
+    commit, sync = LocalOutput.commit, storage.sync_directories
 
-    def late(self: SharedStaging, work: str, names: Iterable[str], *, overwrite: bool) -> bool:
+    def late(self: LocalOutput, beside: str) -> None:
         storage.sync_directories = lambda path: None
-        is_first = commit(self, work, names, overwrite=overwrite)
-        sync(self.destination)
-        return is_first
+        commit(self, beside)
+        sync(self.path)
 
-    SharedStaging.commit = late  # type: ignore[method-assign]
+    LocalOutput.commit = late  # type: ignore[method-assign]
 
 
 def manifest_comes_after_the_rename() -> None:
-    commit = SharedStaging.commit
+    commit = LocalOutput.commit
 
-    def late(self: SharedStaging, work: str, names: Iterable[str], *, overwrite: bool) -> bool:
-        path = os.path.join(self.data, manifest.NAME)
+    def late(self: LocalOutput, beside: str) -> None:
+        path = os.path.join(beside, manifest.NAME)
         with open(path, "rb") as file:
             data = file.read()
         storage.unlink(path)
-        is_first = commit(self, work, names, overwrite=overwrite)
-        storage.write_file(os.path.join(self.destination, manifest.NAME), data)
-        storage.sync_directory(self.destination)
-        return is_first
+        commit(self, beside)
+        storage.write_file(os.path.join(self.path, manifest.NAME), data)
+        storage.sync_directory(self.path)
 
-    SharedStaging.commit = late  # type: ignore[method-assign]
+    LocalOutput.commit = late  # type: ignore[method-assign]
 
 
 def parts_are_not_synced() -> None:

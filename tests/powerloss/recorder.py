@@ -43,7 +43,7 @@ class Recorder:
         self._root, self.log = os.path.realpath(root), log
         self._names, self._nodes = log.names(), dict[int, int | None]()
         self._lock = threading.Lock()
-        self.num_calls, self.num_clones, self.last_rename = 0, 0, 0
+        self.num_calls, self.num_clones, self.last_rename = 0, 0, 0  # a rename that an output got its name by
         self._fatal, self._at_end = fatal, at_end
         self._calls = {name: getattr(storage, name) for name in CHANGING}
 
@@ -140,16 +140,21 @@ class Recorder:
             return False
         if flags == storage.RENAME_EXCHANGE:
             one, other = self._place(source), self._place(target)
-            self.last_rename = self.num_calls
+            self._note_rename(other)
             self._change(Change(*one, self._names[other]), Change(*other, self._names[one]))
         else:
             self._moved(source, target)
         return True
 
     def _moved(self, source: str, target: str) -> None:
-        self.last_rename = self.num_calls
         one, other = self._place(source), self._place(target)
+        self._note_rename(other)
         self._change(Change(*one, None), Change(*other, self._names[one]))
+
+    def _note_rename(self, target: tuple[int, str]) -> None:
+        directory, name = target
+        if directory == ROOT and not name.startswith("."):
+            self.last_rename = self.num_calls
 
     # Bytes.
 

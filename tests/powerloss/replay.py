@@ -24,11 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from shardkit.errors import ShardkitError
-from shardkit.files.shared import SharedStaging, runs_of, shared_of
-from shardkit.files.staging import owner_of
+from shardkit.files.output.contract import JobRecord
 from shardkit.files.strict_json import parse_object
-from shardkit.operations.parts.agreement import read_all
-from shardkit.operations.parts.foreign import foreign_in
 from shardkit.operations.parts.notes import load_note
 from tests.powerloss.disk import Disk, State, Tree
 from tests.powerloss.log import Log
@@ -149,7 +146,9 @@ class Replay:
         self.log = self._record(mutation)
 
     def _run(self, output: Path, **more: Any) -> dict[str, Any]:
-        options = {**self._scenario.options, "overwrite": output.exists() or self._replaces}
+        options = {**self._scenario.options, "overwrite": self._replaces}
+        if self._scenario.verb != "page":
+            options["exist_ok"] = not self._replaces
         return self._worker(**{**self._request, "output": str(output), "options": options, **more})
 
     def _undisturbed(self, source: str) -> Tree:
@@ -248,21 +247,26 @@ class Replay:
         return is_resumable
 
     def _is_aside(self, tree: Tree) -> bool:
-        """True where the old output lies complete in a staging directory, from where the next run brings it back."""
-        places = [name for name in tree if name.count("/") == 2 and name.endswith("/old")]
+        """True where the old output lies complete in a job's directory, whose commit the next run ends."""
+        places = [name for name in tree if name.count("/") == 1 and name.endswith("/old")]
         return not self._scenario.can_exchange and self.old in [_below(tree, place) for place in places]
 
     def run_again(self, state: State, found: Findings) -> None:
         """Run over what a state left; it ends with the same bytes and nothing beside them."""
         found.num_again += 1
         with self._on_disk(state) as place:
-            answer = self._run(place / NAME)
+            # A part that comes late and may overwrite would begin anew.
+            answer = self._run(place / NAME, **({"steps": ()} if self._replaces else {}))
             if answer["code"] != 0 or tree_of(place / NAME) != self.new:
                 found.wrong.append(
                     f"running again: code {answer['code']}, {self._difference(tree_of(place / NAME))}; {state.story}"
                 )
-            elif os.listdir(place) != [NAME]:
+            elif [name for name in os.listdir(place) if not self._is_of_a_page(name)] != [NAME]:
                 found.wrong.append(f"litter: {sorted(os.listdir(place))}; {state.story}")
+
+    def _is_of_a_page(self, name: str) -> bool:
+        """True for a page that a process did not finish: it has a name of its own, and stays."""
+        return self._scenario.verb == "page" and name.endswith(f".{NAME}.part")
 
     def _difference(self, tree: Tree | None) -> str:
         if tree is None:
@@ -278,6 +282,7 @@ class Replay:
         self._number += 1
         place = self._scratch / str(self._number)
         write_tree(state.tree, place)
+        _link_again(state, place)
         for name in state.tree:
             if (written := self.log.times.get(state.nodes[name])) is not None:
                 os.utime(place / name, ns=(written, written))
@@ -289,21 +294,24 @@ class Replay:
 
 def noted_files(destination: str) -> list[tuple[str, str]]:
     """Return (directory, name) of the files under way that have a note, which another process would believe."""
-    found = list[tuple[str, str]]()
-    under_way = [*shared_of(destination, foreign_in), *runs_of(destination, foreign_in)]
-    for shared, agreement in read_all(
-        [each for each in under_way if each.is_open and owner_of(each.path) is None]
-    ):
-        for number, (name, size) in enumerate(agreement.files):
-            found += [(shared.data, name)] if _is_noted(shared, number, name, size) else []
-    return found
+    parent, name = os.path.split(destination)
+    work = Path(parent, f".{name}.shardkit")
+    try:
+        record, _ = JobRecord.parse((work / "job.json").read_bytes(), "job.json")
+    except FileNotFoundError:
+        return []
+    return [
+        (str(work / "data"), file.name)
+        for number, file in enumerate(record.files)
+        if _is_noted(work, number, file.name, file.size)
+    ]
 
 
-def _is_noted(shared: SharedStaging, number: int, name: str, size: int) -> bool:
+def _is_noted(work: Path, number: int, name: str, size: int) -> bool:
     """True if a file has its size, and a note that is whole."""
     try:
-        note = load_note(parse_object(shared.done.notes([number])[number], name), name, size)
-        return note is not None and os.lstat(os.path.join(shared.data, name)).st_size == size
+        note = load_note(parse_object((work / "done" / f"{number}.json").read_bytes(), name), name, size)
+        return note is not None and (work / "data" / name).stat().st_size == size
     except (KeyError, OSError, ShardkitError):
         return False
 
@@ -329,6 +337,15 @@ def write_tree(tree: Tree, path: Path) -> None:
             (path / name).mkdir(exist_ok=True)
         else:
             (path / name).write_bytes(content)
+
+
+def _link_again(state: State, place: Path) -> None:
+    """Let names that stand for one file do so."""
+    first = dict[int, str]()
+    for name, content in state.tree.items():
+        if content is not None and (known := first.setdefault(state.nodes[name], name)) != name:
+            (place / name).unlink()
+            (place / name).hardlink_to(place / known)
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def test_what_a_power_loss_leaves(worker: Worker, name: str) -> None:
             if any(path.endswith("/old") for path in state.tree) and found.num_again < 2 * NUM_AGAIN:
                 replay.run_again(state, found)  # such a directory must not be in the way
     assert not found.wrong
-    assert found.num_states >= 15
+    assert found.num_states >= (5 if SCENARIOS[name].verb == "page" else 15)
     assert found.num_again == NUM_AGAIN * (2 if name == "preshard-overwrite-aside" else 1)
     assert bool(found.num_resumable) == (SCENARIOS[name].verb != "page")
     assert found.num_old if SCENARIOS[name].replaces else found.num_absent
@@ -222,10 +222,12 @@ def test_save_syncs_all_before_the_one_rename(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 def test_save_that_does_not_sync_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "last")
     watch = SyncWatch(monkeypatch)
     monkeypatch.setattr("torch.distributed.checkpoint.filesystem.os.fsync", lambda _: None)
-    monkeypatch.setattr(storage, "sync_directories", lambda _: None)
+    for call in ("sync_file", "sync_directories"):
+        monkeypatch.setattr(storage, call, lambda _: None)
     saved(tmp_path / "last")
     assert watch.unsynced
     names = {os.path.basename(path) for path in watch.unsynced}
-    assert names == {"data", "__0_0.distcp"}
+    assert names == {"data", "__0_0.distcp", ".metadata"}

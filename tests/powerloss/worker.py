@@ -20,13 +20,10 @@ import numpy  # noqa: F401 (what a run would import)
 import torch  # noqa: F401
 
 import shardkit
-from shardkit.files import staging, storage
+from shardkit.files import storage
 from tests.powerloss.log import Log
 from tests.powerloss.mutations import MUTATIONS
 from tests.powerloss.recorder import Recorder
-
-LOST_BOOT = "0000b007"
-"""Of recorded runs: the machine was started again since."""
 
 
 def run(request: dict[str, Any], answer: int) -> None:
@@ -74,7 +71,6 @@ def _recorder(request: dict[str, Any]) -> Recorder:
             log = pickle.load(file)
     else:
         log = Log.of(root)
-    staging._boot = lambda: LOST_BOOT
     sys.setswitchinterval(1e-5)  # so that small files are under way at the same time
     return Recorder(root, log, fatal=request.get("fatal", 0), at_end=lambda: _save(log, path))
 

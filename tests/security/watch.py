@@ -19,7 +19,7 @@ CODE = tuple(
     }
 )
 _SYSTEM = ("/dev/null", "/etc/machine-id", "/proc/self/maps", "/proc/sys/kernel/random/boot_id")
-# Who owns a staging directory, and the one system call that Python has no function for.
+# Names of unfinished directories begin with the host; and the one system call that Python has no function for.
 _OURS = frozenset({"socket.gethostname ()", "ctypes.dlopen (None,)"})
 _OUR_SYMBOLS = frozenset({"renameat2"})
 _RUNS_CODE = frozenset(

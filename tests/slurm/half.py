@@ -9,27 +9,26 @@ import threading
 from pathlib import Path
 
 from shardkit.cli import main
-from shardkit.files.shared import SharedStaging
+from shardkit.files.output.contract import FileNote
+from shardkit.files.output.local import LocalOutput
 from shardkit.operations import places
 
 
-class Stopping(SharedStaging):
-    """Stops this process after two notes."""
+class Stopping(LocalOutput):
+    """Stops this process after two files."""
 
     num_notes = 0
     lock = threading.Lock()
 
-    def write_note(
-        self, work: str, directory: str, name: str, content: bytes, *, is_synced: bool = True
-    ) -> None:
-        """Write a note, then stop for good if it is the second of a file."""
+    def add(self, scratch: str, number: int, note: FileNote) -> None:
+        """Add a file, then stop for good if it is the second one."""
         with self.lock:
-            super().write_note(work, directory, name, content, is_synced=is_synced)
-            Stopping.num_notes += directory == self.done.path
+            super().add(scratch, number, note)
+            Stopping.num_notes += 1
             if Stopping.num_notes == 2:
-                (Path(self.destination).parent / "half-done").write_text(str(os.getpid()))
+                (Path(self.path).parent / "half-done").write_text(str(os.getpid()))
                 signal.pause()
 
 
-places.SharedStaging = Stopping  # type: ignore[misc]
+places.LocalOutput = Stopping  # type: ignore[misc]
 main.main(args=[*sys.argv[1:], "--jobs", "1"], prog_name="shardkit")

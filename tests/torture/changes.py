@@ -60,6 +60,8 @@ def attempt(change: Change, scenario: Scenario, server: Server, path: Path) -> s
         assert answer.code in (SOURCE, ENVIRONMENT), answer
         check_message(answer)
         place.check_is(None)
+        place.check_beside()
+        assert server(["abort", str(place.out)]).code == 0
         assert not place.staging(), f"left: {place.staging()}"
     shutil.rmtree(path)
     return answer.hit

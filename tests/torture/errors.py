@@ -108,12 +108,9 @@ def attempt(failure: Failure, scenario: Scenario, server: Server, path: Path) ->
             may_be.append(scenario.expected)  # between the rename and the end
         elif failure.stays or IS_WHOLE in answer.err:
             may_be.append(scenario.expected)  # the rename was done, and its sync failed
-            if not failure.exchange and place.staging():
-                may_be.append(None)  # the old one could not go back: the next run puts it there
-        # SIGHUP ends a process as SIGKILL does.
-        was_killed = answer.code < 0 and overwrite and not failure.exchange
-        if place.check_is(*may_be, *([None] if was_killed else [])) is None and was_killed:
-            place.check_put_back(server)
+        may_be_aside = overwrite and not failure.exchange and place.staging()
+        if place.check_is(*may_be, *([None] if may_be_aside else [])) is None and may_be_aside:
+            place.check_is_ended(server)
     place.check_ends_well(server, overwrite=overwrite or place.out.exists(), exchange=failure.exchange)
     place.remove()
     return answer.hit

@@ -51,10 +51,12 @@ class Faults:
         self._writers = set[int]()
         self._heard = threading.Event()
 
-    def install(self, *, exchange: bool) -> None:
+    def install(self, *, exchange: bool, locks: bool = True) -> None:
         """Stand in front of the storage interface."""
         if not exchange:
             storage.renameat2 = lambda *arguments: False
+        if not locks:
+            storage.flock = _no_lock
         set_handler = signal.signal
         signal.signal = lambda signum, handler: set_handler(signum, self._hearing(handler))
         for name in CALLS:
@@ -119,6 +121,10 @@ class Faults:
             case "change":
                 change(self._fault["how"], self._fault["path"])
         return call(*args, **kwargs)
+
+
+def _no_lock(fd: int, *, exclusive: bool, wait: bool = True) -> bool:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 def _fail(

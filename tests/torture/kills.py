@@ -53,7 +53,7 @@ def attempt(kill: Kill, scenario: Scenario, server: Server, path: Path) -> str |
     elif kill.exchange:
         place.check_is(scenario.old, scenario.expected)
     elif place.check_is(None, scenario.old, scenario.expected) is None:
-        place.check_put_back(server)
+        place.check_is_ended(server)
     place.check_ends_well(server, overwrite=overwrite, exchange=kill.exchange)
     place.remove()
     return answer.hit

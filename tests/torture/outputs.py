@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardkit.errors import UsageError
 from shardkit.files.output.bucket import BucketOutput, status
 from shardkit.files.output.contract import JobEnded, OutputExists
 from shardkit.files.remote import objects
@@ -28,8 +29,8 @@ from tests.files.outputs.conformance import ALL, MARKER, make_record
 from tests.worlds import stores as servers
 
 ROOT = Path(__file__).parents[2]
-MADE, EXISTS = 0, 3
-"""Exit codes of a process: it, or a twin, has made the output; another output is there."""
+MADE, EXISTS, REFUSED = 0, 3, 5
+"""Exit codes of a process: it, or a twin, has made the output; another output is there; another job is being committed."""
 
 FAULTS = ("500", "503", "reset", "lost", "late 500")
 
@@ -55,15 +56,17 @@ def work(address: str, seed: str, part: tuple[int, int], overwrite: bool) -> int
     try:
         with output_at(address, overwrite=overwrite) as output:
             output.begin(make_record(seed, part[1]))
-            finished = output.notes()
+            finished = output.notes(ALL)
             todo = [number for number in ALL if number % part[1] == part[0] and number not in finished]
             conformance.add(output, todo, seed)
-            if len(output.notes()) == len(ALL):
+            if len(output.notes(ALL)) == len(ALL):
                 conformance.commit(output, seed)
     except JobEnded as ended:
         return MADE if ended.is_committed else 4
     except OutputExists:
         return EXISTS
+    except UsageError:
+        return REFUSED
     return MADE
 
 
@@ -79,7 +82,7 @@ for line in sys.stdin:
     for url, *args in json.loads(line):
         child = os.fork()
         if not child:
-            os.environ.update(servers.environment(url))
+            os.environ.update(servers.environment(url) | servers.azure_environment(url))
             if args.pop():
                 os.environ["STORAGE_EMULATOR_HOST"] = url
             code = 70
@@ -246,13 +249,17 @@ class Torture:
                 for _ in range(choose.randint(1, 2)):
                     tasks = self._tasks(choose, scenario, replaces=replaces)
                     codes = self.run(address, tasks)
-                    assert all(code in (MADE, EXISTS, -signal.SIGKILL) for code in codes), codes
-                    assert scenario == "rivals" or EXISTS not in codes, codes
+                    assert all(code in (MADE, EXISTS, REFUSED, -signal.SIGKILL) for code in codes), codes
+                    assert scenario == "rivals" or not {EXISTS, REFUSED} & {*codes}, codes
                     if scenario == "rivals" and not replaces:
                         assert codes.count(MADE) <= 1, "two were made"
                 seen = reader.look()
                 assert seen != "none" or not replaces, "the old output is gone"
                 (code,) = self.run(address, [Task(seed="new", overwrite=replaces)])
+                if code == REFUSED:  # the other job was killed while it was being committed
+                    assert scenario == "rivals"
+                    output_at(address, overwrite=False).abort()
+                    (code,) = self.run(address, [Task(seed="new", overwrite=replaces)])
                 assert code == MADE or (code == EXISTS and reader.look() == "rival"), code
             assert replaces or len(reader.looks.keys() - {"none"}) <= 1, "an output was replaced"
             self._check_end(address, reader)

@@ -6,6 +6,7 @@ A request is a line of JSON: {"runs": [run, ...]}; all of them run at the same t
     fault       see `faults.Fault`; absent: none
     columns     cut matrices along their last dim, which is scattered
     exchange    false: the system cannot rename with a flag (NFS, some FUSE)
+    locks       false: nor can it lock a file (Lustre without flock, NFS without lockd)
     uid         whom to run as
     limits      {"RLIMIT_FSIZE": n, ...}
     after_s, signum     a signal from outside, so many seconds after the start; of the first run of a request
@@ -33,7 +34,6 @@ import torch
 
 from shardkit.cli import main
 from shardkit.core.placements import Placement
-from shardkit.files import shared
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.preshard import job as preshard_job
 from tests.torture.faults import Faults
@@ -70,9 +70,8 @@ def run(request: dict[str, Any], report: int) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     sys.setswitchinterval(1e-5)  # so that small files are under way at the same time
-    shared.PATIENCE_S = 0.5  # a process that a test has stopped is taken over soon
     faults = Faults(request.get("fault"), report)
-    faults.install(exchange=request.get("exchange", True))
+    faults.install(exchange=request.get("exchange", True), locks=request.get("locks", True))
     try:
         main.main(args=request["args"], prog_name="shardkit")
         code = 0

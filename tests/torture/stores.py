@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 import shardkit
 from shardkit.files.remote import kinds
-from shardkit.files.remote.writers import writer_of
+from shardkit.files.remote.objects import Objects
 from tests.worlds import stores as servers
 
 ROOT = Path(__file__).parents[2]
@@ -35,14 +35,14 @@ _CHILD = """
 import gc, json, os, signal, sys
 from shardkit.cli import main
 import obstore
-from shardkit.files import uploads
+from shardkit.files.remote import objects
 import torch
 from tests.worlds import s3_models
 from tests.worlds.processes import import_all
 torch.set_num_threads(1)
 import_all()
 gc.freeze()
-uploads.PART_NBYTES = int(sys.argv[1])
+objects.PART_NBYTES = int(sys.argv[1])
 for line in sys.stdin:
     children = []
     for args in json.loads(line):
@@ -178,11 +178,10 @@ def make(home: Path, seed: int) -> None:
 
 
 def objects(out: str) -> dict[str, bytes]:
-    """Return everything below a place in the store, but what tried it."""
-    store = writer_of(out)
-    paths = [path for path, _ in store.objects(out) if ".shardkit-probe-" not in path]
-    found = ((path.removeprefix(out + "/"), store.get(path)) for path in paths)
-    return {name: content[0] for name, content in found if content is not None}
+    """Return everything below a place in the store."""
+    place = Objects(out)
+    stored = ((name, place.get(name)) for name in place.sizes())
+    return {name: each.data for name, each in stored if each is not None}
 
 
 def attempt(store: Store, number: int, seed: int = 0) -> str:
@@ -262,7 +261,6 @@ def attempt_parts(store: Store, number: int, seed: int = 0) -> str:
         objects(out).keys() - store.expected[verb].keys() - (store.others[verb].keys() if replaces else set())
     )
     assert not rest, f"left behind: {sorted(rest)}"
-    assert not writer_of(out).uploads(out), "uploads were left behind"
     return seen
 
 

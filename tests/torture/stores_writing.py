@@ -27,8 +27,8 @@ import shardkit
 from shardkit.cli import main as cli
 from shardkit.errors import ShardkitError
 from shardkit.files import stores as files
-from shardkit.files import uploads
 from shardkit.files.remote import contract
+from shardkit.files.remote import objects as remote_objects
 from tests.torture import stores
 from tests.worlds import stores as servers
 
@@ -204,7 +204,7 @@ def _save(out: str, *, other: bool = False, overwrite: bool = False) -> tuple[in
 def small_and_impatient(home: Path) -> Iterator[None]:
     """Let parts be small, and waits before another try short: thousands of faults would take hours."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uploads, "PART_NBYTES", 5 << 20)  # the least that stores take
+        patch.setattr(remote_objects, "PART_NBYTES", 5 << 20)  # the least that stores take
         patch.setattr(contract, "FIRST_WAIT_S", 0.001)
         patch.setenv("SHARDKIT_CACHE", str(home / "cache"))
         yield

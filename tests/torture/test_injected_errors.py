@@ -11,7 +11,7 @@ import pytest
 
 from tests.torture import changes, conditions, errors, writers
 from tests.torture.faults import READS
-from tests.torture.harness import IS_WHOLE, Place, Scenarios, Server, check_message, content
+from tests.torture.harness import IS_WHOLE, Place, Scenarios, Server, check_message, content, restore
 
 pytestmark = pytest.mark.prove
 
@@ -32,13 +32,20 @@ def test_a_call_fails(kind: int, found: Scenarios, server: Server, place: Path) 
 def test_the_last_sync_fails(exchange: bool, found: Scenarios, server: Server, place: Path) -> None:
     """The rename may not be on the disk: the run says so, and the old one is kept until it is."""
     scenario = found["preshard"]
-    at = (
-        sum(name == "fsync" for name in scenario.calls) - 2
-    )  # the very last are those of removing what is left
-    failure = errors.Failure(
-        "preshard", errors.OVERWRITE, "errno", errno.EIO, ("fsync",), at, exchange=exchange
-    )
-    assert errors.attempt(failure, scenario, server, place) == "fsync"
+    here = Place(scenario, place)
+    restore(here.out, scenario.old)
+    calls = scenario.run(server, here.out, overwrite=True, exchange=exchange).calls
+    at = calls.count("fsync") - 1  # the very last is that of removing what is left
+    restore(here.out, scenario.old)
+    fault = {"of": ["fsync"], "at": at, "do": "errno", "errno": errno.EIO}
+    answer = scenario.run(server, here.out, overwrite=True, exchange=exchange, fault=fault)
+    check_message(answer)
+    assert (answer.code, IS_WHOLE in answer.err) == (errors.ENVIRONMENT, True), answer.err
+    here.check_is(scenario.expected)
+    (left,) = here.staging()
+    assert content(left / "old") == scenario.old
+    here.check_ends_well(server, overwrite=True, exchange=exchange)
+    here.remove()
 
 
 def test_no_sync_may_fail(found: Scenarios, server: Server, place: Path) -> None:
@@ -97,8 +104,10 @@ def test_somebody_put_something_else_there_meanwhile(found: Scenarios, server: S
 def test_a_call_that_fails_once_the_output_is_there(found: Scenarios, server: Server, place: Path) -> None:
     """Nothing that comes then makes the output less whole, and an error would say that there is none."""
     scenario, of = found["preshard"], ("open_fd", "close_fd", "pread")
-    renamed = max(number for number, name in enumerate(scenario.calls) if name == "renameat2")
-    num_before = sum(name in of for name in scenario.calls[:renamed])
+    swapped = [number for number, name in enumerate(scenario.calls) if name == "rename"][
+        -2
+    ]  # the last is of the rest
+    num_before = sum(name in of for name in scenario.calls[:swapped])
     for at in range(num_before + 1, sum(name in of for name in scenario.calls) + 1):
         here = Place(scenario, place)
         answer = scenario.run(server, here.out, fault={"at": at, "do": "errno", "errno": errno.EIO, "of": of})

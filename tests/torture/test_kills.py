@@ -78,8 +78,8 @@ def test_killed_in_every_mode(
 
 @pytest.mark.prove
 @pytest.mark.parametrize("name", ["preshard", "consolidate manifest"])
-def test_what_makes_it_complete_comes_last(name: str, found: Scenarios, server: Server, place: Path) -> None:
-    """Files are brought to the disk one after the other; before the last of them the directory is not complete."""
+def test_killed_while_it_becomes_complete(name: str, found: Scenarios, server: Server, place: Path) -> None:
+    """Files are brought to the disk one after the other; before the last of them there is no output."""
     scenario = found[name]
     for call, first, last in (("fsync", 10, 3), ("write", 4, 0)):
         number = sum(each == call for each in scenario.calls)
@@ -120,14 +120,14 @@ def test_killed_before_the_old_one_was_removed(
     scenario, here = found[name], Place(found[name], place)
     restore(here.out, scenario.old)
     calls = scenario.run(server, here.out, overwrite=True, exchange=exchange).calls
-    exchanged = max(number for number, name in enumerate(calls) if name == "renameat2")
-    fault = {"of": ["unlink"], "at": calls[:exchanged].count("unlink") + 1, "do": "kill"}
+    swapped = max(number for number, name in enumerate(calls) if name == "rename")  # of what is then removed
+    fault = {"of": ["unlink"], "at": calls[:swapped].count("unlink") + 1, "do": "kill"}
     restore(here.out, scenario.old)
     killed = scenario.run(server, here.out, overwrite=True, exchange=exchange, fault=fault)
     assert (killed.code, killed.hit) == (-9, "unlink")
     here.check_is(scenario.expected)
-    ((old,),) = ([*staging.glob("new-*/old")] for staging in here.staging())
-    assert content(old) == scenario.old
+    (left,) = here.staging()
+    assert content(left / "old") == scenario.old
     here.check_ends_well(server, overwrite=True, exchange=exchange)
     here.remove()
 
@@ -155,38 +155,35 @@ def test_killed_while_the_old_one_was_removed(
         if here.check_is(scenario.expected, scenario.old) == scenario.expected:
             answer = scenario.run(server, here.out, overwrite=True, exchange=exchange, extra=extra)
             assert (answer.code, json.loads(answer.out)["warnings"]) == (0, []), answer
-            assert [path.name for path in here.staging() if not path.name.endswith(".done")] == []
+            assert here.staging() == []
     here.remove()
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("how", ["refused", "resumed", "of another plan", "anew"])
-def test_moved_aside_and_put_back(how: str, found: Scenarios, server: Server, place: Path) -> None:
-    """Directories cannot be exchanged, and the run died between its two renames."""
+@pytest.mark.parametrize("how", ["may replace nothing", "the same", "abort", "another job"])
+def test_killed_with_the_old_one_aside(how: str, found: Scenarios, server: Server, place: Path) -> None:
+    """Directories cannot be exchanged, and the run died between its two renames: the next command ends its commit."""
     scenario, here = found["preshard"], Place(found["preshard"], place)
     restore(here.out, scenario.old)
-    calls = scenario.run(server, here.out, overwrite=True, exchange=False).calls
-    restore(here.out, scenario.old)
-    made = max(number for number, name in enumerate(calls) if name == "renameat2")  # which is refused
-    fault = {"of": ["rename"], "at": calls[:made].count("rename") + 1, "do": "kill"}
+    fault = {"of": ["rename"], "onto": r"/out$", "at": 1, "do": "kill"}
     killed = scenario.run(server, here.out, overwrite=True, exchange=False, fault=fault)
     assert (killed.code, killed.hit) == (-9, "rename")
     here.check_is(None)
-    if how == "refused":
-        refused = scenario.run(server, here.out, exchange=False)
-        assert refused.code == 2
-        here.check_is(scenario.old)
-    elif how == "of another plan":
+    (left,) = here.staging()
+    assert content(left / "old") == scenario.old
+    if how == "may replace nothing":
+        here.check_is_ended(server)
+    elif how == "abort":
+        assert server(["abort", str(here.out)]).code == 0
+        here.check_is(scenario.expected)
+        assert here.staging() == []
+    elif how == "another job":
         other = [*scenario.command(here.out, "--overwrite"), "--world-size", "3"]
         fault = {"of": ["ftruncate"], "at": 1, "do": "kill"}
         assert server(other, exchange=False, fault=fault).code == -9
-        here.check_is(scenario.old)
-    elif how == "anew":
-        answer = scenario.run(server, here.out, overwrite=True, extra=["--no-resume"], exchange=False)
-        assert answer.code == 0
-        assert answer.resumed_files == 0
-    again = here.check_ends_well(server, overwrite=True, exchange=False)
-    assert how not in ("refused", "resumed") or again.resumed_files == 5
+        here.check_is(scenario.expected)
+        assert server(["abort", str(here.out)]).code == 0
+    here.check_ends_well(server, overwrite=True, exchange=False)
     here.remove()
 
 

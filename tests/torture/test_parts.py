@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+import shardkit
+from shardkit.files import storage
 from tests.torture.divided import SCENARIOS, attempt, check_whole, committing, good, part, parts
-from tests.torture.harness import Answer, Place, Scenarios, Server, content, restore
+from tests.torture.harness import CLAIM, Answer, Place, Scenarios, Server, content, restore
 
 pytestmark = pytest.mark.prove
 
@@ -30,17 +32,17 @@ def here(found: Scenarios, place: Path, request: pytest.FixtureRequest) -> Itera
     shutil.rmtree(made.path, ignore_errors=True)
 
 
+AT_COMMIT = {"of": ["rename"], "onto": CLAIM, "at": 1, "do": "kill"}
+
+
 def die_at_commit(here: Place, server: Server, *extra: str, count: int = 2) -> None:
     """Let all parts finish, and the last one be killed before it commits."""
     *others, last = parts(here.scenario, here.out, count, *extra)
     good(server.together(others))
-    answer = server.together([{**last, "fault": {"of": ["hard_link"], "at": 1, "do": "kill"}}])[0]
+    answer = server.together([{**last, "fault": AT_COMMIT}])[0]
     assert answer.code == -9
     (left,) = here.staging()
-    assert (
-        len(list((left / "done").iterdir()))
-        == json.loads((left / "plan.json").read_text())["files"].__len__()
-    )
+    assert len([*(left / "done").iterdir()]) == len(json.loads((left / "job.json").read_text())["files"])
 
 
 @pytest.mark.parametrize("here", SCENARIOS, indirect=True)
@@ -95,9 +97,28 @@ def test_a_commit_that_was_killed_is_repeated(here: Place, server: Server) -> No
 def test_a_commit_waits_for_parts_that_begin_later(here: Place, server: Server) -> None:
     """It is started with them; the last part dies before it could commit."""
     first, last = parts(here.scenario, here.out, 2)
-    dies = {**last, "fault": {"of": ["hard_link"], "at": 1, "do": "kill"}}
+    dies = {**last, "fault": AT_COMMIT}
     answers = server.together([committing(here.scenario, here.out, "--wait", "60"), first, dies])
     good(answers[:2])
+    check_whole(here, server)
+
+
+def test_a_commit_that_is_taken_for_dead_as_it_joins(
+    here: Place, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is alone removes the scratch directories of others; one of them may be about to lock the job."""
+    die_at_commit(here, server)
+    mkdir, removed = storage.mkdir, list[str]()
+
+    def made_and_removed(path: str) -> None:
+        mkdir(path)
+        if not removed and os.path.basename(os.path.dirname(path)) == "tmp":
+            os.rmdir(path)
+            removed.append(path)
+
+    monkeypatch.setattr(storage, "mkdir", made_and_removed)
+    assert not shardkit.commit(here.out).by_another
+    assert removed
     check_whole(here, server)
 
 
@@ -116,7 +137,8 @@ def test_a_part_again_and_another_number_of_parts(here: Place, server: Server) -
     first = good(server.together([part(here.scenario, here.out, "1/2")]))[0]
     again = good(server.together([part(here.scenario, here.out, "1/2")]))[0]
     assert again["resumed_files"] == first["part"]["num_files"] > 0
-    told = good([server.together([each])[0] for each in parts(here.scenario, here.out, 4)])
+    requests = parts(here.scenario, here.out, 4, "--exist-ok")
+    told = good([server.together([each])[0] for each in requests])
     by_commit = [each["part"]["is_committed"] for each in told]
     assert by_commit == sorted(by_commit), "parts that come late see that all is done"
     assert by_commit[-1]
@@ -129,30 +151,29 @@ def test_a_part_again_and_another_number_of_parts(here: Place, server: Server) -
 
 def test_a_twin_writes_the_same_files(here: Place, server: Server) -> None:
     twice = [*parts(here.scenario, here.out, 2), *parts(here.scenario, here.out, 2)]
-    answers = server.together(twice)
-    good(answers)
-    late = good(server.together(parts(here.scenario, here.out, 2)))
+    for answer in server.together(twice):
+        assert answer.code == 0 or "exists" in answer.err, answer.err  # it began when all was committed
+    assert [answer.code for answer in server.together(parts(here.scenario, here.out, 2))] == [2, 2]
+    late = good(server.together(parts(here.scenario, here.out, 2, "--exist-ok")))
     assert all(each["part"]["is_committed"] for each in late)
     check_whole(here, server)
 
 
-def test_parts_of_another_plan_are_refused(here: Place, server: Server, found: Scenarios) -> None:
+def test_parts_of_another_job_are_refused(here: Place, server: Server, found: Scenarios) -> None:
     good(server.together(parts(here.scenario, here.out, 2)[:1]))
     (left,) = here.staging()
-    for scenario, said in (
-        (found["preshard cast"], "dtype: 'keep' there, 'fp16' here"),
-        (found["consolidate"], "preshard there, consolidate here"),
-    ):
+    for scenario in (found["preshard cast"], found["consolidate"]):
         answer = server.together([part(scenario, here.out, "2/2")])[0]
         assert answer.code == 2
-        assert "parts of another plan are under way" in answer.err
-        assert said in json.dumps(json.loads(answer.out)["problems"])
+        assert "another job is under way" in answer.err
+        (problem,) = json.loads(answer.out)["problems"]
+        assert f"preshard {here.scenario.source}" in problem
         assert here.staging() == [left]
     good(server.together(parts(here.scenario, here.out, 2)[1:]))
     check_whole(here, server)
 
 
-def test_another_source_is_another_plan(here: Place, server: Server) -> None:
+def test_another_source_is_another_job(here: Place, server: Server) -> None:
     good(server.together(parts(here.scenario, here.out, 2)[:1]))
     path = here.scenario.source / "model.safetensors"
     before = path.stat()
@@ -163,7 +184,7 @@ def test_another_source_is_another_plan(here: Place, server: Server) -> None:
     finally:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert part_here.code == 2
-    assert "1 file of the source: model.safetensors" in part_here.err
+    assert "another job is under way" in part_here.err
     assert commit_here.code == 4  # what is missing comes first
     die_at_commit(here, server)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000))
@@ -173,38 +194,8 @@ def test_another_source_is_another_plan(here: Place, server: Server) -> None:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert commit_here.code == 2
     assert "the plan is another one by now" in commit_here.err
+    assert "1 file of the source: model.safetensors" in commit_here.err
     good(server.together([committing(here.scenario, here.out)]))
-    check_whole(here, server)
-
-
-def test_an_ordinary_run_beside_leaves_the_parts_alone(here: Place, server: Server) -> None:
-    die_at_commit(here, server)
-    (left,) = here.staging()
-    ordinary = here.scenario.run(server, here.out, extra=["--dtype", "fp16"])
-    assert good([ordinary])[0]["resumed_files"] == 0
-    assert here.staging() == [left]
-    mark = here.out.stat().st_ino
-    for request in (committing(here.scenario, here.out), *parts(here.scenario, here.out, 2)):
-        answer = server.together([request])[0]
-        assert answer.code == 2
-        assert "exists" in answer.err
-        assert here.out.stat().st_ino == mark
-    told = good(server.together([committing(here.scenario, here.out, "--overwrite")]))[0]
-    assert not told["by_another"]
-    assert here.out.stat().st_ino != mark
-    check_whole(here, server)
-
-
-@pytest.mark.parametrize("here", ["preshard two jobs", "consolidate", "reshard two jobs"], indirect=True)
-def test_a_commit_after_an_ordinary_run_of_the_same_plan(here: Place, server: Server) -> None:
-    die_at_commit(here, server)
-    good([here.scenario.run(server, here.out)])
-    mark = here.out.stat().st_ino
-    (answer,) = server.together([committing(here.scenario, here.out)])
-    assert (answer.code, "exists" in answer.err) == (2, True)
-    assert server(["abort", str(here.out), "--json"]).code == 0
-    assert here.out.stat().st_ino == mark
-    assert not here.staging()
     check_whole(here, server)
 
 
@@ -246,24 +237,13 @@ def test_what_is_no_checkpoint_is_not_replaced(here: Place, server: Server) -> N
 def test_a_commit_killed_with_the_old_output_aside(here: Place, server: Server) -> None:
     restore(here.out, here.scenario.old)
     die_at_commit(here, server, "--overwrite")
-    request = committing(here.scenario, here.out, exchange=False)
-    (left,) = here.staging()
-    kept = here.path.parent / "kept-staging"
-    shutil.copytree(left, kept)
-    try:
-        for at in range(1, 40):  # the rename after the one that moves the old output aside
-            answer = server.together([{**request, "fault": {"of": ["rename"], "at": at, "do": "kill"}}])[0]
-            assert answer.code == -9
-            if not here.out.exists():
-                break
-            shutil.rmtree(left)
-            shutil.copytree(kept, left)
-    finally:
-        shutil.rmtree(kept)
-    status = server.together([{"args": ["abort", str(here.out), "--json"]}])
-    assert good(status)[0]["aborted"]
-    here.check_is(here.scenario.old)
-    assert not left.exists()
+    aside = {"of": ["rename"], "onto": r"/out$", "at": 1, "do": "kill"}
+    request = committing(here.scenario, here.out, exchange=False, fault=aside)
+    assert server.together([request])[0].code == -9
+    assert not here.out.exists()
+    assert good(server.together([{"args": ["abort", str(here.out), "--json"]}]))[0]["is_there"]
+    here.check_is(here.scenario.expected)
+    assert not here.staging()
 
 
 @pytest.fixture(scope="module")
@@ -272,16 +252,14 @@ def other() -> Iterator[Server]:
         yield process
 
 
-OWN = r"\.shardkit-[0-9a-f]{8}-[^/]*$"
-"""What is named after a process: who removes a directory gives it such a name first."""
+NEW, TRASH = r"\.shardkit-new-[^/]*$", r"\.shardkit-trash-[^/]*$"
 STOPS = {
-    "before it begins": (["rename"], r"/new-[^/]*$"),
-    "before it takes the data": (["rename"], r"/new-[^/]*/data$"),
-    "before its note": (["rename"], r"/committed\.json$"),
+    "before it is claimed": (["rename"], CLAIM),
+    "before its witness": (["hard_link"], r"/witness$"),
     "before it is exchanged": (["renameat2"], r"/out 2$"),
-    "before the old one goes aside": (["rename"], r"/new-[^/]*/old$"),
-    "before the name is tried": (["renameat2"], r"/out 1$"),
+    "before the old one is in its place": (["rename"], r"/old$"),
     "with the old one aside": (["rename"], r"/out$"),
+    "before the rest is removed": (["rename"], TRASH),
 }
 
 
@@ -311,9 +289,9 @@ def stopped(
 def stopped_commit(
     here: Place, other: Server, stop: str, *, exchange: bool
 ) -> contextlib.AbstractContextManager[Callable[[], Answer]]:
-    """Stop a commit that replaces an output; without an exchange it tries the name once before the old one is aside."""
-    request = committing(here.scenario, here.out, "--overwrite", exchange=exchange)
-    return stopped(here, other, request, STOPS[stop], 2 if stop == "with the old one aside" else 1)
+    """Stop a commit that replaces an output, where no lock lets others wait for it."""
+    request = committing(here.scenario, here.out, "--overwrite", exchange=exchange, locks=False)
+    return stopped(here, other, request, STOPS[stop])
 
 
 @pytest.fixture
@@ -332,9 +310,7 @@ def begin_again(here: Place, kept: Path) -> None:
     for path in here.staging():
         shutil.rmtree(path)
     restore(here.out, here.scenario.old)
-    shutil.copytree(
-        kept, here.path / f".out.shardkit-parts-{json.loads((kept / 'plan.json').read_text())['plan'][:16]}"
-    )
+    shutil.copytree(kept, here.path / ".out.shardkit")
 
 
 BY_WAY = [
@@ -346,32 +322,39 @@ BY_WAY = [
 ]
 
 
+def is_made(stop: str, *, exchange: bool) -> bool:
+    """True if a commit that stopped there is ended, not given up: the old output has lost its name."""
+    return stop in ("with the old one aside", "before the rest is removed") or (
+        exchange and stop == "before the old one is in its place"
+    )
+
+
 @pytest.mark.parametrize(("stop", "exchange"), BY_WAY)
 def test_a_slow_commit_does_not_take_away_what_a_faster_one_has_made(
     here: Place, server: Server, other: Server, finished: Path, stop: str, exchange: bool
 ) -> None:
-    """The faster one, maybe of a host that can exchange, is killed while it removes what it has replaced."""
-    for faster, kill in ((True, 16), (False, 24)):
+    """The faster one, maybe of a host that can exchange, is killed before it removes what it has replaced."""
+    for faster in (True, False):
         begin_again(here, finished)
-        request = part(here.scenario, here.out, "2/2", "--overwrite", exchange=faster)
+        request = part(here.scenario, here.out, "2/2", "--overwrite", exchange=faster, locks=False)
+        fault = {"of": ["rename"], "onto": TRASH, "at": 1, "do": "kill"}
         with stopped_commit(here, other, stop, exchange=exchange) as slow:
-            answer = server.together([{**request, "fault": {"of": ["unlink"], "at": kill, "do": "kill"}}])[0]
-            assert answer.code == -9
+            assert server.together([{**request, "fault": fault}])[0].code == -9
             here.check_is(here.scenario.expected)
             good([slow()])
         here.check_is(here.scenario.expected)
     check_whole(here, server)
 
 
-@pytest.mark.parametrize(("stop", "exchange"), BY_WAY)
+@pytest.mark.parametrize(("stop", "exchange"), [way for way in BY_WAY if way[0] != "before it is claimed"])
 def test_a_slow_commit_leaves_alone_what_others_have_begun_since(
     here: Place, server: Server, other: Server, finished: Path, stop: str, exchange: bool
 ) -> None:
-    """All was committed and removed, and a part has begun anew under the same name: its data is no output."""
+    """All was committed and removed, and a part has begun anew: its data is no output."""
     again = part(here.scenario, here.out, "1/1", "--overwrite", exchange=exchange)
     with stopped_commit(here, other, stop, exchange=exchange) as slow:
         for _ in range(2):
-            good(server.together([committing(here.scenario, here.out, exchange=exchange)]))
+            good(server.together([committing(here.scenario, here.out, exchange=exchange, locks=False)]))
         assert not here.staging()
         assert server.together([{**again, "fault": {"at": 100, "do": "kill"}}])[0].code == -9
         (begun,) = here.staging()
@@ -385,50 +368,45 @@ def test_a_slow_commit_leaves_alone_what_others_have_begun_since(
 
 
 @pytest.mark.parametrize(("stop", "exchange"), BY_WAY)
-def test_a_slow_commit_after_all_was_given_up(
+def test_a_slow_commit_beside_abort(
     here: Place, server: Server, other: Server, finished: Path, stop: str, exchange: bool
 ) -> None:
-    abort = {"args": ["abort", str(here.out), "--json"]}
+    abort, is_new = (
+        {"args": ["abort", str(here.out), "--json"], "locks": False},
+        is_made(stop, exchange=exchange),
+    )
     with stopped_commit(here, other, stop, exchange=exchange) as slow:
         good(server.together([abort]))
-        here.check_is(here.scenario.old)
+        here.check_is(here.scenario.expected if is_new else here.scenario.old)
         assert not here.staging()
-        assert slow().code == 4
-    here.check_is(here.scenario.old)
+        assert slow().code == (0 if is_new else 4)
+    here.check_is(here.scenario.expected if is_new else here.scenario.old)
     assert not here.staging()
 
 
-@pytest.mark.parametrize(
-    "stop", ["before it takes the data", "with the old one aside", "before it is exchanged"]
-)
-def test_given_up_while_another_commits(
-    here: Place, server: Server, other: Server, finished: Path, stop: str
+@pytest.mark.parametrize(("stop", "exchange"), [way for way in BY_WAY if way[0] != "before it is claimed"])
+def test_a_slow_abort_beside_a_commit(
+    here: Place, server: Server, other: Server, finished: Path, stop: str, exchange: bool
 ) -> None:
-    """What that one moves aside, after it was looked whether anything is aside, goes back."""
-    exchange = stop == "before it is exchanged"
-    abort = {"args": ["abort", str(here.out), "--json"]}
-    with stopped(here, other, abort, (["rename"], OWN)) as slow:
+    """The job was committed after abort had looked for it."""
+    abort = {"args": ["abort", str(here.out), "--json"], "locks": False}
+    is_new = is_made(stop, exchange=exchange)
+    with stopped(here, other, abort, (["rename"], TRASH)) as slow:
         with stopped_commit(here, server, stop, exchange=exchange) as commits:
             good([slow()])
-            here.check_is(here.scenario.old)
-            assert commits().code == 4
-    here.check_is(here.scenario.old)
+            here.check_is(here.scenario.expected if is_new else here.scenario.old)
+            assert commits().code == (0 if is_new else 4)
+    here.check_is(here.scenario.expected if is_new else here.scenario.old)
     assert not here.staging()
 
 
-@pytest.mark.parametrize("onto", [OWN, r"\.done$"])
 def test_who_cleans_up_late_leaves_alone_what_others_have_begun_since(
-    here: Place, server: Server, other: Server, finished: Path, onto: str
+    here: Place, server: Server, other: Server, finished: Path
 ) -> None:
-    keeps_mark = onto != OWN
-    request = (
-        part(here.scenario, here.out, "2/2", "--overwrite")
-        if keeps_mark
-        else committing(here.scenario, here.out, "--overwrite")
-    )
-    with stopped(here, other, request, (["rename"], onto)) as slow:
+    request = committing(here.scenario, here.out, "--overwrite", locks=False)
+    with stopped(here, other, request, (["rename"], TRASH)) as slow:
         here.check_is(here.scenario.expected)
-        good(server.together([{"args": ["abort", str(here.out), "--json"]}]))
+        good(server.together([{"args": ["abort", str(here.out), "--json"], "locks": False}]))
         assert not here.staging()
         again = part(here.scenario, here.out, "1/1", "--overwrite")
         assert server.together([{**again, "fault": {"at": 100, "do": "kill"}}])[0].code == -9
@@ -441,21 +419,27 @@ def test_who_cleans_up_late_leaves_alone_what_others_have_begun_since(
     check_whole(here, server)
 
 
-def test_a_part_that_is_late_begins_nothing_that_others_would_join(
-    here: Place, server: Server, other: Server
-) -> None:
-    """It would remove that again, and who had joined it meanwhile would say that all was given up."""
-    restore(here.out, here.scenario.old)
-    late = part(here.scenario, here.out, "1/2", "--overwrite")
-    with stopped(here, other, late, (["mkdir"], OWN)) as slow:
-        good([server.together([part(here.scenario, here.out, f"{k}/2", "--overwrite")])[0] for k in (1, 2)])
-        good(server.together([committing(here.scenario, here.out)]))
+def test_a_part_that_is_late_begins_nothing(here: Place, server: Server, other: Server) -> None:
+    late = part(here.scenario, here.out, "1/2")
+    with stopped(here, other, late, (["mkdir"], NEW)) as slow:
+        good([server.together([part(here.scenario, here.out, f"{k}/2")])[0] for k in (1, 2)])
         here.check_is(here.scenario.expected)
         answer = slow()
     assert answer.code == 2
-    assert "another process has made it while this part began" in answer.err
-    assert not {"rename", "renameat2"} & {*answer.calls}
+    assert "exists" in answer.err
     check_whole(here, server)
+
+
+def test_processes_at_work_end_when_their_job_is_aborted(here: Place, server: Server, other: Server) -> None:
+    with stopped(
+        here, other, part(here.scenario, here.out, "1/1"), (["rename"], r"/done/\d+\.json$")
+    ) as slow:
+        good(server.together([{"args": ["abort", str(here.out), "--json"]}]))
+        assert not here.staging()
+        answer = slow()
+    assert (answer.code, "the job was aborted by another process" in answer.err) == (4, True), answer.err
+    here.check_is(None)
+    assert not here.staging()
 
 
 def test_an_interrupted_part_is_resumed(here: Place, server: Server) -> None:
@@ -467,7 +451,7 @@ def test_an_interrupted_part_is_resumed(here: Place, server: Server) -> None:
     assert answer.code == 130
     assert json.loads(answer.out)["resume_command"].endswith("--part 1/1 --json --no-progress")
     (left,) = here.staging()
-    assert not list((left / "work").iterdir())
+    assert not list((left / "tmp").iterdir())
     here.check_is(None)
     assert good(server.together([request]))[0]["resumed_files"] > 0
     check_whole(here, server)
@@ -476,10 +460,9 @@ def test_an_interrupted_part_is_resumed(here: Place, server: Server) -> None:
 def test_status_and_giving_up(here: Place, server: Server) -> None:
     number = good(server.together(parts(here.scenario, here.out, 2)[:1]))[0]["part"]["num_files"]
     asked = {"args": ["status", str(here.out), "--json"]}
-    (plan,) = good(server.together([asked]))[0]["plans"]
-    assert (plan["num_files"], plan["finished_files"], plan["num_parts"]) == (5, number, 2)
-    assert [(each["part"], each["is_done"]) for each in plan["parts"]] == [("1/2", True)]
-    assert [each[:2] for each in plan["missing"]] == [["2/2", 5 - number]]
+    (job,) = good(server.together([asked]))[0]["jobs"]
+    assert (job["num_files"], job["finished_files"], job["num_parts"]) == (5, number, 2)
+    assert [each[:2] for each in job["missing"]] == [["2/2", 5 - number]]
     text = server.together([{"args": ["status", str(here.out)]}])[0].out
     assert f"{number} of 5 files" in text
     assert f"part 2/2: {5 - number} file" in text
@@ -504,6 +487,6 @@ def test_a_damaged_source_is_refused_and_nothing_vouches_for_it(
         os.utime(shard, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert 3 in codes
     here.check_is(None)
-    good(server.together([each])[0] for each in parts(here.scenario, here.out, 3))
+    good(server.together([each])[0] for each in parts(here.scenario, here.out, 3, "--exist-ok"))
     here.check_is(here.scenario.expected)
     here.remove()

@@ -1,6 +1,7 @@
 """Save over a save again and again, each time killed at a later call; argument: a directory, as JSON with "exchange".
 
-Whatever is at the destination then is whole: the save before, or the new one; and the next save leaves nothing beside it.
+Whatever is at the destination then is whole: the save before, or the new one; or the one before it, which was killed
+while it was committed, as the next save ends that first. The last save leaves nothing beside it.
 """
 
 import json
@@ -54,19 +55,19 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     home, exchange = Path(request["home"]), request["exchange"]
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    place, was, ends, num_new = home / "last", 1.0, False, 0
+    place, was, killed, ends, num_new = home / "last", 1.0, 1.0, False, 0
     shardkit.save(_model(was), place)
     for at in range(1, 1000):
         value = at + 1.0
         ends = not _dies_at(at, value, place, exchange=exchange)
-        if not place.exists():  # what was moved aside goes back before anything else
+        if not place.exists():  # a commit that was interrupted is ended before anything else
             assert not exchange
             with suppress(shardkit.UsageError):
                 shardkit.save(_model(0.0), place)
         now = _value_in(place)
-        assert now in (was, value), (at, was, now)
+        assert now in (was, killed, value), (at, was, killed, now)
         num_new += now == value
-        was = now
+        was, killed = now, value
         if ends:
             break
     assert ends

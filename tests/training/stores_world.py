@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardkit
-from shardkit.files import storage
+from shardkit.files.remote.objects import ObjectStream
 from tests.worlds.processes import agent_store, end_world, fork, wait
 
 
@@ -80,14 +80,14 @@ def save(path: str, fault: str, **options: Any) -> dict[str, Any]:
     model.layers[0](torch.ones(2, 16)).sum().backward()
     optimizer.step()
     if dist.get_rank() == 1 and fault == "kill":
-        write, calls = storage.pwrite, itertools.count()
+        write, calls = ObjectStream.write, itertools.count()
 
-        def killed(*given: Any) -> int:
+        def killed(self: ObjectStream, data: Any) -> int:
             if next(calls) == 12:  # in the middle of the file
                 os.kill(os.getpid(), signal.SIGKILL)
-            return write(*given)
+            return write(self, data)
 
-        storage.pwrite = killed  # type: ignore[assignment]
+        ObjectStream.write = killed  # type: ignore[method-assign]
     try:
         result = shardkit.save(model, path, optimizer=optimizer, extra={"job": Failing(fault)}, **options)
     except shardkit.ShardkitError as error:

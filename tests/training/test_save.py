@@ -8,7 +8,7 @@ import resource
 import shutil
 import signal
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,10 +32,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardkit
 from shardkit.files import storage
-from shardkit.files.shared import SharedStaging
-from shardkit.operations.leftovers import leftovers
+from shardkit.files.output.local import LocalOutput, status
 from shardkit.training.ranks.local import local_tensor, stepped_by
 from shardkit.training.save import SaveWriter
+from shardkit.training.save_target import files_of
 from shardkit.training.wrap import layer_policy, wrap
 from tests.training.models import reference
 from tests.training.wrapping import full, tensor_parallel, wrapped, wrapped_with_replicas
@@ -311,6 +311,20 @@ def test_parameters_that_each_rank_has_for_itself_are_named(rows: int, out: Path
     assert texts == ["1 value differs between ranks, and only one rank's is saved: model.0.weight"] * (
         rank == 0
     )
+
+
+@two.test
+def test_groups_of_ranks_save_at_the_same_time(out: Path) -> None:
+    """The first rank of a group leads, whatever its number is."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([each]) for each in range(2)]
+    place, model = out / "groups" / str(rank), nn.Linear(rank + 1, 2)
+    for overwrite in (False, True):
+        result = shardkit.save(model, place, process_group=groups[rank], overwrite=overwrite)
+        assert (result.path, result.num_files) == (str(place), 1)
+    assert shardkit.verify(place, full=True).problems == ()
+    dist.barrier()
+    assert names_in(place.parent) == ["0", "1"]
 
 
 class _OwnTensor(torch.Tensor):
@@ -590,7 +604,7 @@ def test_killed_ranks_never_cost_the_last_checkpoint(kill: Kill, out: Path) -> N
     model, _ = start(kill.value)
     is_victim = dist.get_rank() == kill.victim
     if kill.moment == "before" and is_victim:
-        SharedStaging.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        LocalOutput.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     last = out / "kills" / "last"
     if kill.moment == "after" and is_victim:
         kill_after_rename(last)
@@ -745,24 +759,27 @@ def test_what_somebody_puts_there_meanwhile_is_not_replaced(tmp_path: Any) -> No
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_cannot_get_a_name_beside_the_destination_is_not_lost(tmp_path: Any, monkeypatch: Any) -> None:
     """The next save would remove it there: the hint says to move it first."""
-    place, hidden = tmp_path / "last", list[Path]()
+    place, rename = tmp_path / "last", storage.rename_noreplace
 
-    def refuse(run: SharedStaging) -> str:
-        hidden.append(Path(run.data))
-        raise OSError(errno.EACCES, "Permission denied")
+    def refuse(source: str, target: str) -> None:
+        if target.startswith(f"{place}-new"):
+            raise OSError(errno.EACCES, "Permission denied")
+        rename(source, target)
 
     def meddle() -> None:
         place.mkdir()
         (place / "thesis.txt").write_text("mine")
 
-    monkeypatch.setattr(SharedStaging, "keep", refuse)
+    monkeypatch.setattr(storage, "rename_noreplace", refuse)
     with pytest.raises(shardkit.UsageError, match="the new save is whole, and lies in") as caught:
         shardkit.save(nn.Linear(2, 2), place, extra={"it": Looking(meddle)})
-    assert str(hidden[0]) in caught.value.message
+    hidden = tmp_path / ".last.shardkit" / "data"
+    assert str(hidden) in caught.value.message
     assert caught.value.hint == (
-        f"first `mv {hidden[0]} {place}-new`: another save to {place} removes it where it lies"
+        f"first copy it to {place}-new: another save to {place} removes it where it lies"
     )
-    assert shardkit.verify(hidden[0], full=True).problems == ()
+    shutil.copytree(hidden, f"{place}-new")
+    assert shardkit.verify(f"{place}-new", full=True).problems == ()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -806,35 +823,62 @@ class Looking:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_save_is_seen_at_work_and_no_other_one_touches_it(tmp_path: Any) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_is_seen_at_work_and_no_other_one_takes_its_place(overwrite: bool, tmp_path: Any) -> None:
     place, seen = tmp_path / "last", list[Any]()
 
     def look() -> None:
-        seen.extend(leftovers(str(place)))
-        shardkit.save(nn.Linear(3, 3), place)
+        seen.extend(status(str(place)))
+        with pytest.raises(shardkit.UsageError, match="another job is under way for") as caught:
+            shardkit.save(nn.Linear(3, 3), place, overwrite=overwrite)
+        assert caught.value.problems == (f"it was begun by `shardkit.save(model, '{place}')`",)
 
-    with pytest.raises(shardkit.UsageError, match="last-new"):
-        shardkit.save(nn.Linear(2, 2), place, extra={"it": Looking(look)})
-    assert [(run.kind, run.verb, run.owner, run.pid, run.foreign) for run in seen] == [
-        ("save", "save", "alive", os.getpid(), ())
+    shardkit.save(nn.Linear(2, 2), place, extra={"it": Looking(look)})
+    assert [(job.record.command, job.finished, job.is_committing) for job in seen] == [
+        (f"shardkit.save(model, '{place}')", set(), False)
     ]
-    for name in ("last", "last-new"):
-        assert shardkit.verify(tmp_path / name, full=True).problems == ()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "last-new"]
+    assert shardkit.verify(place, full=True).problems == ()
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_was_removed_during_a_save_is_not_called_saved(tmp_path: Any, monkeypatch: Any) -> None:
-    commit = SharedStaging.commit
+    commit = LocalOutput.commit
 
-    def late(run: SharedStaging, work: str, names: Iterable[str], *, overwrite: bool) -> bool:
-        shutil.rmtree(run.path)
-        return commit(run, work, names, overwrite=overwrite)
+    def late(output: LocalOutput, beside: str) -> None:
+        LocalOutput(output.path, may_replace=print, foreign_files=os.listdir).abort()
+        commit(output, beside)
 
-    monkeypatch.setattr(SharedStaging, "commit", late)
+    monkeypatch.setattr(LocalOutput, "commit", late)
     with pytest.raises(shardkit.ResourceError, match="was removed while the save wrote there"):
         shardkit.save(nn.Linear(2, 2), tmp_path / "last")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_late_rank_of_a_dead_save_writes_nothing_into_the_next(tmp_path: Any, monkeypatch: Any) -> None:
+    """Its rank 0 was killed, and it did not hear of that: it writes where it was told to."""
+    place = tmp_path / "last"
+
+    def killed(self: SaveWriter, plan: Any, planner: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(SaveWriter, "write_data", killed)
+        shardkit.save(nn.Linear(2, 2), place)
+    os.waitpid(child, 0)
+    (scratch,) = (tmp_path / ".last.shardkit" / "tmp").glob("*/*")
+    files = files_of(str(scratch))
+
+    def look() -> None:
+        files.mkdir(scratch)
+        with pytest.raises(FileNotFoundError), files.create_stream(scratch / "__1_0.distcp", "wb"):
+            raise AssertionError
+
+    shardkit.save(nn.Linear(2, 2), place, extra={"it": Looking(look)})
+    assert not list(place.glob("__1_0*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
 @pytest.mark.prove

@@ -18,7 +18,7 @@ from shardkit.errors import ResourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.files.location import location_of
-from shardkit.training import save_target
+from shardkit.training.save_target import Lead
 from tests.formats.dcp.samples import quiet
 from tests.training import models
 from tests.worlds import stores as servers
@@ -266,15 +266,37 @@ def test_a_save_that_another_was_faster_than_stays_whole(served: servers.Served)
 def test_of_two_saves_one_is_committed(served: servers.Served) -> None:
     """The other says so, and leaves what the first has made."""
     path = f"{S3}/two"
-    one, two = (save_target.begin(path, overwrite=False) for _ in range(2))
+    one, two = (Lead(path, overwrite=False) for _ in range(2))
     for lead in (one, two):
-        with save_target.writing_to(lead.place):
-            storage.write_file(os.path.join(lead.place, "shardkit.json"), manifest.sign({"format": 1}))
-    first, second = (lead.place.rpartition("/")[2].encode() for lead in (one, two))
-    one.commit(first, overwrite=False)
-    with pytest.raises(UsageError, match="appeared while it was being saved"):
-        two.commit(second, overwrite=False, beside=b"whole")
-    two.discard()
-    one.discard()  # as after an error that hides that the commit went well
-    kept = {f"{second.decode()}/{name}" for name in (".metadata", "shardkit.json")}
-    assert keys(path) == {".metadata", f"{first.decode()}/shardkit.json", *kept}
+        storage.write_file(os.path.join(lead.beside, "shardkit.json"), manifest.sign({"format": 1}))
+    first, second = (lead.place.rpartition("/")[2] for lead in (one, two))
+    one.commit(b"first", b"")
+    with pytest.raises(UsageError, match="the new save is whole, and lies in") as caught:
+        two.commit(b"second", b"whole")
+    assert "appeared while it was being written" in caught.value.problems[0]
+    two.close()
+    one.close()
+    kept = {f"{second}/{name}" for name in (".metadata", "shardkit.json")}
+    assert keys(path) == {".metadata", f"{first}/shardkit.json", *kept}
+
+
+@pytest.mark.parametrize("fault", ["lost", "reset"])
+def test_a_save_that_ends_with_an_unclear_answer_is_not_removed(served: servers.Served, fault: str) -> None:
+    """Nobody knows whether `.metadata` is there, for as long as the store does not answer."""
+    path = f"{S3}/unclear-{fault}"
+    shardkit.save(torch.nn.Linear(2, 2), path)
+    before, hit = keys(path), list[str]()
+
+    def strikes(seen: servers.Seen) -> bool:
+        hit.extend(["marker"] * (seen.method == "PUT" and seen.path.endswith(f"unclear-{fault}/.metadata")))
+        return bool(hit)
+
+    served.proxy.reset()
+    served.proxy.strikes, served.proxy.faults[:] = strikes, [fault] * 100
+    try:
+        with pytest.raises(ResourceError, match="cannot be reached or fails"):
+            shardkit.save(torch.nn.Linear(2, 2), path, overwrite=True)
+    finally:
+        served.proxy.reset()
+    assert keys(path) >= before
+    assert shardkit.verify(path, full=True).problems == ()

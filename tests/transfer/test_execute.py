@@ -8,7 +8,8 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from math import prod
 from pathlib import Path
 
@@ -22,8 +23,9 @@ from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.mesh import Axis, Mesh
 from shardkit.core.placements import Placement
 from shardkit.core.regions import Region, Shape, full_region
-from shardkit.core.threads import NoProgress
-from shardkit.errors import IntegrityError, ResourceError
+from shardkit.core.text import MIB
+from shardkit.core.threads import NoProgress, check_interrupt
+from shardkit.errors import IntegrityError, ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.files.manifest import Unit
@@ -298,3 +300,110 @@ def test_no_thread_outlives_a_run_that_was_given_up(tmp_path: Path, monkeypatch:
     assert threads_left() == []
     assert sorted(finished) == sorted(synced)  # they were whole
     assert finished
+
+
+class TestFilesThatAreSent:
+    """Few are there at a time: whoever is handed one removes it."""
+
+    @pytest.fixture
+    def sending(self, tmp_path: Path) -> Callable[[Callable[[Path], None]], Execution]:
+        tensors: Tensors = {"w": (BY_NAME["int32"], (64, 8), 0), "v": (BY_NAME["int32"], (8, 64), 1)}
+        catalog, _ = source(tmp_path, tensors, 0)
+        _, plan = planned(catalog, tensors, 16)
+        out = tmp_path / "out"
+        out.mkdir()
+
+        def make(send: Callable[[Path], None]) -> Execution:
+            return Execution(
+                plan.in_order(),
+                str(out),
+                ExecuteOptions(jobs=4, max_unsent_files=2),
+                finished={},
+                on_finished=lambda digest, _: send(out / digest.name),
+                progress=NoProgress(),
+            )
+
+        return make
+
+    def test_two_are_there_at_a_time(
+        self, sending: Callable[[Callable[[Path], None]], Execution], tmp_path: Path
+    ) -> None:
+        tensors: Tensors = {"w": (BY_NAME["int32"], (64, 8), 0), "v": (BY_NAME["int32"], (8, 64), 1)}
+        sent, most = dict[str, bytes](), list[int]()
+
+        def send(path: Path) -> None:
+            most.append(len(list(path.parent.iterdir())))
+            sent[path.name] = path.read_bytes()
+            path.unlink()
+
+        sending(send).run()
+        assert max(most) <= 2
+        catalog, _ = source(tmp_path, tensors, 0)
+        (tmp_path / "whole").mkdir()
+        run(planned(catalog, tensors, 16)[1], tmp_path / "whole")
+        assert sent == {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
+
+    def test_none_is_written_after_one_that_cannot_be_sent(
+        self, sending: Callable[[Callable[[Path], None]], Execution]
+    ) -> None:
+        tried = list[str]()
+
+        def send(path: Path) -> None:
+            tried.append(path.name)
+            raise ResourceError("the store fails")
+
+        with pytest.raises(ResourceError, match="the store fails"):
+            sending(send).run()
+        assert len(tried) <= 2
+        assert threads_left() == []
+
+    def test_ctrl_c_ends_what_is_being_sent(
+        self, sending: Callable[[Callable[[Path], None]], Execution]
+    ) -> None:
+        begun, ended = list[str](), list[str]()
+
+        def send(path: Path) -> None:
+            begun.append(path.name)
+            if len(begun) == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            try:
+                while True:
+                    check_interrupt()
+            except CancelledError:
+                ended.append(path.name)
+                raise
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGUSR1, interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                sending(send).run()
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert sorted(ended) == sorted(begun)
+        assert 1 <= len(begun) <= 2
+        assert threads_left() == []
+
+
+def test_memory_for_uploads() -> None:
+    """It is taken from the buffers: two uploads, or one where memory is short, with fewer threads if need be."""
+    chosen = {
+        mib: (
+            options.max_unsent_files,
+            options.jobs,
+            options.max_memory_bytes // MIB,
+            options.upload_bytes // MIB,
+        )
+        for mib in (256, 84, 83, 42)
+        for options in [ExecuteOptions(jobs=2, max_memory_bytes=mib * MIB).through_scratch(1000)]
+    }
+    assert chosen == {256: (2, 2, 176, 80), 84: (2, 2, 4, 80), 83: (1, 2, 43, 40), 42: (1, 1, 2, 40)}
+    with pytest.raises(UsageError, match="--max-memory is too little for a store") as caught:
+        ExecuteOptions(max_memory_bytes=41 * MIB).through_scratch(1000)
+    assert caught.value.hint == "give at least --max-memory 42MiB"
+    assert (
+        ExecuteOptions(max_memory_bytes=1 << 30).through_scratch(180_000 * MIB).upload_bytes
+        == 2 * 5 * 20 * MIB
+    )

@@ -9,6 +9,9 @@
 
 No state stays on this machine. Processes of one job put the same bytes under the same names, so they need no lock, and
 jobs do not see each other. The tags of a marker name the job that put it, which settles every unclear answer.
+
+A file is written into scratch on this machine and sent from there. Data of an output that was replaced stays, since
+readers may be at it.
 """
 
 from __future__ import annotations
@@ -17,14 +20,16 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from tempfile import TemporaryDirectory
+from typing import cast
 
-from shardkit.core.text import escape, in_shell
-from shardkit.core.threads import at_once
-from shardkit.errors import ResourceError, SourceError, UsageError
+from shardkit.core.text import escape, escape_command, in_shell
+from shardkit.core.threads import at_once, check_interrupt
+from shardkit.errors import IncompleteError, ResourceError, SourceError, UsageError
 from shardkit.files import cache, storage, stores
+from shardkit.files.home import METADATA, data_prefixes
 from shardkit.files.output.contract import (
     FileNote,
     JobEnded,
@@ -32,19 +37,30 @@ from shardkit.files.output.contract import (
     JobStatus,
     OutputExists,
     missing_files,
+    other_job,
 )
-from shardkit.files.remote.objects import NO_SUCH_VERSION, Objects, PutResult, StoredObject, Version
+from shardkit.files.remote.objects import (
+    NO_SUCH_VERSION,
+    NUM_SENDS,
+    Objects,
+    PutResult,
+    StoredObject,
+    Version,
+    upload_nbytes,
+)
 from shardkit.files.strict_json import parse_object
 
 _RECORD, _ABORTED = "job.json", "aborted.json"
 _JOB, _MARKER = "shardkit_job", "shardkit_marker"
 """Tags: the hash of the job, of a marker and of a record; the name of its marker, of a record."""
-_HOME = re.compile(r"(\.shardkit-[0-9a-f]{16})/")
+_HOME = re.compile(r"\.shardkit-[0-9a-f]{16}", re.ASCII)
 _HASH_DIGITS, _LEAST_DIGITS = 16, 8
 """Of a job's hash, in the name of its folder, and at least in the name of a data file."""
 _PIECE_NBYTES = 1 << 20
-_NUM_SENT = 2
-"""Files that are sent at once by one call; each takes the memory of an upload."""
+_NUM_PUTS = 6
+"""Of a record, until a store counts as one that ignores conditions: after a fault nobody knows who has put it."""
+_ON_DISK = "/var/tmp"  # temporary files that are kept over a restart. Source: Filesystem Hierarchy Standard
+NAME_SCRATCH = "name a directory with enough room: --scratch DIR"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +76,7 @@ class _StoredJob:
     @property
     def home(self) -> str:
         """The folder of everything but the data."""
-        return f".shardkit-{self.record.hash[:_HASH_DIGITS]}"
+        return _home(self.record.hash)
 
     @property
     def tags(self) -> dict[str, str]:
@@ -71,9 +87,13 @@ class _StoredJob:
         """Return the names of all files, and of what is attached to them."""
         return [name for file in self.record.files for name in (file.name, *file.attached)]
 
+    def owns(self, name: str) -> bool:
+        """True if no other job has a file of this name."""
+        return self.record.hash[:_LEAST_DIGITS] in name
+
     def place(self, name: str) -> str:
         """Return the object of a file before the commit."""
-        return name if self.record.hash[:_LEAST_DIGITS] in name else f"{self.home}/files/{name}"
+        return name if self.owns(name) else f"{self.home}/files/{name}"
 
     def note(self, number: int) -> str:
         """Return the object of a note."""
@@ -84,7 +104,7 @@ class _StoredJob:
         return [f"{self.home}/draft/{number}" for number in range(len(self.draft))]
 
     def finished(self, sizes: Mapping[str, int]) -> list[int]:
-        """Return the numbers of the files that have a note and are there, by the bytes of all objects."""
+        """Return the numbers of the files that have a note and are there, by the bytes of the job's objects."""
         return [
             number
             for number, file in enumerate(self.record.files)
@@ -104,19 +124,34 @@ class BucketOutput:
     Args:
         address: of the output, such as `s3://bucket/model`.
         marker: the name of the file by which readers find the output; the verbs that `join` need not name it.
-        may_replace: raises if the output at an address may not be replaced. It is called if there is a marker.
+        may_replace: raises if what is at an address may not be replaced. It is called if there is a marker, and again
+            before files are replaced whose names other jobs use.
         overwrite: an output may be replaced at all.
+        scratch: the directory for scratch files; see `scratch_home`.
+
+    Raises:
+        UsageError: the store is read only.
     """
 
     _job: _StoredJob
 
     def __init__(
-        self, address: str, *, marker: str, may_replace: Callable[[str], None], overwrite: bool
+        self,
+        address: str,
+        *,
+        marker: str,
+        may_replace: Callable[[str], None],
+        overwrite: bool,
+        scratch: str | None = None,
     ) -> None:
-        self.path = stores.plain(address)
+        self._objects = Objects(address)
+        self.path = self._objects.path
+        self.is_committed = False
+        self.replaced: tuple[str, ...] = ()
+        """How the paths begin of data that the commit has replaced. The data stays."""
         self._marker, self._may_replace, self._overwrite = marker, may_replace, overwrite
-        self._objects = Objects(self.path)
-        self._replaced: Version | None = None
+        self._scratch, self._replaced = scratch, cast("Version | None", None)
+        self._sends = threading.Semaphore(NUM_SENDS)
 
     def __enter__(self) -> BucketOutput:
         return self
@@ -127,7 +162,7 @@ class BucketOutput:
     def begin(self, record: JobRecord) -> None:
         """Create the job, or join it."""
         self._job = job = _StoredJob(record=record, marker=self._marker, draft=list(record.draft))
-        for turn in range(3):
+        for turn in range(_NUM_PUTS):
             try:
                 self._look()
             except UsageError:
@@ -136,7 +171,7 @@ class BucketOutput:
                 raise
             if not turn and self._objects.head(f"{job.home}/{_RECORD}") is None:
                 drafts = zip(job.drafts(), record.draft.values(), strict=True)
-                at_once(lambda each: self._put(*each), drafts, _NUM_SENT)
+                at_once(lambda each: self._put(*each), drafts, NUM_SENDS)
             # A commit removes the record after it has put the marker. So a record that existed after the look at the
             # marker belongs to a job that was not committed; one that is new may have come after a commit.
             result = self._put_record(None)
@@ -156,13 +191,13 @@ class BucketOutput:
 
     def join(self) -> JobRecord | None:
         """Join the job that is under way and return its record."""
-        jobs = [job for job, _ in _jobs(self._objects, self.path)]
+        jobs = list(_jobs(self._objects))
         if not jobs:
             return None
         if len(jobs) > 1:
             raise UsageError(
                 f"{len(jobs)} jobs are under way for {escape(self.path)}",
-                problems=[f"begun by `{escape(job.record.command)}`" for job in jobs],
+                problems=[f"begun by `{escape_command(job.record.command)}`" for job in jobs],
                 hint=f"run the command of one of them, or remove all: `shardkit abort {in_shell(self.path)}`",
             )
         self._job, self._marker = jobs[0], jobs[0].marker
@@ -173,9 +208,9 @@ class BucketOutput:
             raise SourceError(f"{escape(f'{self.path}/{self._job.home}')}: the draft is damaged")
         return replace(self._job.record, draft=dict(zip(self._job.draft, drafts, strict=True)))
 
-    def notes(self) -> dict[int, FileNote]:
-        """Return the notes of the finished files, by number."""
-        numbers, notes = self._finished(), dict[int, FileNote]()
+    def notes(self, numbers: Collection[int]) -> dict[int, FileNote]:
+        """Return the notes of those of these files that are finished, by number."""
+        numbers, notes = [each for each in self._finished() if each in numbers], dict[int, FileNote]()
         contents = at_once(self._objects.get, map(self._job.note, numbers))
         if None in contents:  # another process has removed one since they were listed: a commit, or `forget`
             self._check_under_way()
@@ -188,22 +223,24 @@ class BucketOutput:
     @contextlib.contextmanager
     def scratch(self) -> Iterator[str]:
         """Give a directory on this machine with the folders of all files. It is removed at the end."""
-        home = cache.home()
-        directory = storage.scratch_directory(os.path.join(home, "scratch")) if home else TemporaryDirectory()
-        with directory as path:
-            for folder in self._job.record.folders:
-                storage.make_folders(path, folder)
+        with contextlib.ExitStack() as stack:
+            above = scratch_home(self._scratch)
+            with _scratch_errors(above):
+                path = stack.enter_context(storage.scratch_directory(above))
+                for folder in self._job.record.folders:
+                    storage.make_folders(path, folder)
             yield path
 
     def add(self, scratch: str, number: int, note: FileNote) -> None:
         """Send a finished file, with what is attached to it, and record its note."""
         self._check_under_way()
         file = self._job.record.files[number]
-        for name in (*file.attached, file.name):
-            self._send(os.path.join(scratch, name), self._job.place(name))
-        self._put(self._job.note(number), json.dumps(note).encode())
-        for name in (*file.attached, file.name):
-            storage.unlink(os.path.join(scratch, name))
+        with _scratch_errors(scratch):
+            for name in (*file.attached, file.name):
+                self._send(os.path.join(scratch, name), self._job.place(name))
+            self._put(self._job.note(number), json.dumps(note).encode())
+            for name in (*file.attached, file.name):
+                storage.unlink(os.path.join(scratch, name))
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Remove notes, so that their files are written again."""
@@ -212,43 +249,82 @@ class BucketOutput:
 
     def commit(self, beside: str) -> None:
         """Give the finished files, and those in the directory `beside`, their names."""
-        error = missing_files(self.path, self._job.record, {number: {} for number in self._finished()})
+        error = missing_files(self.path, self._job.record, self._finished())
         if error is not None:
             raise error
-        if self._version() != self._replaced:
-            raise self._changed()
+        replaced = self._replaced_data()
         paths = [os.path.join(here, name) for here, _, names in storage.walk(beside) for name in names]
-        others = {os.path.relpath(path, beside): path for path in paths}
-        marker = b"".join(_pieces(others.pop(self._marker)))
+        sources = {os.path.relpath(path, beside): path for path in paths}
         waiting = [name for name in self._job.names() if self._job.place(name) != name]
-        at_once(lambda name: self._send(others[name], name), others, _NUM_SENT)
+        if not self._overwrite:
+            at_once(lambda name: self._check_free(name, self._objects.head(name)), waiting)
+        elif waiting or not all(self._job.owns(name) or name == self._marker for name in sources):
+            self._check_may_replace()
+        with _scratch_errors(beside):
+            marker = b"".join(_pieces(sources.pop(self._marker)))
+            at_once(lambda name: self._send_beside(sources[name], name), sources, NUM_SENDS)
+        lost: FileNotFoundError | None = None
         try:
             at_once(lambda name: self._objects.copy(self._job.place(name), name), waiting)
-        finally:  # a file may be missing because the job has ended
-            self._check_under_way()
+        except FileNotFoundError as error:
+            lost = error
+        self._check_under_way()
+        if lost is not None:
+            raise IncompleteError(
+                f"{escape(self.path)}: files were removed while others were written",
+                hint="run the same command again",
+            ) from lost
         result = self._objects.put_if(self._marker, marker, {_JOB: self._job.record.hash}, self._replaced)
         if result == "other":
             raise self._changed()
+        self.is_committed = result == "put"
+        self.replaced = replaced
         stores.forget()
         with contextlib.suppress(ResourceError):  # the same command removes the rest when it is run again
             self._remove_home()
         if result == "same":
             raise JobEnded(self.path, is_committed=True)
 
+    def keep(self, beside: str) -> None:
+        """Send the files in the directory `beside` but the marker, and leave all where it is. The job ends."""
+        for here, _, names in storage.walk(beside):
+            for path in sorted(os.path.join(here, name) for name in names):
+                if (name := os.path.relpath(path, beside)) != self._marker:
+                    self._send(path, name)
+        stores.forget()
+        self._remove_home()
+
+    def discard(self) -> None:
+        """Remove this job and its data, unless it has been committed."""
+        is_committed = self._job.has_put(self._objects.head(self._marker))
+        if not is_committed:
+            self._objects.delete([f"{self._job.home}/{_RECORD}"])
+            self._objects.delete(_data(self._objects, self._job))
+        self._remove_home()
+        stores.forget()
+
     def abort(self) -> None:
         """Remove every job of this address that is not committed."""
-        for home in _homes(self._objects.sizes()):
+        for home in _homes(self._objects):
             with contextlib.suppress(FileNotFoundError):  # an abort that was killed has removed it
                 self._objects.copy(f"{home}/{_RECORD}", f"{home}/{_ABORTED}")
             self._objects.delete([f"{home}/{_RECORD}"])
-            sizes = self._objects.sizes()
+            inside = self._objects.sizes(home).keys()
             with contextlib.suppress(SourceError):  # damaged: its data cannot be found
                 job = _read_job(self._objects, self.path, f"{home}/{_ABORTED}")
                 if job is not None and not job.has_put(self._objects.head(job.marker)):
-                    self._objects.delete(sizes.keys() & {job.place(name) for name in job.names()})
-            inside = {name for name in sizes if name.startswith(f"{home}/")}
+                    self._objects.delete(_data(self._objects, job))
             self._objects.delete(inside - {f"{home}/{_ABORTED}"})
             self._objects.delete(inside & {f"{home}/{_ABORTED}"})
+
+    def end_commits(self) -> None:
+        """Remove what is left of jobs whose marker is there."""
+        for home in _homes(self._objects):
+            with contextlib.suppress(SourceError):
+                job = _read_job(self._objects, self.path, f"{home}/{_RECORD}")
+                if job is not None and job.has_put(self._objects.head(job.marker)):
+                    self._job = job
+                    self._remove_home()
 
     def _put_record(self, replaced: Version | None) -> PutResult:
         job = self._job
@@ -266,12 +342,67 @@ class BucketOutput:
         """Keep the version of the marker. Raises OutputExists if it may not be replaced, and as `_version`."""
         version = self._version()
         if version is not None and version != self._replaced:
-            self._may_replace(self.path)
+            self._check_may_replace()
             if not self._overwrite:
                 raise OutputExists(
                     f"{escape(self.path)} exists", hint="choose another name, or replace it: --overwrite"
                 )
         self._replaced = version
+
+    def _replaced_data(self) -> tuple[str, ...]:
+        """Return how the paths begin of the data that the commit will replace. Raises OutputExists as `commit`."""
+        if self._version() != self._replaced:
+            raise self._changed()
+        if self._replaced is None:
+            return ()
+        marker = self._objects.get(self._marker)
+        if marker is None or marker.version != self._replaced:
+            raise self._changed()
+        return tuple(f"{self.path}/{name}" for name in data_prefixes(marker.data) if not self._job.owns(name))
+
+    def _check_may_replace(self) -> None:
+        stores.forget()
+        self._may_replace(self.path)
+
+    def _send_beside(self, path: str, name: str) -> None:
+        """Send a file that is not in the record. Without `overwrite` one of other content stays.
+
+        It may be that of another job, which will be committed in a moment: its output would be a mixture of both.
+        """
+        if not (self._overwrite or self._job.owns(name)):
+            if 2 * storage.getsize(path) <= upload_nbytes(0):  # a conditional put takes all of it in memory
+                self._create(name, b"".join(_pieces(path)))
+                return
+            self._check_free(name, self._objects.head(name))
+        self._send(path, name)
+
+    def _create(self, name: str, data: bytes) -> None:
+        """Put an object, in place of none or of one that an aborted job has left. One of the same content may stay."""
+        replaced: Version | None = None
+        for _ in range(3):
+            if self._objects.put_if(name, data, {_JOB: self._job.record.hash}, replaced) != "other":
+                return
+            stored = self._objects.get(name)
+            if stored is not None and stored.data == data:
+                return
+            self._check_free(name, stored)
+            replaced = None if stored is None else stored.version
+        raise self._changed()
+
+    def _check_free(self, name: str, stored: StoredObject | None) -> None:
+        """Raise if an object may not be replaced: only this job and those that were aborted give way."""
+        if stored is None or self._job.has_put(stored):
+            return
+        if _JOB not in stored.tags:
+            raise OutputExists(
+                f"{escape(f'{self.path}/{name}')} is there, with other content",
+                hint="choose another name, or replace it: --overwrite",
+            )
+        job = _read_job(self._objects, self.path, f"{_home(stored.tags[_JOB])}/{_RECORD}")
+        if self._version() != self._replaced:  # a commit puts its marker before it removes the record
+            raise self._changed()
+        if job is not None:
+            raise other_job(self.path, job.record)
 
     def _changed(self) -> OutputExists:
         """Return the error of a commit that finds another marker than there was when the process began."""
@@ -288,7 +419,7 @@ class BucketOutput:
             raise JobEnded(self.path, is_committed=False)
 
     def _finished(self) -> list[int]:
-        sizes = self._objects.sizes()
+        sizes = _sizes(self._objects, self._job)
         if f"{self._job.home}/{_RECORD}" not in sizes:
             self._check_under_way()
         return self._job.finished(sizes)
@@ -296,10 +427,13 @@ class BucketOutput:
     def _remove_home(self) -> None:
         """Remove the record and then all else that is not data."""
         self._objects.delete([f"{self._job.home}/{_RECORD}"])
-        self._objects.delete(name for name in self._objects.sizes() if name.startswith(f"{self._job.home}/"))
+        self._objects.delete(self._objects.sizes(self._job.home))
 
     def _send(self, path: str, name: str) -> None:
-        self._objects.put(name, storage.getsize(path), lambda: _pieces(path))
+        """Send a file, with the job's hash as a tag."""
+        tags = {_JOB: self._job.record.hash}
+        with self._sends:
+            self._objects.put(name, storage.getsize(path), lambda: _pieces(path), tags)
 
     def _put(self, name: str, data: bytes) -> None:
         self._objects.put(name, len(data), lambda: [data])
@@ -312,38 +446,145 @@ def status(address: str) -> list[JobStatus]:
         SourceError: a record is damaged.
         ResourceError: the store refuses.
     """
-    path = stores.plain(address)
+    objects = Objects(address)
     return [
-        JobStatus(record=job.record, finished=set(job.finished(sizes)))
-        for job, sizes in _jobs(Objects(path), path)
+        JobStatus(record=job.record, finished=set(job.finished(_sizes(objects, job))))
+        for job in _jobs(objects)
     ]
 
 
-def _jobs(objects: Objects, path: str) -> Iterator[tuple[_StoredJob, Mapping[str, int]]]:
-    """Yield the jobs that are under way, each with the bytes of all objects."""
-    sizes = objects.sizes()
-    for home in _homes(sizes):
-        job = _read_job(objects, path, f"{home}/{_RECORD}")
+def unnamed_data(address: str, markers: Iterable[str]) -> list[str]:
+    """Return how the paths begin of data that no output names and no job that is under way.
+
+    It is data of outputs that were replaced, or of jobs that an earlier version has begun.
+
+    Args:
+        address: of the output.
+        markers: names of the markers that an output may have.
+
+    Raises:
+        SourceError, ResourceError: as `status`.
+    """
+    objects = Objects(address)
+    listing, jobs = objects.listing(), list(_jobs(objects))
+    names = "\n".join([*listing.objects, *(f"{folder}/" for folder in listing.folders)])
+    named = b"".join(each.data for each in at_once(objects.get, markers) if each is not None)
+    unnamed = [
+        prefix
+        for prefix in data_prefixes(names.encode())
+        if prefix.encode() not in named and not any(job.owns(prefix) for job in jobs)
+    ]
+    # An earlier version left a save that came second as a whole checkpoint, with a marker in its folder.
+    markers_inside = at_once(lambda prefix: prefix.endswith("/") and objects.head(prefix + METADATA), unnamed)
+    return [
+        f"{objects.path}/{prefix}"
+        for prefix, marker in zip(unnamed, markers_inside, strict=True)
+        if not marker
+    ]
+
+
+def is_job_folder(name: str) -> bool:
+    """True for the name of a folder of a job that is not committed."""
+    return _HOME.fullmatch(name) is not None
+
+
+def scratch_nbytes(sizes: Iterable[int]) -> int:
+    """Return the room that a job needs for scratch files, by the sizes of the files that this process writes."""
+    return sum(sorted(sizes)[-NUM_SENDS:])
+
+
+def scratch_home(directory: str | None) -> str:
+    """Return the directory for scratch files: one that a person names, else one that is not in memory.
+
+    Raises:
+        UsageError: it is in a store.
+        ResourceError: all of the usual ones are in memory, or may not be written.
+    """
+    if directory is not None:
+        if stores.is_remote(directory):
+            raise UsageError(
+                f"--scratch {escape(directory)} is not on this machine", hint="give a local directory"
+            )
+        return storage.absolute(directory)
+    home = cache.home()
+    candidates = [home and os.path.join(home, "scratch"), os.environ.get("TMPDIR"), _ON_DISK]
+    for each in map(storage.absolute, filter(None, candidates)):
+        existing = storage.nearest_existing(each)
+        if storage.access(existing, os.W_OK) and not storage.is_in_memory(existing):
+            return each
+    raise ResourceError("no directory on a disk was found for scratch files", hint=NAME_SCRATCH)
+
+
+@contextlib.contextmanager
+def _scratch_errors(directory: str) -> Iterator[None]:
+    """Raise ResourceError for what the system refuses. A store's FileNotFoundError has no number."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise ResourceError(
+            f"scratch files in {escape(directory)}: {error.strerror}", hint=NAME_SCRATCH
+        ) from error
+
+
+def _jobs(objects: Objects) -> Iterator[_StoredJob]:
+    """Yield the jobs that are under way."""
+    for home in _homes(objects):
+        job = _read_job(objects, objects.path, f"{home}/{_RECORD}")
         if job is not None and not job.has_put(objects.head(job.marker)):
-            yield job, sizes
+            yield job
 
 
-def _homes(names: Iterable[str]) -> list[str]:
-    return sorted({match[1] for name in names if (match := _HOME.match(name))})
+def _home(job_hash: str) -> str:
+    return f".shardkit-{job_hash[:_HASH_DIGITS]}"
+
+
+def _homes(objects: Objects) -> list[str]:
+    return sorted(filter(is_job_folder, objects.listing().folders))
+
+
+def _sizes(objects: Objects, job: _StoredJob, places: Iterable[str] | None = None) -> dict[str, int]:
+    """Return the bytes of a job's objects, by name. Objects of others are not listed: they may be many.
+
+    Args:
+        objects: at the address.
+        job: one there.
+        places: objects of its files; by default those of files that have notes.
+    """
+    sizes = objects.sizes(job.home)
+    if places is None:
+        noted = [file for number, file in enumerate(job.record.files) if job.note(number) in sizes]
+        places = {job.place(name) for file in noted for name in (file.name, *file.attached)}
+    tops = {place: place.partition("/")[0] for place in places if place not in sizes}
+    folders = {top for place, top in tops.items() if top != place and job.owns(top)}
+    for folder in sorted(folders):
+        sizes |= objects.sizes(folder)
+    elsewhere = [place for place, top in tops.items() if top not in folders]
+    heads = zip(elsewhere, at_once(objects.head, elsewhere), strict=True)
+    return sizes | {place: head.size for place, head in heads if head is not None}
+
+
+def _data(objects: Objects, job: _StoredJob) -> set[str]:
+    """Return the names of a job's data that is there: its files, and all in a folder with its hash."""
+    places = {job.place(name) for name in job.names()}
+    folder = f"data-{job.record.hash[:_HASH_DIGITS]}"
+    return (_sizes(objects, job, places).keys() & places) | objects.sizes(folder).keys()
 
 
 def _read_job(objects: Objects, path: str, name: str) -> _StoredJob | None:
     """Return the job of a record; None if there is none. Raises SourceError if it is damaged."""
-    found = objects.get(name)
-    if found is None:
+    stored = objects.get(name)
+    if stored is None:
         return None
-    record, draft = JobRecord.parse(found.data, f"{path}/{name}")
-    if _MARKER not in found.tags:
+    record, draft = JobRecord.parse(stored.data, f"{path}/{name}")
+    if _MARKER not in stored.tags:
         raise SourceError(f"{escape(f'{path}/{name}')} is damaged: it has no metadata")
-    return _StoredJob(record=record, marker=found.tags[_MARKER], draft=draft)
+    return _StoredJob(record=record, marker=stored.tags[_MARKER], draft=draft)
 
 
 def _pieces(path: str) -> Iterator[bytes]:
     with storage.open_file(path, "rb") as file:
         while piece := file.read(_PIECE_NBYTES):
+            check_interrupt()
             yield piece

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol
 
-from shardkit.core.text import escape, in_shell
+from shardkit.core.text import escape, escape_command, in_shell
 from shardkit.errors import IncompleteError, SourceError, UsageError
 from shardkit.files.strict_json import parse_object
 
@@ -130,6 +130,10 @@ class JobOutput(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
 
+    @property
+    def is_committed(self) -> bool:
+        """True once this process has made the output; what is left of the job may not be removed yet."""
+
     def begin(self, record: JobRecord) -> None:
         """Create the job, or join it. The job is durable when this returns.
 
@@ -150,8 +154,8 @@ class JobOutput(Protocol):
             ResourceError: as `begin`.
         """
 
-    def notes(self) -> dict[int, FileNote]:
-        """Return the notes of the finished files, by number.
+    def notes(self, numbers: Collection[int]) -> dict[int, FileNote]:
+        """Return the notes of those of these files that are finished, by number.
 
         Raises:
             JobEnded: another process has committed or aborted the job. So do all methods below.
@@ -176,6 +180,7 @@ class JobOutput(Protocol):
         Raises:
             IncompleteError: files are missing.
             OutputExists: something at the destination may not be replaced. The job stays.
+            UsageError: another job is being committed. This one stays, too.
         """
 
     def abort(self) -> None:
@@ -204,14 +209,14 @@ def other_job(path: str, record: JobRecord) -> UsageError:
     """Return the error of a process that finds another job under way for its destination."""
     return UsageError(
         f"another job is under way for {escape(path)}",
-        problems=[f"it was begun by `{escape(record.command)}`"] if record.command else [],
+        problems=[f"it was begun by `{escape_command(record.command)}`"] if record.command else [],
         hint=f"let it finish, or remove it: `shardkit abort {in_shell(path)}`",
     )
 
 
-def missing_files(path: str, record: JobRecord, notes: Mapping[int, FileNote]) -> IncompleteError | None:
-    """Return the error of a commit that lacks files; None if all have notes."""
-    missing = [file.name for number, file in enumerate(record.files) if number not in notes]
+def missing_files(path: str, record: JobRecord, finished: Collection[int]) -> IncompleteError | None:
+    """Return the error of a commit that lacks files; None if all are finished."""
+    missing = [file.name for number, file in enumerate(record.files) if number not in finished]
     if not missing:
         return None
     return IncompleteError(

@@ -29,19 +29,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import random
+import re
 import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import TracebackType
+from typing import Literal
 
 from shardkit.core.text import escape, in_shell
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files import storage
+from shardkit.files.digest import crc32
 from shardkit.files.output.contract import (
     FileNote,
     JobEnded,
@@ -51,7 +55,6 @@ from shardkit.files.output.contract import (
     missing_files,
     other_job,
 )
-from shardkit.files.staging import prefix_of
 from shardkit.files.strict_json import parse_object
 
 _MOST_TRIES = 100  # each only if another process begins or aborts in the same moment
@@ -63,6 +66,10 @@ _NO_LINKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EM
 _GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
 """ESTALE: another host has removed it (NFS). ENOTDIR: there is a file where the path has a folder."""
 _MAX_HOST_CHARS = 40
+_MAX_NAME_BYTES = 120  # of the output's name, in the names of its jobs; a name has at most 255
+
+_OF_A_JOB = re.compile(r"\.(.+)\.shardkit(-(new|commit|trash)-[^/]+)?", re.DOTALL)
+"""Names of the directories of jobs, as far as they are short."""
 
 MayReplace = Callable[[str], None]
 """Raises `OutputExists` if the directory at a path may not be replaced. It is not called for one that is empty."""
@@ -92,6 +99,8 @@ class LocalOutput:
         self._record: JobRecord | None = None
         self._users_fd = self._data_fd = -1
         self._tmp = ""
+        self._stage: Literal["", "begun", "claimed", "committed"] = ""
+        """What this process has done with the job. A claim may be taken over by another process."""
 
     def __enter__(self) -> LocalOutput:
         return self
@@ -99,7 +108,16 @@ class LocalOutput:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Leave the job. After an error it is removed if no file is finished and nobody else works on it."""
+        if error is not None and self._is_joined():
+            with contextlib.suppress(OSError):
+                self._discard_if_idle(with_files=False)
         self._leave()
+
+    @property
+    def is_committed(self) -> bool:
+        """See `JobOutput.is_committed`."""
+        return self._stage == "committed"
 
     @property
     def record(self) -> JobRecord:
@@ -132,6 +150,7 @@ class LocalOutput:
                     self._discard_if_idle(with_files=False)
                     raise
                 if self.record.hash == record.hash:
+                    self._stage = "begun"
                     return
                 if not self._discard_if_idle(with_files=self._overwrite):
                     raise other_job(self.path, self.record)
@@ -143,8 +162,12 @@ class LocalOutput:
     def join(self) -> JobRecord | None:
         """See `JobOutput.join`."""
         with _system_errors(self.path):
-            ended = self._finish_commits()
-            record = self._join()
+            ended = set[str]()
+            for _ in range(_MOST_TRIES):  # another process may take this one for dead as it joins
+                ended |= self._finish_commits()
+                record = self._join()
+                if record is not None or not _exists(self._work):
+                    break
         if record is None:
             if ended:
                 raise JobEnded(self.path, is_committed=True)
@@ -152,10 +175,16 @@ class LocalOutput:
         with self._in_job():
             return record.with_draft(_read_draft(self._work))
 
-    def notes(self) -> dict[int, FileNote]:
+    def notes(self, numbers: Collection[int]) -> dict[int, FileNote]:
         """See `JobOutput.notes`."""
+        notes = dict[int, FileNote]()
         with self._in_job():
-            return self._notes()
+            for number in self._finished().intersection(numbers):
+                with _if_there(), contextlib.suppress(SourceError):  # damaged: the file is written again
+                    note = os.path.join(self._done, f"{number}.json")
+                    notes[number] = parse_object(storage.read_file(note), note)
+            self._require_joined()  # otherwise some may be missing because the job has ended
+        return notes
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[str]:
@@ -199,24 +228,69 @@ class LocalOutput:
     def commit(self, beside: str) -> None:
         """See `JobOutput.commit`."""
         with self._in_job(), _locked(self._work):
-            if (error := missing_files(self.path, self.record, self._notes())) is not None:
+            if (error := missing_files(self.path, self.record, self._finished())) is not None:
                 raise error
             self._check_replaceable()
             self._adopt(beside)
             storage.sync_directories(self._data)
-            self._publish(_rename(self.path, self._work, "commit"))
+            claimed = _rename(self.path, self._work, "commit")
+            self._stage = "claimed"
+            self._publish_own(claimed)
+        self._leave()
+
+    def keep(self, beside: str) -> str:
+        """Give the output another name, where the destination may not be replaced. The job ends.
+
+        Args:
+            beside: as for `commit`.
+
+        Returns:
+            Its path, beside the destination.
+        """
+        with self._in_job(), _locked(self._work):
+            self._adopt(beside)
+            storage.sync_directories(self._data)
+            for number in itertools.count(1):
+                kept = f"{self.path}-new{number if number > 1 else ''}"
+                with contextlib.suppress(FileExistsError):
+                    storage.rename_noreplace(self._data, kept)
+                    break
+            with contextlib.suppress(OSError):  # the next job says what is in its way
+                storage.sync_directory(os.path.dirname(self.path))
+                _discard(self.path, self._work)
+        self._leave()
+        return kept
+
+    def discard(self) -> None:
+        """Remove the job that `begin` has begun, unless it has ended. A commit that has begun is ended instead."""
+        if self._stage and self._tmp:
+            with contextlib.suppress(JobEnded), self._in_job(), _locked(self._work):
+                _discard(self.path, self._work)
         self._leave()
 
     def abort(self) -> None:
         """See `JobOutput.abort`."""
         with _system_errors(self.path):
-            for work in [self._work, *_listed(self.path, "commit")]:
+            with _if_there(), _locked(self._work):
+                _discard(self.path, self._work)
+            for work in _listed(self.path, "commit"):
                 with _if_there(), _locked(work):
-                    if work == self._work or (_has_new(work) and not _exists(os.path.join(work, "old"))):
+                    if _has_new(work) and not _exists(os.path.join(work, "old")):
                         _discard(self.path, work)
             self._finish_commits()
             _discard_all(self.path, "new")
         self._leave()
+
+    def end_commits(self) -> None:
+        """End commits that were interrupted, and remove what dead processes left of jobs that have ended.
+
+        Raises:
+            OutputExists: something else was put at the destination. All stays as it is.
+            ResourceError: the system refuses.
+        """
+        with _system_errors(self.path):
+            self._finish_commits()
+            _discard_all(self.path, "new")
 
     def _join(self) -> JobRecord | None:
         """Join the job that is under way and return its record; None if there is none."""
@@ -270,29 +344,33 @@ class LocalOutput:
             if isinstance(error, (JobEnded, UsageError)):
                 raise
             with _system_errors(self.path):
-                if self._is_joined():
+                if self._is_joined() or self._stage in ("claimed", "committed"):
                     raise
-                data_fd = self._data_fd
-                self._finish_commits()
-                raise JobEnded(self.path, is_committed=_is_same(self.path, data_fd)) from error
+                raise self._ended() from error
+
+    def _ended(self) -> JobEnded:
+        """Return the error of a process whose job is gone. Commits that were interrupted are ended before."""
+        data_fd = self._data_fd
+        self._finish_commits()
+        return JobEnded(self.path, is_committed=_is_same(self.path, data_fd))
 
     def _require_joined(self) -> None:
         if not self._is_joined():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._data)
 
-    def _notes(self) -> dict[int, FileNote]:
-        notes = dict[int, FileNote]()
+    def _finished(self) -> set[int]:
+        """Return the numbers of the files that have notes and are there."""
+        finished = set[int]()
         for name in storage.listdir(self._done):
             stem = name.removesuffix(".json")
             number = int(stem) if stem.isdecimal() else -1
-            if not 0 <= number < len(self.record.files):
-                continue
-            file = self.record.files[number]
-            with _if_there(), contextlib.suppress(SourceError):  # damaged: the file is written again
-                if storage.lstat(os.path.join(self._data, file.name)).st_size == file.size:
-                    notes[number] = parse_object(storage.read_file(os.path.join(self._done, name)), name)
+            if 0 <= number < len(self.record.files):
+                file = self.record.files[number]
+                with _if_there():
+                    if storage.lstat(os.path.join(self._data, file.name)).st_size == file.size:
+                        finished.add(number)
         self._require_joined()  # otherwise some may be missing because the job has ended
-        return notes
+        return finished
 
     def _remove_scratch_of_dead(self) -> None:
         """Remove unfinished files of processes on this host, all of which are dead."""
@@ -325,7 +403,7 @@ class LocalOutput:
 
     def _check_replaceable(self) -> None:
         """Raise OutputExists if what is at the destination may not be replaced."""
-        if _is_free(self.path):
+        if is_free(self.path):
             return
         try:
             with _if_there():
@@ -377,7 +455,28 @@ class LocalOutput:
             hint="if no process works there, remove it yourself",
         )
 
-    def _publish(self, work: str) -> None:
+    def _publish_own(self, work: str) -> None:
+        """Publish the job that this process commits.
+
+        Raises:
+            ResourceError: the output is there, but maybe not after a power loss.
+            OSError: the system refuses; or another process has taken the commit over.
+        """
+        try:
+            self._publish(work, is_own=True)
+        except OSError as error:
+            if self.is_committed:
+                return  # the next command removes what is left of the job
+            if error.errno in _GONE:
+                self._stage = "begun"
+            elif _is_same(self.path, self._data_fd):
+                raise ResourceError(
+                    f"cannot bring {escape(self.path)} to the disk (it is there, and whole): {error.strerror}",
+                    hint="run the same command again",
+                ) from error
+            raise
+
+    def _publish(self, work: str, *, is_own: bool = False) -> None:
         """Give `data` the name of the destination, unless it has it already, and remove the rest.
 
         No other process has a name for `work`: what is found in it stays true, or the next call fails.
@@ -393,12 +492,14 @@ class LocalOutput:
             kept = os.path.join(parent, os.path.basename(_beside(self.path, "replaced"))[1:])  # not hidden
             storage.rename(old, kept)
             self.kept.append(kept)
+        if is_own:
+            self._stage = "committed"
         _discard(self.path, work)
         _discard_all(self.path, "new")
 
     def _replace(self, work: str, data: str, old: str) -> None:
         try:
-            if _exists(old) or _is_free(self.path):
+            if _exists(old) or is_free(self.path):
                 storage.rename(data, self.path)
                 return
             self._check_replaceable()
@@ -422,21 +523,43 @@ def status(path: str) -> list[JobStatus]:
         SourceError: its record is damaged.
         ResourceError: the system refuses.
     """
-    with _system_errors(path):
+    with _system_errors(path), _if_there():  # the directory around it may be missing
         for work in [*_listed(path, "commit"), _beside(path)]:
             with _if_there():
                 names = storage.listdir(os.path.join(work, "done"))
                 finished = {int(name.removesuffix(".json")) for name in names if name[:-5].isdecimal()}
                 is_committing = work != _beside(path)
-                return [JobStatus(record=_read_record(work), finished=finished, is_committing=is_committing)]
+                record = _read_record(work).with_draft(_read_draft(work))
+                return [JobStatus(record=record, finished=finished, is_committing=is_committing)]
     return []
+
+
+def output_of(path: str) -> str | None:
+    """Return the output whose job has a directory, or one around it; None if no job has.
+
+    Args:
+        path: absolute.
+    """
+    parent, name = os.path.split(path)
+    while name:
+        match = _OF_A_JOB.fullmatch(name)
+        if match and _exists(os.path.join(parent, name, "job.json")):
+            return os.path.join(parent, match[1])
+        parent, name = os.path.split(parent)
+    return None
+
+
+def is_under_way(path: str) -> bool:
+    """True if there is a job for a destination that is not committed. Raises nothing that the system says."""
+    with contextlib.suppress(OSError):
+        return _exists(_beside(path)) or bool(_listed(path, "commit"))
+    return False
 
 
 def outputs_in(directory: str) -> list[str]:
     """Return the paths in a directory for which jobs are under way, as far as their names show it."""
-    names = [name for name in storage.listdir(directory) if name.startswith(".") and ".shardkit" in name]
-    stems = {name[1:].partition(".shardkit-commit-")[0].removesuffix(".shardkit") for name in names}
-    return sorted(path for stem in stems if status(path := os.path.join(directory, stem)))
+    names = {match[1] for name in storage.listdir(directory) if (match := _OF_A_JOB.fullmatch(name))}
+    return sorted(path for name in names if status(path := os.path.join(directory, name)))
 
 
 def _create(path: str, record: JobRecord) -> bool:
@@ -512,22 +635,32 @@ def _exchange(work: str, path: str) -> bool:
 
 
 def _first_file(work: str) -> str:
-    """Return the path in `data` of the job's first file; empty if it has none."""
-    files = _read_record(work).files
-    return os.path.join(work, "data", files[0].name) if files else ""
+    """Return the path in `data` of the job's first file; of a job without files, of the first that was committed."""
+    files, data = _read_record(work).files, os.path.join(work, "data")
+    if files:
+        return os.path.join(data, files[0].name)
+    paths = (os.path.join(data, name) for name in sorted(storage.listdir(data)))
+    return next((path for path in paths if stat.S_ISREG(storage.lstat(path).st_mode)), "")
+
+
+def _stem(path: str) -> str:
+    """Return how the names of all directories of jobs of an output begin; short enough for any file system."""
+    name = os.path.basename(path)
+    data = os.fsencode(name)
+    if len(data) > _MAX_NAME_BYTES:
+        name = f"{os.fsdecode(data[: _MAX_NAME_BYTES - 9])}~{crc32(data):08x}"
+    return f".{name}.shardkit"
 
 
 def _beside(path: str, state: str = "") -> str:
     """Return the path of a job's directory; with a state, of a new one in that state."""
-    parent, name = os.path.split(path)
-    stem = prefix_of(name).removesuffix("-")
+    parent, stem = os.path.dirname(path), _stem(path)
     return os.path.join(parent, f"{stem}-{state}-{_new_id()}" if state else stem)
 
 
 def _listed(path: str, state: str) -> list[str]:
     """Return the directories of jobs in a state."""
-    parent, name = os.path.split(path)
-    prefix = f"{prefix_of(name)}{state}-"
+    parent, prefix = os.path.dirname(path), f"{_stem(path)}-{state}-"
     return [os.path.join(parent, entry) for entry in storage.listdir(parent) if entry.startswith(prefix)]
 
 
@@ -563,7 +696,8 @@ def _locked(work: str) -> Iterator[None]:
         _flock(fd, exclusive=True)
         yield
     finally:
-        storage.close_fd(fd)
+        with contextlib.suppress(OSError):
+            storage.close_fd(fd)
 
 
 def _flock(fd: int, *, exclusive: bool, wait: bool = True) -> bool:
@@ -587,7 +721,7 @@ def _exists(path: str) -> bool:
     return False
 
 
-def _is_free(path: str) -> bool:
+def is_free(path: str) -> bool:
     """True if nothing is there, or an empty directory: a rename takes its place."""
     with _if_there():
         return stat.S_ISDIR(storage.lstat(path).st_mode) and not storage.listdir(path)

@@ -1,6 +1,6 @@
-"""Buckets of S3, Google and Azure, by obstore: reading, listing and removing, with small objects as a whole.
+"""Buckets of S3, Google and Azure, by obstore: listing, reading and removing.
 
-How objects are written is `s3`, `google` and `azure`. What their services answer is never shown as it is.
+How objects are written is `objects`. What their services answer is never shown as it is.
 
 Credentials are those that the store's own tools take. For S3 boto3 finds them, where it is installed: profiles, SSO and
 assumed roles too. Source: obstore 0.12; Amazon S3 API (error codes).
@@ -8,7 +8,6 @@ assumed roles too. Source: obstore 0.12; Amazon S3 API (error codes).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from shardkit.core.text import escape
+from shardkit.core.threads import at_once
 from shardkit.errors import ResourceError
 from shardkit.files.remote.contract import (
     NO_CREDENTIALS,
@@ -26,7 +26,6 @@ from shardkit.files.remote.contract import (
     ObjectStat,
     RequestFailure,
     StoreAnswer,
-    WrittenObject,
     explain,
     has_expired,
     unusable,
@@ -106,19 +105,6 @@ class Bucket:
 
         return _describe(obstore.head(client, key))
 
-    def written(self, key: str) -> WrittenObject:
-        """Return an object, without a checksum."""
-        stat = self.head(key)
-        return WrittenObject(stat.size, stat.etag, None)
-
-    def get(self, key: str) -> tuple[bytes, str]:
-        """Return the bytes and the ETag of a small object."""
-        client = self.client()
-        import obstore
-
-        answer: Any = obstore.get(client, key)
-        return bytes(answer.bytes()), answer.meta["e_tag"]
-
     def fetch(self, key: str, version: ObjectStat, start: int, nbytes: int) -> memoryview:
         """Return a range of an object, in obstore's own memory. The request names the version, by its ETag."""
         client = self.client()
@@ -133,12 +119,16 @@ class Bucket:
         import obstore
 
         for start in range(0, len(keys), _MAX_DELETED):
-            with contextlib.suppress(FileNotFoundError):
-                obstore.delete(client, keys[start : start + _MAX_DELETED])
+            some = keys[start : start + _MAX_DELETED]
+            try:
+                obstore.delete(client, some)
+            except FileNotFoundError:  # Google's store is sent one request for each, and none after this one
+                if len(some) > 1:
+                    at_once(lambda key: self.delete([key]), some)
 
     def explain(self, error: Exception, path: str) -> RequestFailure:
         """Say why a call failed."""
-        answer = self.answer_of(error)
+        answer = _answer_of_boto3(error) or answer_of(error)
         if has_expired(answer):
             self.forget_credentials()
         return explain(answer, path)
@@ -147,10 +137,6 @@ class Bucket:
         """Let the next request look for credentials anew."""
         with self._lock:
             self._clients.clear()
-
-    def answer_of(self, error: Exception) -> StoreAnswer:
-        """Return what the store said, from the error that a call raised."""
-        return answer_of(error)
 
 
 def connect(root: str, *, num_retries: int = 0) -> Any:
@@ -279,3 +265,17 @@ def answer_of(error: Exception) -> StoreAnswer:
         if is_about_credentials and not code and status not in (401, 403, 412, 429) and status < 500:
             code = NO_CREDENTIALS
     return StoreAnswer(code, status, type(error).__name__)
+
+
+def _answer_of_boto3(error: Exception) -> StoreAnswer | None:
+    """Return what an error of boto3, which finds credentials, means; None for an error of somebody else."""
+    kind = type(error)
+    if not kind.__module__.startswith("botocore."):
+        return None
+    from botocore.exceptions import HTTPClientError, ResponseStreamingError
+
+    if isinstance(error, (HTTPClientError, ResponseStreamingError)):
+        return StoreAnswer("", 0, kind.__name__)
+    if "Token" in kind.__name__:
+        return StoreAnswer("ExpiredToken", 0, kind.__name__)
+    return StoreAnswer(NO_CREDENTIALS if "Credential" in kind.__name__ else kind.__name__, 0, kind.__name__)

@@ -6,17 +6,15 @@ import enum
 import errno
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 from shardkit.core.text import escape
-from shardkit.errors import IncompleteError, IntegrityError, ResourceError, ShardkitError
+from shardkit.errors import IntegrityError, ResourceError, ShardkitError
 
 NUM_TRIES = 7
 FIRST_WAIT_S = 0.1
-ABSENT = "*"
-"""In place of an ETag: there must be no object of that name."""
 
 _R = TypeVar("_R")
 
@@ -38,33 +36,6 @@ class Listing:
 
     objects: dict[str, ObjectStat] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
-
-
-class WrittenObject(NamedTuple):
-    """What a store says of an object that was written."""
-
-    size: int
-    etag: str
-    crc32: int | None
-    """Of the whole object; None if the store keeps none."""
-
-
-class UploadedPart(NamedTuple):
-    """A part of an object, once the store has it."""
-
-    number: int
-    """From 1 on."""
-    size: int
-    etag: str
-    crc32: int
-    """-1 where a store does not say."""
-
-
-class Underway(NamedTuple):
-    """An upload that nobody has completed."""
-
-    path: str
-    upload: str
 
 
 class RequestFailure(NamedTuple):
@@ -103,62 +74,6 @@ class Store(Protocol):
         """Say why a call failed; `path` is for messages."""
 
 
-class WritableStore(Store, Protocol):
-    """A store that can be changed: what it answers besides."""
-
-    def written(self, key: str) -> WrittenObject:
-        """Return an object with its checksum.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
-
-    def get(self, key: str) -> tuple[bytes, str]:
-        """Return the bytes and the ETag of a small object.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
-
-    def put(self, key: str, data: bytes, crc: int, instead_of: str | None = None) -> WrittenObject:
-        """Write a small object. The store compares a checksum.
-
-        Args:
-            key: of the object.
-            data: all of it.
-            crc: its CRC-32.
-            instead_of: ETag of the only object that it may replace, or `ABSENT`; None replaces any.
-        """
-
-    def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects; one that is not there is no error."""
-
-    def begin(self, key: str) -> str:
-        """Begin an upload in parts and return its id."""
-
-    def send_part(self, key: str, upload: str, number: int, data: bytes, crc: int) -> UploadedPart:
-        """Send a part; number 1 is the first. The store compares a checksum."""
-
-    def sent_parts(self, key: str, upload: str) -> dict[int, UploadedPart]:
-        """Return the parts that an upload has."""
-
-    def complete(self, key: str, upload: str, parts: Sequence[UploadedPart], crc: int) -> WrittenObject:
-        """Make an object of all parts of an upload, in order; `crc` is that of the whole."""
-
-    def abort(self, key: str, upload: str) -> None:
-        """End an upload."""
-
-    def uploads(self, key: str) -> list[Underway]:
-        """Return the uploads under way below a directory."""
-
-    def objects(self, key: str) -> Sequence[tuple[str, int]]:
-        """Return (key, bytes) of every object below a directory."""
-
-
-class LostUpload(IncompleteError):
-    """The store no longer knows an upload."""
-
-
 class OtherVersion(IntegrityError):
     """An object is not the version that a request names."""
 
@@ -182,7 +97,6 @@ class _Meaning(enum.Enum):
     OTHER_VERSION = enum.auto()
     NO_OBJECT = enum.auto()
     NO_BUCKET = enum.auto()
-    LOST_UPLOAD = enum.auto()
     EXPIRED = enum.auto()
     DENIED = enum.auto()
     NO_CREDENTIALS = enum.auto()
@@ -194,7 +108,7 @@ _CODES = {
     **dict.fromkeys(("SlowDown", "ServerBusy", "Throttling", "ThrottlingException"), _Meaning.PASSING),
     **dict.fromkeys(("InternalError", "ServiceUnavailable"), _Meaning.PASSING),
     **dict.fromkeys(("RequestTimeout", "OperationTimedOut"), _Meaning.PASSING),
-    # what came is not what was sent; boto3 makes no malformed lists of parts, which have no checksum of their own
+    # what came is not what was sent
     **dict.fromkeys(("BadDigest", "InvalidDigest", "Md5Mismatch", "MalformedXML"), _Meaning.PASSING),
     **dict.fromkeys(("XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"), _Meaning.PASSING),
     **dict.fromkeys(("ExpiredToken", "ExpiredTokenException"), _Meaning.EXPIRED),
@@ -202,7 +116,7 @@ _CODES = {
     "BlobAlreadyExists": _Meaning.OTHER_VERSION,
     "InvalidToken": _Meaning.DENIED,
     "NoSuchBucket": _Meaning.NO_BUCKET,
-    "NoSuchUpload": _Meaning.LOST_UPLOAD,
+    "NoSuchUpload": _Meaning.NO_OBJECT,
     NO_CREDENTIALS: _Meaning.NO_CREDENTIALS,
 }
 _STATUSES = {
@@ -260,10 +174,6 @@ def explain(answer: StoreAnswer, path: str) -> RequestFailure:
         _Meaning.OTHER_VERSION: OtherVersion(
             f"{where}: the object changed while it was read",
             hint="start again once the source is at rest; nothing that was made of it is kept",
-        ),
-        _Meaning.LOST_UPLOAD: LostUpload(
-            f"{where}: the store no longer knows the upload, somebody ended it",
-            hint="run the same command again; what was finished is kept",
         ),
         _Meaning.NO_BUCKET: ResourceError(
             f"{where}: there is no such bucket ({said})", hint="check the name of the bucket"

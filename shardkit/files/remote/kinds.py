@@ -9,10 +9,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shardkit.files.remote import hub
-from shardkit.files.remote.azure import AzureContainer
+from shardkit.files.remote.cloud import Bucket
 from shardkit.files.remote.contract import Store
-from shardkit.files.remote.google import GoogleBucket
-from shardkit.files.remote.s3 import S3Bucket
 
 
 class _StoreKind(NamedTuple):
@@ -29,9 +27,9 @@ class _StoreKind(NamedTuple):
 
 
 _KINDS = {
-    "s3://": _StoreKind(S3Bucket),
-    "gs://": _StoreKind(GoogleBucket),
-    "az://": _StoreKind(AzureContainer),
+    "s3://": _StoreKind(Bucket),
+    "gs://": _StoreKind(Bucket),
+    "az://": _StoreKind(Bucket),
     hub.SCHEME: _StoreKind(hub.HubStore, 2, hub.pinned, hub.names_repo, is_writable=False),
 }
 SCHEMES = tuple(_KINDS)

@@ -9,23 +9,31 @@ Source: obstore 0.12.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
+from shardkit.core.text import escape
 from shardkit.errors import UsageError
 from shardkit.files.remote.cloud import Bucket
-from shardkit.files.remote.contract import attempt, unanswered
+from shardkit.files.remote.contract import Listing, attempt, attempt_without_object, unanswered
 from shardkit.files.remote.kinds import WRITABLE, split, store_of
 
 PART_NBYTES = 8 << 20
 NUM_SENT = 4
-"""Parts of a file that are sent at once. An upload takes (NUM_SENT + 1) parts of memory."""
+"""Parts of a file that are sent at once."""
+NUM_SENDS = 2
+"""Files that a job sends at once."""
 NUM_PUTS, FIRST_PAUSE_S = 3, 1.0
 """Of a file. obstore looks for credentials again during the pause."""
 NUM_RETRIES = 5
 """Of a part, by obstore."""
 _MAX_PARTS = 9_000  # stores take 10,000
+_PIECE_NBYTES = 1 << 20  # of one call of obstore, during which Python hears no Ctrl-C
 
 Version = Mapping[str, str]
 """What a condition names: the ETag, the generation, or both."""
@@ -41,31 +49,45 @@ class StoredObject(NamedTuple):
     tags: Mapping[str, str]
     """Its metadata. Azure takes no "-" in a key."""
     version: Version
+    size: int
+    """In bytes."""
     data: bytes
     """Empty if it was not read."""
+
+
+def upload_nbytes(size: int) -> int:
+    """Return the memory that an upload of a file of `size` bytes takes."""
+    return (NUM_SENT + 1) * _part_nbytes(size)
 
 
 class Objects:
     """The objects below an address.
 
     Args:
-        path: the address, in its plain form.
+        address: such as `s3://bucket/model`.
 
     Raises:
         UsageError: the store is read only.
     """
 
-    def __init__(self, path: str) -> None:
-        if not path.startswith(WRITABLE):
-            raise UsageError(f"{path.partition('://')[0]}:// is read only", hint="write to a local directory")
-        key = split(path)[1]
-        self.path, self._prefix = path, f"{key}/" if key else ""
-        self._store = cast(Bucket, store_of(path)[0])
+    def __init__(self, address: str) -> None:
+        if not address.startswith(WRITABLE):
+            scheme = escape(address.partition("://")[0])
+            raise UsageError(
+                f"{scheme}:// is read only", hint="write to s3://, gs:// or az://, or to a local directory"
+            )
+        root, key = split(address)
+        self.path, self._prefix = (f"{root}/{key}", f"{key}/") if key else (root, "")
+        self._store = cast(Bucket, store_of(root)[0])
 
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of each object, by name."""
-        key, start = self._prefix.rstrip("/"), len(self._prefix)
-        return {found[start:]: size for found, size in self._attempt("", lambda _: self._store.objects(key))}
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Return the bytes of each object in a folder and the folders below it, by name."""
+        above, start = f"{self._prefix}{folder}".rstrip("/"), len(self._prefix)
+        return {key[start:]: size for key, size in self._attempt("", lambda _: self._store.objects(above))}
+
+    def listing(self) -> Listing:
+        """Return the names of the objects and folders at the address itself."""
+        return self._attempt("", lambda _: self._store.list(self._prefix.rstrip("/")))
 
     def head(self, name: str) -> StoredObject | None:
         """Return an object without its content; None if there is none."""
@@ -75,7 +97,13 @@ class Objects:
         """Return a small object; None if there is none."""
         return self._find(name, is_read=True)
 
-    def put(self, name: str, size: int, pieces: Callable[[], Iterable[bytes]]) -> None:
+    def put(
+        self,
+        name: str,
+        size: int,
+        pieces: Callable[[], Iterable[bytes]],
+        tags: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Put an object, and replace one of its name.
 
         Args:
@@ -83,16 +111,22 @@ class Objects:
             size: in bytes.
             pieces: returns the content, each time from the beginning. Python runs between the pieces of a large
                 object, so that Ctrl-C ends its upload at once.
+            tags: of the object.
         """
         import obstore
 
-        part_nbytes = max(PART_NBYTES, -(-size // _MAX_PARTS))
+        part_nbytes = _part_nbytes(size)
         for turn in range(NUM_PUTS):
             client = self._store.client(num_retries=NUM_RETRIES)
             body: Any = pieces() if size > part_nbytes else b"".join(pieces())
             try:
                 obstore.put(
-                    client, self._prefix + name, body, chunk_size=part_nbytes, max_concurrency=NUM_SENT
+                    client,
+                    self._prefix + name,
+                    body,
+                    attributes=dict(tags),
+                    chunk_size=part_nbytes,
+                    max_concurrency=NUM_SENT,
                 )
                 return
             except _errors() as error:
@@ -104,6 +138,26 @@ class Objects:
                 if turn + 1 == NUM_PUTS:
                     raise failure from None
             time.sleep(FIRST_PAUSE_S * 2**turn)
+
+    @contextlib.contextmanager
+    def writing(self, name: str, expected_nbytes: int) -> Iterator[ObjectStream]:
+        """Give a stream whose bytes are sent while they are written. The object is there once the block has ended well.
+
+        An error of the store is raised whatever the block raises. Who can write the same again should do so: nothing
+        else is repeated than what obstore repeats.
+
+        Args:
+            name: of the object; one of its name is replaced.
+            expected_nbytes: about the size of the object, and not much less.
+        """
+        stream = ObjectStream(self._store, self._prefix + name, f"{self.path}/{name}", expected_nbytes)
+        try:
+            yield stream
+        except Exception as error:
+            if stream.failure is None:
+                raise
+            raise stream.failure from error
+        stream.finish()
 
     def put_if(self, name: str, data: bytes, tags: Mapping[str, str], replaced: Version | None) -> PutResult:
         """Put a small object in place of one version, or where there is none.
@@ -124,15 +178,15 @@ class Objects:
                 obstore.put(self._store.client(), key, data, mode=mode, attributes=dict(tags))
                 return "put"
             except _errors() as error:
-                found = self._request(key, is_read=False)
-                if found is not None and tags.items() <= found.tags.items():
+                stored = self._request(key, is_read=False)
+                if stored is not None and tags.items() <= stored.tags.items():
                     is_clear = num_tries == 1 and isinstance(error, (AlreadyExistsError, PreconditionError))
                     return "same" if is_clear else "put"
-                if (found and found.version) != replaced:
+                if (stored and stored.version) != replaced:
                     return "other"
                 raise
 
-        return self._attempt(name, put)
+        return attempt_without_object(self._store, f"{self.path}/{name}", lambda: put(self._prefix + name))
 
     def copy(self, name: str, target: str) -> None:
         """Copy an object inside the store, with its tags.
@@ -167,12 +221,69 @@ class Objects:
         except FileNotFoundError:
             return None
         version = {each: answer.meta[each] for each in ("e_tag", "version") if answer.meta[each]}
-        return StoredObject(dict(answer.attributes), version, data)
+        return StoredObject(dict(answer.attributes), version, answer.meta["size"], data)
 
     def _attempt(self, name: str, call: Callable[[str], _R]) -> _R:
         return attempt(
             self._store, f"{self.path}/{name}" if name else self.path, lambda: call(self._prefix + name)
         )
+
+
+class ObjectStream(io.RawIOBase):
+    """An object that is written front to back.
+
+    Args:
+        store: that has it.
+        key: of the object.
+        path: of the object, for messages.
+        expected_nbytes: as for `Objects.writing`.
+    """
+
+    def __init__(self, store: Bucket, key: str, path: str, expected_nbytes: int) -> None:
+        import obstore
+
+        self._store, self._path, self._offset = store, path, 0
+        self._writer = obstore.open_writer(
+            store.client(num_retries=NUM_RETRIES),
+            key,
+            buffer_size=_part_nbytes(expected_nbytes),
+            max_concurrency=NUM_SENT,
+        )
+        self.failure: Exception | None = None
+        """Why the store has failed, in our words."""
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._offset
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE_NBYTES):
+            # A copy: obstore goes on reading the memory, and torch reuses it at once.
+            piece = bytes(view[start : start + _PIECE_NBYTES])
+            self._try(partial(self._writer.write, piece))
+            self._offset += len(piece)
+        return len(view)
+
+    def finish(self) -> None:
+        """Make the object of what was written."""
+        self._try(self._writer.close)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:
+            failure = self._store.explain(error, self._path).error
+            if isinstance(failure, FileNotFoundError):  # the store has forgotten the upload
+                failure = unanswered(self._path, "HTTP 404")
+            self.failure = self.failure or failure
+            raise failure from None
+
+
+def _part_nbytes(size: int) -> int:
+    return max(PART_NBYTES, -(-size // _MAX_PARTS))
 
 
 def _errors() -> tuple[type[Exception], ...]:

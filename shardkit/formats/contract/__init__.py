@@ -25,9 +25,8 @@ from shardkit.files.home import names_in
 from shardkit.files.links import read_inside
 from shardkit.files.location import location_of
 from shardkit.files.manifest import Manifest
+from shardkit.files.output import local
 from shardkit.files.remote.hub import SCHEME, address_of, names_repo
-from shardkit.files.shared import runs_of, shared_of
-from shardkit.files.staging import nothing
 from shardkit.files.stores import READ_FROM, is_other_address
 from shardkit.files.strict_json import parse_object
 
@@ -320,13 +319,27 @@ def absent(path: str, *, hint: str | None = None) -> SourceError:
 
 
 def _is_under_way(destination: str) -> bool:
-    """True if runs or parts that write there on a disk have not ended, or have left what they wrote."""
+    """True if a job for this path on a disk is not committed."""
     if not location_of(destination).renames:
         return False
     try:
-        return bool(shared_of(destination, nothing) or runs_of(destination, nothing))
+        return local.is_under_way(destination)
     except ValueError:  # a NUL or a lone surrogate: no path of a file
         return False
+
+
+def refuse_unfinished(path: str) -> None:
+    """Refuse the directory of a job that is not committed, where a model or a checkpoint is expected.
+
+    Raises:
+        SourceError: it is one, or lies in one.
+    """
+    output = local.output_of(storage.absolute(path)) if location_of(path).renames else None
+    if output is not None:
+        raise SourceError(
+            f"{escape(path)} is no checkpoint: a job of shardkit writes there that is not committed",
+            hint=f"`shardkit status {in_shell(output)}` says how far it is",
+        )
 
 
 def meant_path(path: str, error: ShardkitError) -> ShardkitError:

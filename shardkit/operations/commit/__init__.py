@@ -5,38 +5,38 @@ Internal: import from `shardkit`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import signature
 
 from shardkit._version import __version__
 from shardkit.core.keywords import suggests_keywords
 from shardkit.core.result import Result, wrote
-from shardkit.core.text import escape, in_shell, listed
+from shardkit.core.text import escape, escape_command, in_shell, listed
 from shardkit.core.threads import ProgressOption
-from shardkit.errors import ShardkitError, SourceError, UsageError
+from shardkit.errors import SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.location import location_of
-from shardkit.files.place.contract import Notebook
+from shardkit.files.output.contract import JobEnded, JobRecord, JobStatus
+from shardkit.files.output.local import outputs_in
+from shardkit.formats.owned import OutputKind
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
-from shardkit.operations.leftovers import Leftover, outputs_in, remove, warn_before
-from shardkit.operations.options import OnWarning
+from shardkit.operations.options import OnWarning, WriteOptions
 from shardkit.operations.parts.agreement import (
+    PLAN,
     Agreement,
     Command,
     Committing,
-    read_all,
-    read_parts,
+    incomplete,
+    missing_parts,
+    part_command,
 )
-from shardkit.operations.parts.divided import incomplete
 from shardkit.operations.parts.results import WriteResult
 from shardkit.operations.places import Destination, destination_at
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
-from shardkit.operations.uploading.status import StoredStatus
 from shardkit.transfer.checks import Unchecked
 
 _VERBS: Mapping[str, Callable[..., WriteResult]] = {
@@ -81,57 +81,43 @@ class CommitResult(Result):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartStatus:
-    """One part of a plan, as its notes describe it."""
+class UnfinishedJob:
+    """A job that is not committed."""
 
-    part: str
-    """Such as "3/16"."""
-    host: str
-    """The machine that began it last."""
-    pid: int
-    found: str
-    """What told the number; empty where a person did."""
-    is_done: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanStatus:
-    """How far the parts of a plan are."""
-
-    staging: str
-    """The directory that they share."""
-    plan: str
-    """Hash of what they agree on."""
-    verb: str
+    output: str
+    """Its destination; absolute."""
+    command: str
+    """The command that began it, as the shell takes it; empty for a call from Python."""
+    directory: str
+    """In which the command was typed; empty where it is not known."""
+    hash: str
+    """Of everything that decides about the output's bytes."""
     num_parts: int
     """Of the process that began."""
     num_files: int
     file_bytes: int
     finished_files: int
     finished_bytes: int
-    parts: tuple[PartStatus, ...]
     missing: tuple[tuple[str, int, str], ...]
     """(part, files that it lacks, what to type) of each part that lacks something."""
-    is_committed: bool
-    """The output was made, and only the rest was not removed."""
+    is_committing: bool
+    """Its output is being made, or a commit was interrupted: the same command, or `commit`, ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusResult(Result):
-    """What parts and runs have written for a destination, and nobody has committed."""
+    """The jobs of a destination that nobody has committed."""
 
     output: str
     """The directory; absolute."""
     is_there: bool
     """Something has its name."""
-    plans: tuple[PlanStatus, ...]
-    """One, unless several were begun at the same moment."""
-    stored: StoredStatus | None = None
-    """What lies in a store beside the output; None for a local one."""
-    runs: tuple[Leftover, ...] = ()
-    """Directories in which runs of one process work, or worked until they were killed."""
+    jobs: tuple[UnfinishedJob, ...]
+    """On a disk there is at most one for each output."""
+    replaced: tuple[str, ...] = ()
+    """How the paths begin of data in a bucket that no output names any more."""
     outputs: tuple[str, ...] | None = None
-    """Where no output was named, all in the directory that are not committed: `plans` and `runs` are of these."""
+    """Where no output was named, all in the directory that have such jobs."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
@@ -151,18 +137,16 @@ def _headline(output: str, is_there: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortResult(Result):
-    """What was removed of a job that nobody has committed."""
+    """What was removed of jobs that nobody has committed."""
 
     output: str
     """The directory; absolute."""
     is_there: bool
     """An output has its name, which stays."""
     aborted: bool
-    """Something was removed: what parts had written, or a run that is over; in a store, what nobody has committed."""
-    stored: StoredStatus | None = None
-    """What was removed from a store; None for a local output, or if nothing was there."""
-    runs: tuple[Leftover, ...] = ()
-    """Directories in which runs of one process worked until they were killed, or work: those stay."""
+    """Something was removed."""
+    jobs: tuple[UnfinishedJob, ...]
+    """The jobs that were removed, as they were before."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
@@ -190,35 +174,30 @@ def commit(
         on_warning: told each warning.
 
     Raises:
-        IncompleteError: parts lack something; says which, and what to type.
+        IncompleteError: parts lack something; says which, and what to type. Or another process has aborted the job.
         UsageError: no part was begun, something else is at the destination, or the plan is another one by now.
         IntegrityError: what the parts read is not what the source records.
         ResourceError: disk or permission.
     """
-    begun, place = time.monotonic(), _destination(output)
-    path, before, until = place.path, place.identity(), begun + wait
-    staging = _only_one(place)
-    while staging is None and place.identity() is None and time.monotonic() < until:  # no part has begun
+    begun = time.monotonic()
+    place, until = _destination(output), begun + wait
+    while not (jobs := place.jobs()) and not place.is_there and time.monotonic() < until:  # none has begun
         time.sleep(_LOOK_AGAIN_S)
-        staging = _only_one(place)
-    if staging is not None:
-        staging.reopen()
-    if staging is None or not staging.is_open:
-        if staging is not None and not staging.is_attended:
-            staging.remove(only_closed=True)
+    if not jobs:
         return _was_there(place, begun)
+    _check_only(place, jobs)
     try:
-        agreement = Agreement.of(staging)
-        _wait_for_all(staging, agreement, until)
-        result, is_ours = _carry_out(staging, agreement, overwrite, progress, on_warning)
-    except (OSError, ShardkitError):  # the directory may have gone meanwhile, with another commit
-        if staging.is_open or place.identity() in (None, before):
+        record = _join(place, jobs[0].record, overwrite=overwrite)
+        _wait_for_all(place, record, until)
+        result = _repeat(place.path, record, overwrite, progress, on_warning)
+    except JobEnded as error:
+        if not error.is_committed:
             raise
         return _was_there(place, begun)
-    if not is_ours:
+    if result.was_there:
         return _was_there(place, begun)
     return CommitResult(
-        output=path,
+        output=place.path,
         by_another=False,
         num_files=result.num_files,
         written_bytes=result.written_bytes,
@@ -245,35 +224,70 @@ def _destination(output: str | os.PathLike[str]) -> Destination:
     return destination_at(given)
 
 
-def _carry_out(
-    staging: Notebook,
-    agreement: Agreement,
+def _check_only(place: Destination, jobs: Sequence[JobStatus]) -> None:
+    """Refuse to choose between several jobs."""
+    if len(jobs) > 1:
+        raise UsageError(
+            f"{len(jobs)} jobs are under way for {escape(place.path)}",
+            problems=[escape_command(job.record.command) or "begun by a call from Python" for job in jobs],
+            hint=f"run the command of one of them, or remove all: {_abort(place.path)}",
+        )
+
+
+def _join(place: Destination, record: JobRecord, *, overwrite: bool) -> JobRecord:
+    """Return the record of the job that is under way, with its draft.
+
+    Raises:
+        JobEnded: a commit was interrupted, and this call has ended it; or the job is gone.
+    """
+    # Where the record comes without its draft, whether an output may be replaced is decided when the verb is repeated.
+    kind, options = OutputKind.SHARDED, WriteOptions(overwrite=True)
+    if PLAN in record.draft:
+        command = Agreement.of(record, place.path).command
+        kind = OutputKind.HUB if command.verb == "consolidate" else kind
+        options = WriteOptions(overwrite=overwrite or bool(command.options.get("overwrite")))
+    with destination_at(place.path, options, kind).output(record.hash) as output:
+        joined = output.join()
+    if joined is None:
+        raise JobEnded(place.path, is_committed=place.is_there)
+    return joined
+
+
+def _repeat(
+    output: str,
+    record: JobRecord,
     overwrite: bool,
     progress: ProgressOption,
     on_warning: OnWarning | None,
-) -> tuple[WriteResult, bool]:
-    """Plan once more, as each part did, and let the verb describe what they wrote; tell too whether it was first."""
+) -> WriteResult:
+    """Plan once more, as each part did, and let the verb describe what they wrote."""
+    if PLAN not in record.draft:
+        raise UsageError(
+            f"the ranks of a training job save {escape(output)}: they make it themselves",
+            hint=f"if they are dead, remove what they wrote: {_abort(output)}",
+        )
+    agreement = Agreement.of(record, output)
     command = agreement.command
     if agreement.version != __version__:
         raise UsageError(
             f"the parts were written by shardkit {escape(agreement.version)}, and this is {__version__}",
-            hint=f"commit with the same version; or begin anew after {_give_up(staging.destination)}",
+            hint=f"commit with the same version; or begin anew after {_abort(output)}",
+        )
+    if not command.verb:
+        raise UsageError(
+            f"the job for {escape(output)} was begun by a call in Python that no command can repeat",
+            hint="make the same call again: it makes the output of what is finished",
         )
     verb = _VERBS.get(command.verb)
     if verb is None or not command.options.keys() <= signature(verb).parameters.keys():
-        raise SourceError(f"{escape(staging.record)} is damaged")
-    staging.check_owner()
-    if not location_of(staging.destination).has_owners:
+        raise SourceError(
+            f"the record of the job for {escape(output)} is damaged",
+            hint=f"remove the job, and begin anew: {_abort(output)}",
+        )
+    if not location_of(output).has_owners:
         _check_harmless(command)
-    options = {**command.options, "overwrite": overwrite or bool(command.options.get("overwrite"))}
-    ended = list[bool]()
-    share = Committing(
-        check=lambda here: _check_same(staging.destination, agreement, here),
-        on_end=ended.append,
-        overwrite=overwrite,
-    )
-    result = verb(output=staging.destination, part=share, progress=progress, on_warning=on_warning, **options)
-    return result, ended == [True]
+    share = Committing(record=record, overwrite=overwrite)
+    return verb(output=output, part=share, progress=progress, on_warning=on_warning, **command.options)
 
 
 def _check_harmless(command: Command) -> None:
@@ -293,56 +307,33 @@ def _check_harmless(command: Command) -> None:
     )
 
 
-def _give_up(destination: str) -> str:
-    return f"`shardkit abort {in_shell(destination)}`"
+def _abort(output: str) -> str:
+    return f"`shardkit abort {in_shell(output)}`"
 
 
-def _check_same(destination: str, agreement: Agreement, here: Agreement) -> None:
-    if here.plan == agreement.plan:
-        return
-    differences = agreement.differences(replace(here, command=agreement.command))
-    raise UsageError(
-        f"the plan is another one by now: {agreement.plan[:16]} was carried out, {here.plan[:16]} is it here",
-        problems=differences,
-        hint="commit with the same version of shardkit and an unchanged source; or begin anew after "
-        f"{_give_up(destination)}",
-    )
-
-
-def _wait_for_all(staging: Notebook, agreement: Agreement, until: float) -> None:
-    """Return once every file has a note.
+def _wait_for_all(place: Destination, record: JobRecord, until: float) -> None:
+    """Return once every file is finished, or the job is over.
 
     Raises:
-        IncompleteError: some have none when the time is over.
+        IncompleteError: some are not when the time is over.
     """
-    while True:
-        missing = staging.done.missing(len(agreement.files))
+    while jobs := [job for job in place.jobs() if job.record.hash == record.hash]:
+        missing = [number for number in range(len(record.files)) if number not in jobs[0].finished]
         if not missing:
             return
-        if time.monotonic() >= until or not staging.is_open:
-            raise incomplete(staging.destination, agreement, missing)
+        if time.monotonic() >= until:
+            raise incomplete(place.path, record, missing)
         time.sleep(_LOOK_AGAIN_S)
 
 
-def _only_one(place: Destination) -> Notebook | None:
-    notebooks, path = place.stagings(), place.path
-    if len(notebooks) > 1:
-        plans = [notebook.path.rpartition("-")[2] for notebook in notebooks]
-        raise UsageError(
-            f"parts of {len(plans)} plans were begun for {escape(path)}: {listed(plans)}",
-            hint=f"see `shardkit status {in_shell(path)}`; {_give_up(path)} gives up all of them",
-        )
-    return notebooks[0] if notebooks else None
-
-
 def _was_there(place: Destination, begun: float) -> CommitResult:
+    place.end_commits()
     path = place.path
-    if place.identity() is None:
+    if not place.is_there:
         raise UsageError(
             f"no part was begun for {escape(path)}, and nothing is there",
             hint="run the parts first: preshard, consolidate or reshard with `--part 1/16` and so on",
         )
-    place.clean()
     return CommitResult(
         output=path,
         by_another=True,
@@ -359,116 +350,91 @@ def _was_there(place: Destination, begun: float) -> CommitResult:
 
 @suggests_keywords
 def status(output: str | os.PathLike[str] | None = None) -> StatusResult:
-    """Return what parts and runs have written of an output, which parts are missing, and how to continue.
+    """Return the jobs of an output that nobody has committed: how far each is, which parts are missing, what to type.
 
     Args:
         output: the destination that they were given. None: all of those in the working directory.
 
     Raises:
-        SourceError, ResourceError: the record of the parts cannot be read.
+        SourceError, ResourceError: the record of a job cannot be read.
     """
     if output is None:
         return _status_here()
     place = _destination(output)
-    notebooks = place.stagings()
-    plans = tuple(_plan_status(staging, agreement) for staging, agreement in read_all(notebooks))
-    stored, runs = place.uncommitted(), place.runs()
+    jobs, replaced = _unfinished(place), place.unnamed_data()
     return StatusResult(
         output=place.path,
-        is_there=place.identity() is not None,
-        plans=plans,
-        stored=stored,
-        runs=runs,
-        notes=() if notebooks or stored is not None or runs else (_nothing(place),),
+        is_there=place.is_there,
+        jobs=jobs,
+        replaced=replaced,
+        notes=() if jobs or replaced else (_nothing(place),),
     )
 
 
 def _nothing(place: Destination) -> str:
-    end = " since they have committed it" if place.has_commits() else ""
-    return f"no parts are under way for {escape(place.path)}{end}"
+    return f"no job is under way for {escape(place.path)}"
 
 
 def _status_here() -> StatusResult:
     """Return what is under way in the working directory."""
     directory = storage.absolute(os.curdir)
-    every = [status(path) for path in outputs_in(directory)]
-    each = [found for found in every if found.plans or found.runs]
+    outputs = outputs_in(directory)
     return StatusResult(
         output=directory,
         is_there=True,
-        plans=tuple(plan for found in each for plan in found.plans),
-        runs=tuple(run for found in each for run in found.runs),
-        outputs=tuple(found.output for found in each),
+        jobs=tuple(job for path in outputs for job in _unfinished(_destination(path))),
+        outputs=tuple(outputs),
         notes=(),
     )
 
 
-def abort(output: str | os.PathLike[str], *, on_warning: OnWarning | None = None) -> AbortResult:
-    """Remove what parts and runs have written of an output, and nobody has committed.
+def abort(output: str | os.PathLike[str]) -> AbortResult:
+    """Remove what was written of an output and nobody has committed. Processes that are still at work end with an error.
 
-    Parts that are still at work end with an error. A run that is known to be at work is left alone; one of another host
-    or container, of which nobody can tell that here, is named first. Files that shardkit has not put there stay.
+    A commit that was interrupted after its output got its name is ended instead.
 
     Args:
         output: the destination that they were given. An output that is there stays.
-        on_warning: told each warning, before anything is removed.
 
     Raises:
-        UsageError: a commit or a run that did not end has moved an old output aside, and it cannot go back.
-        ResourceError: the record of the parts cannot be read, or something cannot be removed.
+        ResourceError: something cannot be removed.
     """
     place = _destination(output)
-    notebooks, stored, runs = place.stagings(), place.uncommitted(), place.runs()
-    with contextlib.suppress(SourceError):  # of a record that is damaged, but not of a disk that fails
-        read_all(notebooks)
-    shared = [notebook.path for notebook in notebooks if location_of(notebook.path).has_directories]
-    warnings = warn_before(runs, shared, on_warning)
-    nothing = () if notebooks or stored is not None or runs else (_nothing(place),)
-    for staging in notebooks:
-        staging.give_up()
-    place.give_up()
-    runs = remove(place.path, runs)
+    try:
+        jobs = _unfinished(place)
+    except SourceError:  # a record is damaged, and is removed for that
+        jobs = ()
+    with place.output("") as files:
+        files.abort()
     return AbortResult(
         output=place.path,
-        is_there=place.identity() is not None,
-        aborted=bool(notebooks) or stored is not None or any(run.is_removed for run in runs),
-        stored=stored,
-        runs=runs,
-        notes=nothing,
-        warnings=warnings,
+        is_there=place.is_there,
+        aborted=bool(jobs),
+        jobs=jobs,
+        notes=() if jobs else (_nothing(place),),
     )
 
 
-def _plan_status(staging: Notebook, agreement: Agreement) -> PlanStatus:
-    files = agreement.files
-    missing = staging.done.missing(len(files))
-    finished = sorted({*range(len(files))} - {*missing})
-    return PlanStatus(
-        staging=staging.path,
-        plan=agreement.plan,
-        verb=agreement.command.verb,
-        num_parts=agreement.num_parts,
-        num_files=len(files),
-        file_bytes=sum(size for _, size in files),
-        finished_files=len(finished),
-        finished_bytes=sum(files[number][1] for number in finished),
-        parts=tuple(_parts(staging)),
+def _unfinished(place: Destination) -> tuple[UnfinishedJob, ...]:
+    return tuple(_describe(place.path, job) for job in place.jobs())
+
+
+def _describe(output: str, job: JobStatus) -> UnfinishedJob:
+    record = job.record
+    missing = [number for number in range(len(record.files)) if number not in job.finished]
+    return UnfinishedJob(
+        output=output,
+        command=record.command,
+        directory=record.directory,
+        hash=record.hash,
+        num_parts=record.num_parts,
+        num_files=len(record.files),
+        file_bytes=sum(file.size for file in record.files),
+        finished_files=len(record.files) - len(missing),
+        finished_bytes=sum(record.files[number].size for number in sorted(job.finished)),
         missing=tuple(
-            (str(part), number, agreement.command_of(part, staging.destination))
-            for part, number in agreement.missing_parts(missing)
+            (str(part), number, part_command(record, part, output))
+            for part, number in missing_parts(record, missing)
         ),
-        is_committed=not staging.is_open,
+        is_committing=job.is_committing,
     )
-
-
-def _parts(staging: Notebook) -> Iterator[PartStatus]:
-    """Yield what parts said of themselves, in the order of their numbers."""
-    for (place, of), content in read_parts(staging):
-        pid = content.get("pid")
-        yield PartStatus(
-            part=f"{place}/{of}",
-            host=str(content.get("host", "")),
-            pid=pid if isinstance(pid, int) else 0,
-            found=str(content.get("found", "")),
-            is_done=content.get("is_done") is True,
-        )

@@ -33,7 +33,7 @@ from shardkit.operations.consolidate.averaged import take_averaged
 from shardkit.operations.consolidate.job import ConsolidateJob, build_job, is_copied_quantised
 from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.consolidate.own import own_differences, take_own
-from shardkit.operations.consolidate.run import ClassCheck, HubDescriptions
+from shardkit.operations.consolidate.run import ClassCheck, HubDescriptions, check_file
 from shardkit.operations.destination import (
     check_sidecar,
     default_place,
@@ -101,7 +101,6 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
         exist_ok: if `output` is there, leave it as it is, without a look inside; the result's `was_there` is true.
         strict: warnings are errors, such as a newer checkpoint in a run directory that had to be passed over.
         dry_run: decide and check everything, and write nothing.
-        resume: go on with an interrupted run of the same plan if its process is known to be dead.
         part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
             mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
         executor: "ray" runs all parts as tasks of Ray: on the cluster that is running, or one on this machine. It needs
@@ -113,6 +112,7 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
         push_to_hub: a repo id; the finished directory is uploaded there.
         private: make the repo private if it has to be made.
         branch: a branch of the repo, made if it is missing.
+        scratch: directory for files on their way into a store; by default beside the cache, never in memory.
         follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
             Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move; by default a bar, on a terminal and in a notebook. False: none.
@@ -140,7 +140,7 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
     opened, base = _open(taken, options)
     job = build_job(opened, base, options, options.share)
     if not location_of(path).renames:
-        job = job.marked(writer.destination.hash(job)[:8])
+        job = job.marked(writer.agreement(job).hash[:8])
     writer.destination.check_beside(
         {asset.name: asset.read for asset in job.assets if not is_weights(asset.name)}
     )
@@ -193,6 +193,7 @@ def _write(
                 job=job,
                 describe=describe,
                 needed_bytes=job.needed_bytes,
+                on_file=partial(check_file, job),
                 after=publish,
             )
         )

@@ -166,7 +166,7 @@ class ConsolidateJob:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """See `operations.write.Job`."""
+        """Names of the files that lie beside the weights."""
         return tuple(asset.name for asset in self.assets)
 
     def marked(self, mark: str) -> ConsolidateJob:

@@ -113,11 +113,6 @@ class ConsolidateOptions(WriteOptions):
         """True if a manifest is to be written."""
         return self.manifest or self.manifest_file is not None
 
-    @property
-    def recorded(self) -> list[str]:
-        """See `WriteOptions`."""
-        return [*super().recorded, *(["manifest"] if self.manifest else [])]
-
     def check(self) -> None:
         """As `WriteOptions.check`.
 

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shardkit.core.catalog import FileStamp
-from shardkit.core.text import count, escape
-from shardkit.errors import IntegrityError, ResourceError, ShardkitError, SourceError
+from shardkit.core.text import escape
+from shardkit.errors import IntegrityError, ResourceError, SourceError
 from shardkit.files import manifest, storage
 from shardkit.files.digest import combine, crc32
-from shardkit.formats.contract import OpenedHubModel
 from shardkit.formats.dcp.hugging_face import LAST_RANKS
 from shardkit.formats.hub.assets import CONFIG, is_weights
-from shardkit.formats.hub.directory import open_weights
-from shardkit.formats.hub.files import select_file, select_weights
 from shardkit.formats.recorded import SourceManifests
 from shardkit.layout.traced import ClassAnswer, ClassQuestion, asking
 from shardkit.operations.companions import BesideFile
@@ -29,20 +26,19 @@ from shardkit.operations.consolidate.job import ConsolidateJob
 from shardkit.operations.describe import OutputFiles
 from shardkit.transfer.execute import FileDigest
 
-_PART = ".part"
 _SWITCHED_OFF = "--ask-class off"
 
 
 class HubDescriptions:
-    """Writes config, tokenizer and the like, then the index. Then it reads everything back.
+    """Writes config, tokenizer and the like, then the index.
 
     Args:
         job: what is being written.
         manifests: of the checkpoint. Copied files are compared with them.
-        directory: where the files go; the weights lie there too.
+        directory: where the files go.
         on_manifest: gets the manifest.
         on_written: called when all weights are on disk, before the rest is written.
-        shards: where the weights lie, if not in `directory`: in a store, which has compared their CRC-32s.
+        folder: not used: the weights lie beside the index everywhere.
     """
 
     def __init__(
@@ -53,31 +49,21 @@ class HubDescriptions:
         *,
         on_manifest: Callable[[bytes], object],
         on_written: Callable[[], object],
-        shards: str | None = None,
+        folder: str = "",
     ) -> None:
-        self._job, self._directory, self._shards = job, directory, shards or directory
-        self._on_manifest = on_manifest
+        self._job, self._on_manifest = job, on_manifest
         self._manifests, self._has_digests = manifests, job.options.digest != "none"
         self._files = OutputFiles(directory, digest=self._has_digests, sha256=job.options.sha256)
         self._on_written = on_written
-        self._hashes: dict[str, str | None] = {}
-
-    def add_file(self, digest: FileDigest) -> None:
-        """Write a header that no tensor follows, and take a finished file's sha256."""
-        for image in self._job.output:
-            if image.name == digest.name and not image.tensors:
-                self._files.write(image.name, image.header)
-        self._hashes[digest.name] = self._sha256_of(digest)
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
-        """Write the rest, the index last, and check that the output is what was decided.
+        """Write the rest, the index last.
 
         Args:
             digests: of every file, those of an interrupted run included.
             scattered: not used: a tensor lies in one file, and its pieces have digests of their own.
 
         Raises:
-            IntegrityError: it is something else.
             SourceError, ResourceError: a file beside the weights cannot be read or written.
         """
         self._on_written()
@@ -85,23 +71,11 @@ class HubDescriptions:
         self._manifests.check_copies(self._files.copies)
         index = self._job.output.index()
         if index is not None:
-            others.append(self._files.describe(self._job.output.index_name, index))
+            others.append(self._files.write(self._job.output.index_name, index))
         if self._job.options.is_recorded:
             self._write_manifest(digests, others)
-        if index is not None:
-            # The index makes a model of a directory of several files. So it gets its name only when it is whole.
-            name = self._job.output.index_name
-            self._files.write(name + _PART, index)
-            storage.rename(os.path.join(self._directory, name + _PART), os.path.join(self._directory, name))
-        if self._shards == self._directory:
-            check_output(self._job, self._directory)
-
-    def _sha256_of(self, digest: FileDigest) -> str | None:
-        return self._files.sha256_of(os.path.join(self._shards, digest.name), digest.name, digest.sha256)
 
     def _write_manifest(self, digests: Mapping[str, FileDigest], others: list[manifest.File]) -> None:
-        for name in digests.keys() - self._hashes.keys():  # of an interrupted run
-            self._hashes[name] = self._sha256_of(digests[name])
         content = replace(
             self._job.describe(self._tensor_crcs(digests) if self._has_digests else {}),
             files=tuple(
@@ -109,7 +83,7 @@ class HubDescriptions:
                     name=image.name,
                     size=image.size,
                     crc32=digests[image.name].crc32 if image.tensors else int(crc32(image.header)),
-                    sha256=self._hashes.get(image.name),
+                    sha256=digests[image.name].sha256,
                 )
                 for image in self._job.output
             ),
@@ -142,51 +116,32 @@ class HubDescriptions:
         return self._files.copy(file, asset.path, is_recorded=is_recorded)
 
 
-def check_output(job: ConsolidateJob, directory: str) -> None:
-    """Open an output as any other model is opened, and compare it with what was decided.
+def check_file(job: ConsolidateJob, directory: str, digest: FileDigest) -> None:
+    """Compare the header of a finished file with what was decided; write it first where no tensor follows it.
+
+    Args:
+        job: which the file is of.
+        directory: where it lies.
+        digest: of the file.
 
     Raises:
-        IntegrityError: lists every tensor that is missing, there twice, or not as decided.
-        ResourceError: it cannot be read.
+        IntegrityError: it is something else.
+        ResourceError: it cannot be read or written.
     """
+    image = next(image for image in job.output if image.name == digest.name)
+    path = os.path.join(directory, image.name)
     try:
-        model = _open(job, directory)
-    except ResourceError:  # the disk, not what is on it
-        raise
-    except ShardkitError as error:
+        if not image.tensors:
+            storage.write_file(path, image.header)
+        with storage.open_file(path, "rb") as file:
+            header, size = file.read(len(image.header)), storage.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise ResourceError(f"cannot read {escape(image.name)} back: {error.strerror}") from error
+    if header != image.header or size != image.size:
         raise IntegrityError(
-            f"what was written cannot be opened: {error.message}", problems=error.problems
-        ) from error
-    problems = list(_differences(job, model))
-    IntegrityError.raise_for(
-        problems, f"what was written is not what was decided: {count(len(problems), 'difference')}"
-    )
-
-
-def _open(job: ConsolidateJob, directory: str) -> OpenedHubModel:
-    names = [image.name for image in job.output]
-    if job.output.index() is None:
-        return open_weights(directory, select_file(names[0]))
-    return open_weights(directory, select_weights(storage.listdir(directory), directory))
-
-
-def _differences(job: ConsolidateJob, model: OpenedHubModel) -> Iterator[str]:
-    written, expected = model.catalog.tensors, {tensor.fqn: tensor for tensor in job.tensors}
-    for name in expected.keys() - written.keys():
-        yield f"{escape(name)}: missing"
-    for name in written.keys() - expected.keys():
-        yield f"{escape(name)}: not expected"
-    for name, tensor in expected.items():
-        entry = written.get(name)
-        if entry is not None and (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
-            yield (
-                f"{escape(name)}: {entry.dtype.name} {list(entry.shape)}, "
-                f"expected {tensor.dtype.name} {list(tensor.shape)}"
-            )
-    sizes = {file.name: file.size for file in model.catalog.files}
-    for image in job.output:
-        if sizes.get(image.name) != image.size:
-            yield f"{escape(image.name)}: {sizes.get(image.name)} bytes, expected {image.size}"
+            f"{escape(image.name)}: what was written is not what was decided",
+            hint="the disk or the file system lost it: check them, and run the same command again",
+        )
 
 
 class ClassCheck:

@@ -26,7 +26,7 @@ from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.files.links import may_follow_links
 from shardkit.files.listing import unlike
-from shardkit.formats.contract import Checkpoint, absent, copies_warnings
+from shardkit.formats.contract import Checkpoint, absent, copies_warnings, refuse_unfinished
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.objects import object_lines
 from shardkit.formats.dequantize import why_scaled
@@ -41,7 +41,6 @@ from shardkit.layout.layout import Layout
 from shardkit.layout.recorded import recorded_layout, saved_layout, saved_mesh
 from shardkit.operations.casts import DTypeCount, count_dtypes
 from shardkit.operations.holdings import Holdings, hold, imbalance_of, shared_extents, size_on_disk
-from shardkit.operations.leftovers import Leftover, finished_in, leftover_at, refuse
 from shardkit.operations.resolve import stands_for
 
 _SHARD_SUFFIX = ".distcp"
@@ -153,8 +152,6 @@ class InspectResult(DrawnResult):
     """(kind of weights, reason) of weights that are incomplete and cannot be recovered."""
     skipped: tuple[tuple[str, str], ...] = ()
     """(file or entry, reason) of what was not read."""
-    run: Leftover | None = None
-    """Of kind "unfinished": whose it is, how far it came, and what goes on."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """Differences from what the manifest lists."""
@@ -163,9 +160,6 @@ class InspectResult(DrawnResult):
 
     def title(self) -> str:
         """Return what it is, such as "Hub model of Qwen3ForCausalLM, safetensors"."""
-        if self.run is not None:
-            left = "a run works there" if self.run.owner == "alive" else "a run left it that did not end"
-            return f"no checkpoint: {left}"
         made_by = escape(self.made_by or "")
         if self.kind == "presharded":
             return f"DCP checkpoint, pre-sharded by {made_by}"
@@ -208,10 +202,7 @@ def inspect(
     path = stores.as_path(path)
     if not storage.lexists(path):
         raise absent(path)
-    run = leftover_at(path)
-    if run is not None:
-        return _inspect_run(path, run)
-    refuse(path)
+    refuse_unfinished(path)
     resolved = stands_for(path)
     result = _inspect(resolved.path, tensors=tensors, holdings=holdings)
     return replace(
@@ -219,21 +210,6 @@ def inspect(
         path=path,
         notes=tuple(note for note in result.notes if note not in resolved.warnings),
         warnings=(*resolved.warnings, *result.warnings),
-    )
-
-
-def _inspect_run(path: str, run: Leftover) -> InspectResult:
-    files = finished_in(run.staging)
-    return InspectResult(
-        path=path,
-        resolved=path,
-        kind="unfinished",
-        format=run.verb,
-        **_tensor_fields((), unfold=False),
-        files=tuple(
-            InspectedFile(name=name, file_bytes=size, tensor_bytes=None) for name, size in files.items()
-        ),
-        run=run,
     )
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from shardkit._version import __version__
 from shardkit.core.catalog import FileStamp
 from shardkit.files import manifest, storage
 from shardkit.files.location import location_of
-from shardkit.files.staging import this_host
 from shardkit.files.strict_json import stamp_at
-from shardkit.operations.parts.agreement import Agreement, Command, Share, as_typed
-from shardkit.operations.parts.part import Part
+from shardkit.operations.parts.agreement import Agreement, Command
 from shardkit.transfer.images import ImageSet
 from shardkit.transfer.plan import TransferPlan
 
@@ -50,11 +48,6 @@ class Job(Protocol):
         """Whatever decides what is written, beside sources and images, as plain data; a `ReadFile` may be in a list."""
         ...
 
-    @property
-    def beside(self) -> Collection[str]:
-        """Names of the files that lie beside the images, without what describes these."""
-        ...
-
 
 class ReadFile(NamedTuple):
     """A file that is read, and its state."""
@@ -65,11 +58,7 @@ class ReadFile(NamedTuple):
     """None if it is to be asked for."""
 
 
-Stamp = Callable[[ReadFile], object]
-"""Returns what tells a file from another one of its name, as plain data."""
-
-
-def ingredients(job: Job, stamp: Stamp) -> dict[str, object]:
+def ingredients(job: Job) -> dict[str, object]:
     """Return the ingredients of a job's hash, as plain data: inputs, options and the version of shardkit."""
     files = job.plan.catalog.files
     plain = {file.path for file in files if file.is_raw}
@@ -85,7 +74,7 @@ def ingredients(job: Job, stamp: Stamp) -> dict[str, object]:
     }
     for key, value in described.items():
         if isinstance(value, list) and value and isinstance(value[0], ReadFile):
-            described[key] = [(file.name, stamp(file)) for file in value]
+            described[key] = [(file.name, shared_stamp(file)) for file in value]
     return described
 
 
@@ -93,11 +82,6 @@ def hash_of(described: object) -> str:
     """Return a digest of plain data."""
     text = json.dumps(described, sort_keys=True, default=manifest.to_json)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def hash_plan(job: Job) -> str:
-    """Return the hash of inputs, options and version: only a run with an equal hash may be resumed."""
-    return hash_of(ingredients(job, _stamp))
 
 
 def _stamp(file: ReadFile) -> FileStamp | None:
@@ -122,36 +106,19 @@ def shared_stamp(file: ReadFile) -> list[int | str] | None:
     return [stamp.size, stamp.modified_ns // 1000]  # some file systems keep no more
 
 
-def agreement_of(
-    job: Job,
-    command: Command,
-    share: Share | None,
-    replaces: str | None,
-) -> Agreement:
-    """Return what all processes agree on that share a job: the plan, and the content of the descriptions.
+def agreement_of(job: Job, command: Command) -> Agreement:
+    """Return what all processes of a job agree on.
 
     Args:
         job: what is to be carried out.
         command: the call that others may repeat.
-        share: what of it this process does; None if it does all, alone.
-        replaces: as `Agreement` has it.
     """
-    made_of = {**ingredients(job, shared_stamp), "settings": command.settings(), "notes": _NOTES}
-    digests = {key: hash_of(value) for key, value in made_of.items()}
-    typed, cwd = as_typed(share)
+    made_of = {**ingredients(job), "settings": command.settings(), "notes": _NOTES}
     return Agreement(
-        plan=hash_of(digests if share is not None else {**digests, "user": os.geteuid()}),
         version=__version__,
+        command=command,
         ingredients={
-            key: dict(value) if key == "sources" and isinstance(value, list) else digests[key][:16]
+            key: dict(value) if key == "sources" and isinstance(value, list) else hash_of(value)
             for key, value in made_of.items()
         },
-        command=command,
-        typed=typed,
-        here=() if share is not None else (this_host(), hash_plan(job)),
-        cwd=cwd,
-        beside=sorted(job.beside),
-        num_parts=share.count if isinstance(share, Part) else 1,
-        files=[(image.name, image.size) for image in job.output],
-        replaces=replaces,
     )

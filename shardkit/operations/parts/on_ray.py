@@ -17,10 +17,7 @@ from typing import Any, TypeVar
 from shardkit.core.text import count, escape
 from shardkit.errors import IncompleteError, ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
-from shardkit.files.location import location_of
-from shardkit.files.shared import remove_marks
-from shardkit.operations.parts.agreement import Command, Committing
-from shardkit.operations.parts.foreign import foreign_in
+from shardkit.operations.parts.agreement import Command
 from shardkit.operations.parts.results import WriteResult
 
 _CALLBACKS = ("progress", "on_warning", "on_step")
@@ -62,10 +59,8 @@ def run_on_ray(verb: Callable[..., _R], arguments: Mapping[str, Any]) -> _R:
         results = _run_parts(ray, verb, options, num_parts, num_cpus)
     committed = [result for result in results if result.part is not None and result.part.is_committed]
     if not committed:  # a network file system showed no part the files of all others
-        committed = [verb(**options, part=Committing(check=lambda _: None, on_end=lambda _: None))]
+        committed = [verb(**options)]
     whole = next((each for each in committed if each.part is None or not each.part.by_another), committed[0])
-    if location_of(whole.output).renames:
-        remove_marks(whole.output, foreign_in)  # no part comes later
     warnings = tuple(dict.fromkeys(warning for each in (whole, *results) for warning in each.warnings))
     for warning in warnings:
         (arguments["on_warning"] or (lambda _: None))(warning)

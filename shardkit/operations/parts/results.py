@@ -20,10 +20,8 @@ class PartResult:
     """Such as "3/16"."""
     found: str
     """What told the number; empty where a person did."""
-    staging: str
-    """The directory that all parts share."""
     plan: str
-    """Hash of what all parts agree on."""
+    """Hash of the job."""
     num_files: int
     """Files of this part."""
     written_bytes: int

@@ -128,7 +128,6 @@ def preshard(options: PreshardOptions) -> PreshardResult:
         dry_run: decide and check everything, and write nothing. Of a repo's safetensors files that are not in
             the cache, only the headers are read.
         holdings: tell too which rank and which file holds which bytes, for pictures.
-        resume: go on with an interrupted run of the same plan if its process is known to be dead.
         part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
             mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
         executor: "ray" runs all parts as tasks of Ray: on the cluster that is running, or one on this machine. It needs
@@ -144,6 +143,7 @@ def preshard(options: PreshardOptions) -> PreshardResult:
         max_memory: bytes for all buffers, as a number or as "512MiB"; by default 256 MiB.
         trust_remote_code: the model's own code may run while its layout is traced, and where it converts tensors in a way
             that is not known here.
+        scratch: directory for files on their way into a store; by default beside the cache, never in memory.
         follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
             Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move; by default a bar, on a terminal and in a notebook. False: none.
@@ -232,7 +232,7 @@ def _of_a_training(source: str, mesh: Mesh, error: SourceError) -> SourceError:
 
 
 def _describe(
-    job: PreshardJob, directory: str, *, sha256: bool, shards: str | None = None
+    job: PreshardJob, directory: str, *, sha256: bool, folder: str = ""
 ) -> FolderDescriptions | FileDescriptions:
     """Return the writer of the files beside the shards in a directory."""
     write_beside = partial(write_companions, job.profile, job.assets)
@@ -243,7 +243,7 @@ def _describe(
         write_beside,
         directory,
         sha256=sha256,
-        shards=shards,
+        folder=folder,
     )
 
 

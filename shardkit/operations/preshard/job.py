@@ -97,11 +97,6 @@ class PreshardJob:
             "assets": [ReadFile(name, path) for name, path in self.assets.items()],
         }
 
-    @property
-    def beside(self) -> tuple[str, ...]:
-        """See `operations.write.Job`."""
-        return (*self.assets, *self.profile.companions)
-
 
 def build_job(checkpoint: Checkpoint, options: PreshardOptions) -> PreshardJob:
     """Decide how a Hub model is stored for a mesh.

@@ -20,14 +20,13 @@ from shardkit.formats.owned import content_of
 from shardkit.formats.recorded import SourceManifests
 from shardkit.operations.describe import OutputFiles
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
-from shardkit.operations.destination import default_output, label_of
+from shardkit.operations.destination import check_one_folder, default_output, label_of
 from shardkit.operations.parts.on_ray import run_on_ray
 from shardkit.operations.parts.results import WriteResult
 from shardkit.operations.reshard.job import Parts, ReshardJob, build_job, take_apart
 from shardkit.operations.reshard.options import ReshardOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, named_after, take
 from shardkit.operations.ties import shared_record_notes
-from shardkit.operations.uploading.place import check_one_folder
 from shardkit.operations.write import Writer, Writing
 
 
@@ -97,7 +96,6 @@ def reshard(options: ReshardOptions) -> ReshardResult:
         exist_ok: if `output` is there, leave it as it is, without a look inside; the result's `was_there` is true.
         strict: warnings are errors, such as a newer checkpoint in a run directory that had to be passed over.
         dry_run: decide and check everything, and write nothing.
-        resume: go on with an interrupted run of the same plan if its process is known to be dead.
         part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
             mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
         executor: "ray" runs all parts as tasks of Ray: on the cluster that is running, or one on this machine. It needs
@@ -111,6 +109,7 @@ def reshard(options: ReshardOptions) -> ReshardResult:
             `consolidate(manifest_file=...)`). One in the source or beside it is found without this.
         jobs: threads; by default the cores that this process may use, from 2 to 8.
         max_memory: bytes for all buffers, as a number or as "512MiB".
+        scratch: directory for files on their way into a store; by default beside the cache, never in memory.
         follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
             Weight files of a Hub model are read in any case.
         progress: told of the bytes as they move; by default a bar, on a terminal and in a notebook. False: none.

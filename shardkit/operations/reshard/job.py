@@ -544,11 +544,6 @@ class ReshardJob:
         ]
         return {"folders": folders, "siblings": siblings}
 
-    @property
-    def beside(self) -> tuple[str, ...]:
-        """See `operations.write.Job`."""
-        return self.parts.siblings
-
 
 def build_job(parts: Parts, options: ReshardOptions) -> ReshardJob:
     """Decide how a checkpoint is stored for a mesh. Scalars, such as an optimizer's `step`, keep their dtype.

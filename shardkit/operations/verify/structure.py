@@ -21,7 +21,7 @@ from shardkit.files.home import path_in
 from shardkit.files.listing import walk
 from shardkit.files.remote.contract import OtherVersion
 from shardkit.files.strict_json import is_about_links, open_regular
-from shardkit.formats.contract import Checkpoint, DamagedFiles, absent, copies_message
+from shardkit.formats.contract import Checkpoint, DamagedFiles, absent, copies_message, refuse_unfinished
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.dcp.objects import SavedAsObjects
@@ -30,7 +30,6 @@ from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import Unsupported, ZipEntry, ZipReader, pread_of, read_directory
 from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.moments import NamedShape, parts_of_ranks
-from shardkit.operations.leftovers import refuse
 from shardkit.operations.resolve import described_at, was_checkpoint
 from shardkit.operations.verify.dcp import verify_dcp
 from shardkit.operations.verify.manifest import Described, add_recorded, check_tensors, read_manifest
@@ -69,7 +68,7 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
     """
     if not storage.lexists(path):
         raise absent(path)
-    refuse(path)
+    refuse_unfinished(path)
     directory = described_at(path)
     beside = _manifest_beside(directory, manifest_path, report)
     checkpoint, failure = _open(path, is_known=beside is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
+import time
 
 MARKER = os.environ.get("SHARDKIT_TESTS_STOP", "")
 """Made by the process that stops, with its number in it. While it is there, no other process stops."""
@@ -13,25 +13,25 @@ NUM_FILES = 2
 
 def _stop() -> None:
     own = f"{MARKER}.{os.getpid()}"
-    with open(own, "w") as file:
-        file.write(str(os.getpid()))
     with contextlib.suppress(FileExistsError):
+        with open(own, "x") as file:
+            file.write(str(os.getpid()))
         os.link(own, MARKER)  # whole, or not at all
-        while True:
-            signal.pause()
+    while os.path.exists(own) and os.path.samefile(own, MARKER):
+        time.sleep(0.1)
 
 
 if MARKER:
-    from shardkit.files.shared import SharedStaging
+    from shardkit.files.output.contract import FileNote
+    from shardkit.files.output.local import LocalOutput
 
-    write_note, finished = SharedStaging.write_note, list[str]()
+    add, finished, stopped = LocalOutput.add, list[int](), list[int]()
 
-    def stopping(
-        self: SharedStaging, work: str, directory: str, name: str, content: bytes, **options: bool
-    ) -> None:
-        write_note(self, work, directory, name, content, **options)
-        finished.extend([name] if directory == self.done.path else [])
-        if len(finished) == NUM_FILES and not os.path.exists(MARKER):
+    def stopping(self: LocalOutput, scratch: str, number: int, note: FileNote) -> None:
+        add(self, scratch, number, note)
+        finished.append(number)
+        if len(finished) >= NUM_FILES and (stopped or not os.path.exists(MARKER)):
+            stopped.append(number)  # no other thread goes further
             _stop()
 
-    SharedStaging.write_note = stopping  # type: ignore[method-assign]
+    LocalOutput.add = stopping  # type: ignore[method-assign]

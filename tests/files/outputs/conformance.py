@@ -154,12 +154,12 @@ class OutputTests:
         with place.output() as output:
             assert output.join() is None
             output.begin(make_record())
-            assert output.notes() == {}
+            assert output.notes(ALL) == {}
             with output.scratch() as scratch:
                 assert all((Path(scratch) / folder).is_dir() for folder in make_record().folders)
             assert not Path(scratch).exists()
             add(output, ALL)
-            assert output.notes() == {number: note(number) for number in ALL}
+            assert output.notes(ALL) == {number: note(number) for number in ALL}
             assert place.read() is None
             commit(output)
         assert place.read() == expected()
@@ -182,7 +182,7 @@ class OutputTests:
             add(first, [2, 0])
         with place.output() as second:
             second.begin(make_record())
-            assert second.notes() == {0: note(0), 2: note(2)}
+            assert second.notes(ALL) == {0: note(0), 2: note(2)}
             add(second, [1, 3])
             commit(second)
         assert place.read() == expected()
@@ -204,7 +204,7 @@ class OutputTests:
         assert not scratches[0].exists()
         with place.output() as output:
             assert output.join() is not None
-            assert set(output.notes()) == {1}
+            assert set(output.notes(ALL)) == {1}
 
     def test_join_returns_the_record(self, place: OutputPlace) -> None:
         with place.output() as output:
@@ -223,9 +223,9 @@ class OutputTests:
             first.begin(make_record(num_parts=2))
             add(first, [0])
             second.begin(make_record(num_parts=3))
-            assert set(second.notes()) == {0}
+            assert set(second.notes(ALL)) == {0}
             add(second, [1, 2, 3])
-            assert set(first.notes()) == {*ALL}
+            assert set(first.notes(ALL)) == {*ALL}
         with place.output() as output:
             record = output.join()
             assert record is not None
@@ -249,7 +249,7 @@ class OutputTests:
             output.begin(make_record())
             errors = together(*(lambda number=number: add(output, [number]) for number in ALL))
             assert errors == [None] * 4
-            assert set(output.notes()) == {*ALL}
+            assert set(output.notes(ALL)) == {*ALL}
 
     def test_a_late_twin(self, place: OutputPlace) -> None:
         with place.output() as first, place.output() as late:
@@ -259,7 +259,7 @@ class OutputTests:
             commit(first)
             for call in (
                 lambda: add(late, [1]),
-                late.notes,
+                lambda: late.notes(ALL),
                 lambda: late.forget([0]),
                 lambda: commit(late),
             ):
@@ -301,7 +301,7 @@ class OutputTests:
             output.begin(make_record())
             add(output, ALL)
             output.forget([1, 2])
-            assert set(output.notes()) == {0, 3}
+            assert set(output.notes(ALL)) == {0, 3}
             output.forget([1])
             with pytest.raises(IncompleteError, match="2 of 4"):
                 commit(output)
@@ -314,7 +314,7 @@ class OutputTests:
             output.begin(make_record())
             add(output, ALL)
             place.lose(make_record(), 1)
-            assert set(output.notes()) == {0, 2, 3}
+            assert set(output.notes(ALL)) == {0, 2, 3}
             with pytest.raises(IncompleteError, match="1 of 4"):
                 commit(output)
 
@@ -347,7 +347,7 @@ class OutputTests:
         assert place.read() == OLD
         with place.output(overwrite=True) as output:  # the job stays
             output.begin(make_record())
-            assert set(output.notes()) == {*ALL}
+            assert set(output.notes(ALL)) == {*ALL}
             commit(output)
         assert place.read() == expected()
 
@@ -361,7 +361,7 @@ class OutputTests:
                 assert make_record("first").command in str(caught.value.problems)
                 return
             second.begin(make_record("second"))
-            assert second.notes() == {}
+            assert second.notes(ALL) == {}
             add(second, ALL, "second")
             add(first, [1, 2, 3], "first")
             commit(second, "second")
@@ -391,7 +391,7 @@ class OutputTests:
             assert place.leftovers() == []
             for call in (
                 lambda: add(output, [2]),
-                output.notes,
+                lambda: output.notes(ALL),
                 lambda: output.forget([0]),
                 lambda: commit(output),
             ):
@@ -402,7 +402,7 @@ class OutputTests:
         assert place.leftovers() == []
         with place.output() as output:
             output.begin(make_record())
-            assert output.notes() == {}
+            assert output.notes(ALL) == {}
             add(output, ALL)
             commit(output)
         assert place.read() == expected()

@@ -55,7 +55,7 @@ def write(out: str) -> None:
     with LocalOutput(out, may_replace=may_replace, foreign_files=lambda path: []) as output:
         try:
             output.begin(RECORD)
-            finished = output.notes()
+            finished = output.notes(range(len(FILES)))
             with output.scratch() as scratch:
                 for number, name in enumerate(FILES):
                     if number not in finished:
@@ -63,7 +63,7 @@ def write(out: str) -> None:
                             storage.write_file(os.path.join(scratch, each), ATTACHED[each])
                         storage.write_file(os.path.join(scratch, name), FILES[name])
                         output.add(scratch, number, {"number": number})
-            assert len(output.notes()) == len(FILES)
+            assert len(output.notes(range(len(FILES)))) == len(FILES)
             with output.scratch() as scratch:
                 storage.write_file(os.path.join(scratch, "config.json"), b"new")
                 output.commit(scratch)

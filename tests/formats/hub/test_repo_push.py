@@ -101,7 +101,7 @@ from shardkit.formats.hub import repo
 from shardkit.operations.consolidate import run
 request = json.loads(sys.argv[1])
 if request.pop("damaged", False):
-    run.check_output = lambda *args: (_ for _ in ()).throw(shardkit.IntegrityError("damaged"))
+    run.HubDescriptions.finish = lambda *args: (_ for _ in ()).throw(shardkit.IntegrityError("damaged"))
 if request.pop("dies", False):
     repo.push = lambda *args, **options: os._exit(0)
 if request.pop("stopped", False):
@@ -174,7 +174,7 @@ def test_of_parts_the_one_that_commits_uploads(server, checkpoint, consolidate, 
     assert consolidate(part="2/2", **request)["pushed_to"] == f"{server.url}/me/model"
     assert server.repo["main"] == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     server.repo["main"].clear()
-    assert consolidate(part="2/2", **request)["pushed_to"] is None
+    assert consolidate(part="2/2", exist_ok=True, **request)["pushed_to"] is None
     assert not server.repo["main"]
 
 

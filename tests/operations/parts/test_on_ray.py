@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import shardkit
 from shardkit.cli import main
 from shardkit.errors import IncompleteError, ResourceError, SourceError, UsageError
-from shardkit.operations.parts.divided import Divided
+from shardkit.operations.write import Writer
 from tests.contents import contents
 from tests.operations.parts.stand_in import Ray
 
@@ -60,7 +60,7 @@ def test_no_part_sees_the_files_of_all_others(
     model: Path, tmp_path: Path, whole: dict[str, bytes], ray: Ray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Divided, "_missing", lambda _: [0])
+        patch.setattr(Writer, "_finished", lambda *_: {0})
         shardkit.preshard(model, tmp_path / "out", executor="ray", **OPTIONS)
     assert contents(tmp_path / "out") == whole
 

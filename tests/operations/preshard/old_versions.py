@@ -17,7 +17,8 @@ import json, os, signal, sys
 import shardkit
 from shardkit.layout import traced
 from shardkit.operations import environment
-from shardkit.operations.parts.divided import Divided
+from shardkit.files.output.bucket import BucketOutput
+from shardkit.files.output.local import LocalOutput
 from tests.worlds.processes import forked_trace
 
 versions, num_files, hub, out, options = json.loads(sys.argv[1])
@@ -31,7 +32,8 @@ def die_after(add):
         if not num_files:
             os.kill(os.getpid(), signal.SIGKILL)
     return noted
-Divided._publish = die_after(Divided._publish)
+for output in (LocalOutput, BucketOutput):
+    output.add = die_after(output.add)
 shardkit.preshard(hub, out, world_size=4, jobs=1, **options)
 """
 

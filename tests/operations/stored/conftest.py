@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardkit
-from shardkit.files import stores, uploads
+from shardkit.files import stores
 from shardkit.files.remote import contract
-from shardkit.files.remote.writers import writer_of
+from shardkit.files.remote import objects as remote
+from shardkit.files.remote.objects import Objects
 from tests.contents import contents
 from tests.worlds import stores as servers
 
@@ -59,7 +60,7 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if served is not None:
         served.proxy.reset()
         # So that small files have several.
-        monkeypatch.setattr(uploads, "PART_NBYTES", max(2 * MIB, served.proxy.least_part_nbytes))
+        monkeypatch.setattr(remote, "PART_NBYTES", max(2 * MIB, served.proxy.least_part_nbytes))
     yield
     if served is not None:
         served.proxy.reset()
@@ -85,12 +86,14 @@ WRITES: dict[str, Callable[..., Any]] = {
 
 def objects(out: str) -> dict[str, bytes]:
     """Return everything below a place in the store."""
-    found = dict[str, bytes]()
-    for path, _ in writer_of(out).objects(out):
-        content = writer_of(out).get(path)
-        assert content is not None
-        found[path.removeprefix(out + "/")] = content[0]
-    return found
+    place = Objects(out)
+    stored = ((name, place.get(name)) for name in place.sizes())
+    return {name: each.data for name, each in stored if each is not None}
+
+
+def put(out: str, name: str, data: bytes) -> None:
+    """Put an object at a place in the store."""
+    Objects(out).put(name, len(data), lambda: [data])
 
 
 def fetch(out: str, directory: Path) -> Path:

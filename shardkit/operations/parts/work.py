@@ -1,0 +1,299 @@
+"""Carrying out a job, or one part of it: write files, and let the output appear once all are finished.
+
+    write_files    this process's files, each with a note of what describing it needs
+    finish         the notes of all files -> compare what was read -> describe -> commit
+
+A `JobOutput` (`files/output`) has the files until there is an output, on a disk or in a store.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from shardkit.core.text import escape
+from shardkit.core.threads import Progress
+from shardkit.errors import IntegrityError
+from shardkit.files import storage
+from shardkit.files.digest import sha256_of
+from shardkit.files.output.contract import JobOutput, JobRecord
+from shardkit.operations.parts.agreement import Share, incomplete, missing_parts
+from shardkit.operations.parts.notes import Note, load_note
+from shardkit.operations.parts.part import Part, share_of
+from shardkit.operations.parts.results import PartResult
+from shardkit.transfer.checks import Readings, SourceCheck, have_read
+from shardkit.transfer.execute import Describer, ExecuteOptions, Execution, FileDigest
+from shardkit.transfer.fill import CrcPiece, crc_of
+from shardkit.transfer.plan import TransferPlan
+
+
+class Describe(Protocol):
+    """Returns what writes the files that describe an output."""
+
+    def __call__(self, directory: str, /, *, folder: str = "") -> Describer:
+        """Return it.
+
+        Args:
+            directory: where it writes them.
+            folder: below which the output has the described files, if the description names one: in a store, where that is
+                not the folder of the marker.
+        """
+        ...
+
+
+def _accept(directory: str, digest: FileDigest) -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A job as this process carries it out."""
+
+    record: JobRecord
+    plan: TransferPlan
+    data_nbytes: Sequence[int]
+    """Bytes of all holes of each image."""
+    folder: str
+    """Of the plan's files, below the output; empty if they lie in the output itself."""
+    marker: str
+    """Name of the file that makes an output of the others in a store."""
+    options: ExecuteOptions
+    progress: Progress
+    label: str
+    """What the progress is called."""
+    describe: Describe
+    check: SourceCheck | None
+    """Compares what is read with what the source records; None with --check-source off."""
+    takes_sha256: bool
+    on_file: Callable[[str, FileDigest], None] = _accept
+    """Called with the directory of a finished file and its digest, before the file is added; may raise."""
+
+    @property
+    def images(self) -> Sequence[str]:
+        """The names of the plan's images, in its order."""
+        return [image.name for image in self.plan.images]
+
+    def sizes(self, numbers: Iterable[int]) -> list[int]:
+        """Return the bytes of files, by their numbers."""
+        return [self.record.files[number].size for number in numbers]
+
+    def numbers(self, share: Share | None) -> list[int]:
+        """Return the numbers of the files that a process writes; all of them without a share."""
+        if isinstance(share, Part):
+            return share_of(self.sizes(self.everything), share)
+        return list(self.everything) if share is None else []
+
+    @property
+    def everything(self) -> range:
+        """The numbers of all files."""
+        return range(len(self.record.files))
+
+
+def part_result(
+    work: Work, part: Part, finished: Collection[int] | None, *, num_resumed: int, by_another: bool
+) -> PartResult:
+    """Return what became of a part.
+
+    Args:
+        work: the job.
+        part: of it.
+        finished: numbers of all files that are finished, as far as this process sees them; None if the output is there.
+        num_resumed: files of the part that were finished before.
+        by_another: another process has made the output.
+    """
+    numbers = work.numbers(part)
+    missing = [] if finished is None else [number for number in work.everything if number not in finished]
+    return PartResult(
+        part=str(part),
+        found=part.found,
+        plan=work.record.hash,
+        num_files=len(numbers),
+        written_bytes=sum(work.sizes(numbers)),
+        resumed_files=len(numbers) if by_another else num_resumed,
+        finished_files=len(work.record.files) - len(missing),
+        missing=tuple(str(each) for each, _ in missing_parts(work.record, missing)),
+        is_committed=finished is None,
+        by_another=by_another,
+    )
+
+
+def read_notes(work: Work, output: JobOutput, numbers: Collection[int]) -> dict[int, Note]:
+    """Return the notes of those of these files that are finished; the check gets what was read for them.
+
+    A note that is damaged, or that has no readings to compare, counts for nothing: its file is written again.
+    """
+    notes = dict[int, Note]()
+    images = list(work.plan.images)
+    for number, content in sorted(output.notes(numbers).items()):
+        note = load_note(content, images[number].name, images[number].size)
+        if note is None or (work.check is not None and note.readings is None):
+            continue
+        if work.check is not None and note.readings is not None:
+            work.check.put(note.digest.name, note.readings)
+        notes[number] = note
+    return notes
+
+
+def write_files(
+    work: Work, output: JobOutput, numbers: Sequence[int], notes: Mapping[int, Note]
+) -> dict[int, Note]:
+    """Write files that are not finished; return the notes of all of them.
+
+    Args:
+        work: the job.
+        output: which this process has joined.
+        numbers: of this process's files.
+        notes: of those that are finished.
+
+    Raises:
+        JobEnded: another process has committed or aborted the job.
+        IntegrityError, ResourceError: as `Execution.run`. After an IntegrityError none of these files counts as finished.
+    """
+    images = work.images
+    finished = {note.digest.name: note.digest for note in notes.values()}
+    number_of, written = {images[number]: number for number in numbers}, dict(notes)
+    scattered = _scattered_by_file(work.plan)
+    work.progress.start(sum(work.data_nbytes[number] for number in numbers), work.label)
+    if finished:
+        work.progress.advance(sum(work.data_nbytes[number_of[name]] for name in finished))
+    with output.scratch() as scratch:
+        directory = os.path.join(scratch, work.folder) if work.folder else scratch
+
+        def on_finished(digest: FileDigest, readings: Readings) -> None:
+            number = number_of[digest.name]
+            work.on_file(directory, digest)
+            if work.takes_sha256:  # now, while the file is still in memory
+                path = os.path.join(directory, digest.name)
+                digest = replace(digest, sha256=sha256_of(path, digest.name))
+            note = Note(
+                digest=digest,
+                readings=None if work.check is None else readings,
+                scattered=[(fqn, execution.pieces[fqn]) for fqn in scattered.get(number, ())],
+            )
+            output.add(scratch, number, note.dump())
+            written[number] = note
+
+        execution = Execution(
+            work.plan,
+            directory,
+            work.options,
+            finished=finished,
+            left={*images} - number_of.keys(),
+            read_for={
+                fqn: name
+                for name in number_of.keys() - finished.keys()
+                for fqn in scattered.get(number_of[name], ())
+                if fqn in work.plan.gathered
+            },
+            on_finished=on_finished,
+            progress=work.progress,
+            check=work.check,
+        )
+        try:
+            execution.run()
+        except IntegrityError:
+            output.forget(numbers)  # their notes vouch for what was read
+            raise
+        finally:
+            work.progress.finish()  # a commit moves no bytes
+    return written
+
+
+def _scattered_by_file(plan: TransferPlan) -> dict[int, list[str]]:
+    """Return the scattered tensors of each file.
+
+    One that is gathered is read once more as a whole, for its CRC-32: by whoever writes one of its files.
+    """
+    tensors = dict[int, list[str]]()
+    for position, (fqn, holes) in enumerate(plan.scattered.items()):
+        files = list(dict.fromkeys(file for file, _ in holes))
+        for file in [files[position % len(files)]] if fqn in plan.gathered else files:
+            tensors.setdefault(file, []).append(fqn)
+    return tensors
+
+
+def finish(work: Work, output: JobOutput, own: Mapping[int, Note]) -> None:
+    """Describe what all processes wrote, and let the output appear.
+
+    Args:
+        work: the job.
+        output: which this process has joined.
+        own: notes that this process has read or written.
+
+    Raises:
+        IncompleteError: files are missing.
+        IntegrityError: what was read is not what the source records, or processes read different values. The notes of these
+            files are removed.
+        OutputExists: something at the destination may not be replaced.
+        JobEnded: another process has committed or aborted the job.
+    """
+    everything = {*work.everything}
+    notes = {**own, **read_notes(work, output, everything - own.keys())}
+    if missing := everything - notes.keys():
+        raise incomplete(output.path, work.record, missing)
+    digests = {notes[number].digest.name: notes[number].digest for number in sorted(notes)}
+    scattered = _scattered_crcs(work, output, notes.values())
+    with output.scratch() as scratch:
+        beside = os.path.join(scratch, ".beside")
+        storage.make_folders(scratch, os.path.join(".beside", work.folder))
+        directory = os.path.join(beside, work.folder) if work.folder else beside
+        describer = work.describe(directory, folder=work.folder)
+        execution = Execution(
+            work.plan,
+            scratch,
+            work.options,
+            finished=digests,
+            scattered=scattered,
+            on_finished=lambda *_: None,
+            progress=work.progress,
+            check=work.check,
+        )
+        try:
+            describer.finish(*execution.run())
+        except IntegrityError:
+            _forget_damaged(work, output, notes)
+            raise
+        if work.folder:
+            storage.rename(os.path.join(directory, work.marker), os.path.join(beside, work.marker))
+        output.commit(beside)
+
+
+def _scattered_crcs(work: Work, output: JobOutput, notes: Iterable[Note]) -> dict[str, int | None]:
+    """Return the CRC-32 of every scattered tensor from what was read of it; None where there is none.
+
+    Raises:
+        IntegrityError: processes read different values of a tensor.
+    """
+    crcs, pieces, different = dict[str, int | None](), dict[str, set[CrcPiece]](), list[str]()
+    for fqn, of_note in (each for note in notes for each in note.scattered):
+        if fqn not in work.plan.scattered:
+            continue
+        if of_note is None:
+            crcs[fqn] = None
+        else:
+            pieces.setdefault(fqn, set()).update(of_note)
+    for name, of_tensor in pieces.items():
+        dtype = work.plan.scattered[name][0][1].dtype
+        crc, differ = crc_of(of_tensor, work.plan.catalog.tensors[name].num_elements * dtype.itemsize)
+        different += [name] if differ else []
+        if crc is not None:  # else the tensor is read once more, for its CRC-32
+            crcs[name] = crc
+    if different:
+        output.forget(sorted({file for name in different for file, _ in work.plan.scattered[name]}))
+    IntegrityError.raise_for(
+        sorted(map(escape, different)),
+        "parts read different values of the same tensors: the source changed, or a disk fails",
+        hint="run all parts again: the files with these tensors are written anew",
+    )
+    return crcs
+
+
+def _forget_damaged(work: Work, output: JobOutput, notes: Mapping[int, Note]) -> None:
+    """Let the files be written again that were made of bytes that differ."""
+    if work.check is not None:
+        damaged = {(damage.file, damage.entry) for damage in work.check.judge().damaged}
+        output.forget(
+            [number for number, note in notes.items() if note.readings and have_read(note.readings, damaged)]
+        )
