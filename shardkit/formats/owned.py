@@ -195,6 +195,17 @@ def is_output(path: str, kind: OutputKind) -> bool:
     return METADATA in names or manifest.NAME in names
 
 
+def kind_of(path: str) -> OutputKind:
+    """Return the kind of an output of shardkit in a directory."""
+    return OutputKind.HUB if is_output(path, OutputKind.HUB) else OutputKind.SHARDED
+
+
+def made_in(path: str) -> Made:
+    """Return the files of an output in a directory; their content is read when it is asked for."""
+    found = [os.path.join(here, name) for here, _, names in storage.walk(path) for name in names]
+    return {os.path.relpath(place, path): content_of(place) for place in found}
+
+
 def find_foreign(path: str, kind: OutputKind, made: Made | None) -> list[str]:
     """Return a line for each file or folder in a directory that is neither ours nor nobody's.
 

@@ -322,7 +322,13 @@ def write_sidecar(
 
 
 def check_target(
-    output: str, source: str | None, kind: OutputKind, *, made: Made | None = None, looks: bool = True
+    output: str,
+    source: str | None,
+    kind: OutputKind,
+    *,
+    overwrite: bool,
+    made: Made | None = None,
+    looks: bool = True,
 ) -> tuple[str, bool]:
     """Return the address of an output in a store, and whether one of its kind is there.
 
@@ -330,8 +336,9 @@ def check_target(
         output: as the user gave it.
         source: what is read, or None if it lies in a cache of its own.
         kind: of what is written.
+        overwrite: an output that is there is going to be replaced.
         made: as for `owned.find_foreign`.
-        looks: refuse files that are not shardkit's.
+        looks: refuse files that are not shardkit's, beside which nothing is written, or which would be replaced.
 
     Raises:
         UsageError: it holds something else; it is the source, lies in it or around it; the store can only be read.
@@ -348,7 +355,7 @@ def check_target(
         check_apart(path, source, shown)
     is_there = Objects(path).head(kind.value) is not None
     stores.forget()
-    refused = refusal(path, shown, kind, made) if looks else None
+    refused = refusal(path, shown, kind, made) if looks and (overwrite or not is_there) else None
     if refused is not None:
         raise refused
     return path, is_there

@@ -20,7 +20,7 @@ from shardkit.files.output import bucket, local
 from shardkit.files.output.bucket import BucketOutput
 from shardkit.files.output.contract import JobStatus, OutputExists
 from shardkit.files.output.local import LocalOutput, is_free
-from shardkit.formats.owned import Made, OutputKind, find_foreign, refusal
+from shardkit.formats.owned import Made, OutputKind, find_foreign, kind_of, made_in, refusal
 from shardkit.operations.destination import (
     KEEP_OR_REPLACE,
     absolute,
@@ -86,13 +86,15 @@ class Destination(ABC):
     def jobs(self) -> Sequence[JobStatus]:
         """Return the jobs of the destination that are not committed."""
 
-    def end_commits(self) -> None:
-        """End commits that were interrupted, and remove what is left of jobs that have ended.
+    def end_commits(self) -> list[str]:
+        """End commits that were interrupted, and remove what is left of jobs that have ended; return `warnings` of that.
 
         What somebody else has put at the destination stays, and the commits with it.
         """
         with contextlib.suppress(OutputExists), self.output("") as output:
             output.end_commits()
+            return list(self.warnings(output))
+        return []
 
     @abstractmethod
     def output(self, job_hash: str) -> LocalOutput | BucketOutput:
@@ -185,17 +187,23 @@ class DiskDestination(Destination):
         return LocalOutput(
             self.path,
             may_replace=self._may_replace,
-            foreign_files=lambda path: find_foreign(path, self._kind, self.made),
+            foreign_files=lambda path, new: find_foreign(path, *self._replacing(new)),
             overwrite=self._overwrite,
         )
 
-    def _check_replaceable(self, path: str) -> None:
-        shown = escape(self.path)
-        check_replaceable(path, shown, overwrite=self._overwrite, kind=self._kind, made=self.made)
+    def _check_replaceable(self, path: str, new: str = "") -> None:
+        kind, made = self._replacing(new)
+        check_replaceable(path, escape(self.path), overwrite=self._overwrite, kind=kind, made=made)
 
-    def _may_replace(self, path: str) -> None:
+    def _replacing(self, new: str) -> tuple[OutputKind, Made | None]:
+        """Return the kind of the output that replaces another, and its files: of a job that is not this one's, from its files."""
+        if self.made is not None or not new:
+            return self._kind, self.made
+        return kind_of(new), made_in(new)
+
+    def _may_replace(self, path: str, new: str) -> None:
         try:
-            self._check_replaceable(path)
+            self._check_replaceable(path, new)
         except UsageError as error:
             raise OutputExists(error.message, problems=error.problems, hint=error.hint) from None
 
@@ -219,8 +227,10 @@ class StoreDestination(Destination):
         self._scratch = None if options.scratch is None else os.fspath(options.scratch)
 
     def check(self, output: str, source: str | None, named_after: str | None) -> None:
-        looks = self._overwrite and not (self._looks_late and self.made is None)
-        self.path, is_there = check_target(output, source, self._kind, made=self.made, looks=looks)
+        looks = not (self._looks_late and self.made is None)
+        self.path, is_there = check_target(
+            output, source, self._kind, overwrite=self._overwrite, made=self.made, looks=looks
+        )
         self.exists = None
         if is_there and not self._overwrite:
             self.exists = UsageError(f"{escape(output)} exists", hint=KEEP_OR_REPLACE)
@@ -232,9 +242,8 @@ class StoreDestination(Destination):
         super().check_beside(files)
         if self.exists is not None:
             return
-        if self._overwrite:
-            self._look(self.path)
-        elif self.marker != OutputKind.SHARDED.value:
+        self._look(self.path)
+        if not self._overwrite and self.marker != OutputKind.SHARDED.value:
             at_once(lambda name: check_same(os.path.join(self.path, name), files[name]()), files)
 
     def _look(self, path: str) -> None:

@@ -153,7 +153,7 @@ class Writer:
         try:
             if self.exists and exist_ok:
                 if not self._given.dry_run:
-                    self.destination.end_commits()
+                    self._told.keep(self.destination.end_commits())
                 self._find_there(work)
             elif self._given.dry_run:
                 self._check_dry(writing, work)
@@ -208,9 +208,8 @@ class Writer:
         """Check that there is room, and keep what the result says of a dry run."""
         if self.destination.exists is not None:
             raise self.destination.exists
-        share = self._given.share
         finished = self._finished(work)
-        self._check_room(writing, work, finished.intersection(work.numbers(share)))
+        self._check_room(writing, work, finished.intersection(work.numbers(self._given.share)))
         self._note(work, finished)
 
     def _check_room(self, writing: Writing, work: Work, finished: Collection[int]) -> None:
@@ -242,8 +241,9 @@ class Writer:
                 kept = self._kept_files(work)
                 self._told.tell([f"{kept}: {self._how_to_resume(kept)}"] if kept else [])
                 raise
+            finally:  # this call may have ended the commit of another process
+                self._told.keep(self.destination.warnings(output))
         self._facts["replaced"] = self.destination.replaced(output)
-        self._told.keep(self.destination.warnings(output))
 
     def _write_files(self, writing: Writing, work: Work, output: JobOutput, share: Part | None) -> None:
         """Write this process's files, and make the output if no other process has files left."""
@@ -252,7 +252,7 @@ class Writer:
             self._note(work, self._finished(work), is_whole=False)
             return
         if not self.destination.jobs():  # without room nothing is written, not even the job
-            self.destination.end_commits()
+            self._told.keep(self.destination.end_commits())
             self._check_room(writing, work, ())
         try:
             output.begin(work.record)

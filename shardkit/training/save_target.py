@@ -13,7 +13,6 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
@@ -30,7 +29,7 @@ from shardkit.files.output.local import LocalOutput
 from shardkit.files.remote import objects
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
-from shardkit.formats.owned import Made, OutputKind, content_of, find_foreign, is_text
+from shardkit.formats.owned import OutputKind, find_foreign, kind_of, made_in
 from shardkit.operations.destination import check_destination, check_replaceable, check_target
 
 _MAX_METADATA = 1 << 30
@@ -50,7 +49,6 @@ class Lead:
 
     def __init__(self, path: str, *, overwrite: bool) -> None:
         self._overwrite, self._is_ended = overwrite, False
-        self._made: Made | None = None
         job, self._folder = secrets.token_hex(32), ""
         self._output: LocalOutput | BucketOutput
         if location_of(path).renames:
@@ -60,11 +58,11 @@ class Lead:
             self._output = LocalOutput(
                 self.path,
                 may_replace=self._check,
-                foreign_files=lambda old: find_foreign(old, OutputKind.SHARDED, self._made),
+                foreign_files=lambda old, new: find_foreign(old, kind_of(new), made_in(new)),
                 overwrite=overwrite,
             )
         else:
-            self.path, is_there = check_target(path, None, OutputKind.SHARDED)
+            self.path, is_there = check_target(path, None, OutputKind.SHARDED, overwrite=overwrite)
             if is_there and not overwrite:
                 raise UsageError(
                     f"{escape(path)} exists", hint="choose another name, or replace it: overwrite=True"
@@ -105,8 +103,6 @@ class Lead:
         """
         if self._folder:
             storage.write_file(os.path.join(self._scratch, METADATA), metadata)
-        else:
-            self._made = self._texts()
         try:
             self._output.commit(self._scratch)
         except OutputExists as error:
@@ -131,22 +127,13 @@ class Lead:
                     stacklevel=4,
                 )
 
-    def _check(self, path: str) -> None:
+    def _check(self, path: str, new: str) -> None:
         """Raise OutputExists if the directory at the destination, which may be somebody else's by now, has to stay."""
         try:
-            check_replaceable(
-                path, escape(path), overwrite=self._overwrite, kind=OutputKind.SHARDED, made=self._made
-            )
+            kind, made = (kind_of(new), made_in(new)) if new else (OutputKind.SHARDED, None)
+            check_replaceable(path, escape(path), overwrite=self._overwrite, kind=kind, made=made)
         except UsageError as error:
             raise OutputExists(error.message, problems=error.problems, hint=error.hint) from None
-
-    def _texts(self) -> Made:
-        """Return the texts that this save writes; they are read now, as they move when they are committed."""
-        texts = dict[str, Callable[[], bytes]]()
-        for here, _, names in storage.walk(self._scratch):
-            for path in (os.path.join(here, name) for name in names if is_text(name)):
-                texts[os.path.relpath(path, self._scratch)] = partial(bytes, content_of(path)())
-        return texts
 
     def _keep_on_disk(self) -> tuple[str, str]:
         """Give the new save another name; return its place, and what to do next."""
@@ -162,7 +149,8 @@ class Lead:
                 raise
         place, free = self._output.data, f"{self.path}-new"
         hint = (
-            f"first copy it to {in_shell(free)}: another save to {escape(self.path)} removes it where it lies"
+            f"first copy it to {in_shell(free)}: where it lies, the next save to {escape(self.path)} removes it, or "
+            "gives it that name"
         )
         return place, hint
 

@@ -201,14 +201,14 @@ def _answer(run: Callable[[], str], *, exist_ok: bool = False) -> str:
 
 
 def _output(overwrite: bool) -> LocalOutput:
-    def may_replace(path: str) -> None:
+    def may_replace(path: str, new: str) -> None:
         if not overwrite:
             raise OutputExists("OUT exists")
-        if names := _foreign_files(path):
+        if names := _foreign_files(path, new):
             raise OutputExists(f"OUT has files of a person: {', '.join(names)}")
 
     return local.LocalOutput(OUT, may_replace=may_replace, foreign_files=_foreign_files, overwrite=overwrite)
 
 
-def _foreign_files(path: str) -> list[str]:
+def _foreign_files(path: str, new: str) -> list[str]:
     return [name for name in STORAGE.listdir(path) if name not in _NAMES]

@@ -57,7 +57,7 @@ MUTANTS = (
         "the name of a file is not synced before its note",
         "damaged once",
         POWER,
-        "                storage.sync_directory(os.path.join(self._data, folder))\n",
+        "                storage.sync_directory(os.path.join(self.data, folder))\n",
         "                pass\n",
     ),
     Mutant(
@@ -80,8 +80,8 @@ MUTANTS = (
         "the files of OUT are not synced before the commit",
         "fresh",
         POWER,
-        "            storage.sync_directories(self._data)\n",
-        "",
+        "            storage.sync_directories(self.data)\n            self._work = ",
+        "            self._work = ",
     ),
     Mutant(
         "the commit is not synced before OUT changes",
@@ -150,14 +150,14 @@ MUTANTS = (
         "OUT is not looked at again before it is replaced",
         "a person makes OUT",
         BESIDE,
-        "            self._check_replaceable()\n            if not _exchange",
+        "            self._check_replaceable(data)\n            if not _exchange",
         "            if not _exchange",
     ),
     Mutant(
         "files that came late are removed with the old output",
         "a person puts a file into OUT",
         BESIDE,
-        "if _exists(old) and self._foreign_files(old):",
+        "if _exists(old) and self._foreign_files(old, self.path):",
         "if False:",
     ),
     Mutant(

@@ -14,7 +14,8 @@ import torch
 
 import shardkit
 from shardkit.core.mesh import parse_mesh
-from shardkit.errors import ResourceError, UsageError
+from shardkit.errors import Interrupted, ResourceError, UsageError
+from shardkit.files.output.local import LocalOutput
 from shardkit.formats.owned import OutputKind, find_foreign
 from shardkit.operations.destination import default_output
 from tests.cases import but_first
@@ -99,6 +100,45 @@ WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
     "save": ("save", {}),
 }
 FOREIGN = ("handler.py", "my.yaml", "notes.txt", "optimizer.pt")
+
+
+@pytest.mark.parametrize("end", ["commit", "again", "other", "abort", "save"])
+def test_whoever_ends_a_commit_leaves_a_text_that_was_edited_meanwhile(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does anybody leave the rest of the old output beside the new one."""
+    base, out = hub(tmp_path / "hub", weights(), CONFIG), tmp_path / "out"
+    (base / "README.md").write_text("of the base")
+
+    def run(**options: Any) -> Any:
+        return shardkit.consolidate(base, out, ask_class=False, **options)
+
+    run()
+    with monkeypatch.context() as killed:
+        killed.setattr(LocalOutput, "_publish_own", interrupt)
+        with pytest.raises(Interrupted):
+            run(overwrite=True)
+    (out / "README.md").write_text("by hand")
+    ends = {
+        "commit": lambda: shardkit.commit(out),
+        "again": lambda: run(overwrite=True),
+        "other": lambda: run(overwrite=True, dtype="fp16"),
+        "save": lambda: shardkit.save(torch.nn.Linear(2, 2), out, overwrite=True),
+    }
+    if end == "abort":
+        shardkit.abort(out)
+    else:
+        with pytest.raises(UsageError, match="exists and holds"):
+            ends[end]()
+    assert (out / "README.md").read_text() == "by hand"
+    (out / "README.md").write_text("of the base")
+    if end != "abort":
+        run(overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "out"]
+
+
+def interrupt(*args: Any, **options: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("case", but_first(WRITERS))

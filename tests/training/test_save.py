@@ -757,6 +757,28 @@ def test_what_somebody_puts_there_meanwhile_is_not_replaced(tmp_path: Any) -> No
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_somebody_puts_there_in_the_last_moment_is_not_replaced(tmp_path: Any, monkeypatch: Any) -> None:
+    """The commit has begun by then."""
+    place, rename, model = tmp_path / "last", storage.rename, nn.Linear(2, 2)
+    shardkit.save(model, place)
+
+    def meddle(source: str, target: str) -> None:
+        rename(source, target)
+        if "-commit-" in target:
+            (place / "thesis.txt").write_text("mine")
+
+    monkeypatch.setattr(storage, "rename", meddle)
+    with pytest.raises(
+        shardkit.UsageError, match=r"the new save is whole, and lies in .*/last-new\n"
+    ) as caught:
+        shardkit.save(model, place, overwrite=True)
+    assert "thesis.txt" in caught.value.problems
+    assert (place / "thesis.txt").read_text() == "mine"
+    assert shardkit.verify(tmp_path / "last-new", full=True).problems == ()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "last-new"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_cannot_get_a_name_beside_the_destination_is_not_lost(tmp_path: Any, monkeypatch: Any) -> None:
     """The next save would remove it there: the hint says to move it first."""
     place, rename = tmp_path / "last", storage.rename_noreplace
@@ -776,7 +798,7 @@ def test_what_cannot_get_a_name_beside_the_destination_is_not_lost(tmp_path: Any
     hidden = tmp_path / ".last.shardkit" / "data"
     assert str(hidden) in caught.value.message
     assert caught.value.hint == (
-        f"first copy it to {place}-new: another save to {place} removes it where it lies"
+        f"first copy it to {place}-new: where it lies, the next save to {place} removes it, or gives it that name"
     )
     shutil.copytree(hidden, f"{place}-new")
     assert shardkit.verify(f"{place}-new", full=True).problems == ()
@@ -846,7 +868,7 @@ def test_what_was_removed_during_a_save_is_not_called_saved(tmp_path: Any, monke
     commit = LocalOutput.commit
 
     def late(output: LocalOutput, beside: str) -> None:
-        LocalOutput(output.path, may_replace=print, foreign_files=os.listdir).abort()
+        LocalOutput(output.path, may_replace=print, foreign_files=lambda old, new: []).abort()
         commit(output, beside)
 
     monkeypatch.setattr(LocalOutput, "commit", late)

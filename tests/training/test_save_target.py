@@ -126,7 +126,7 @@ def test_a_save_is_replaced_on_request_alone(served: servers.Served, tmp_path: P
     before = keys(path)
     errors = save(served, tmp_path / "second", path)
     assert {error["error"] for error in errors} == {"UsageError"}
-    assert sum("--overwrite" in error["message"] for error in errors) == 1
+    assert sum("overwrite=True" in error["message"] for error in errors) == 1
     assert all("s3://bucket/last exists" in error["message"] for error in errors)
     assert keys(path) == before
     save(served, tmp_path / "third", path, overwrite=True)

@@ -71,10 +71,11 @@ _MAX_NAME_BYTES = 120  # of the output's name, in the names of its jobs; a name 
 _OF_A_JOB = re.compile(r"\.(.+)\.shardkit(-(new|commit|trash)-[^/]+)?", re.DOTALL)
 """Names of the directories of jobs, as far as they are short."""
 
-MayReplace = Callable[[str], None]
-"""Raises `OutputExists` if the directory at a path may not be replaced. It is not called for one that is empty."""
-ForeignFiles = Callable[[str], list[str]]
-"""Returns the names in a directory that shardkit has not written."""
+MayReplace = Callable[[str, str], None]
+"""Raises `OutputExists` if the directory at a path may not be replaced by the new output in another; that is empty as long
+as there is none. It is not called for a directory that is empty."""
+ForeignFiles = Callable[[str, str], list[str]]
+"""Returns the names in a directory that shardkit has not written; the second directory has the new output."""
 
 
 class LocalOutput:
@@ -95,7 +96,7 @@ class LocalOutput:
         """Old outputs that stay beside the new one, since files of somebody came into them in the last moment."""
         self._may_replace, self._foreign_files, self._overwrite = may_replace, foreign_files, overwrite
         self._work = _beside(path)
-        self._data, self._done = os.path.join(self._work, "data"), os.path.join(self._work, "done")
+        self._done = os.path.join(self._work, "done")
         self._record: JobRecord | None = None
         self._users_fd = self._data_fd = -1
         self._tmp = ""
@@ -109,7 +110,7 @@ class LocalOutput:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Leave the job. After an error it is removed if no file is finished and nobody else works on it."""
-        if error is not None and self._is_joined():
+        if error is not None and self._stage != "claimed" and self._is_joined():
             with contextlib.suppress(OSError):
                 self._discard_if_idle(with_files=False)
         self._leave()
@@ -128,7 +129,7 @@ class LocalOutput:
     @property
     def data(self) -> str:
         """The directory of the finished files, until the job is committed."""
-        return self._data
+        return os.path.join(self._work, "data")
 
     def begin(self, record: JobRecord) -> None:
         """See `JobOutput.begin`."""
@@ -210,9 +211,9 @@ class LocalOutput:
             names = (*file.attached, file.name)
             for name in names:
                 storage.sync_file(os.path.join(scratch, name))
-                storage.rename(os.path.join(scratch, name), os.path.join(self._data, name))
+                storage.rename(os.path.join(scratch, name), os.path.join(self.data, name))
             for folder in {os.path.dirname(name) for name in names}:
-                storage.sync_directory(os.path.join(self._data, folder))
+                storage.sync_directory(os.path.join(self.data, folder))
             storage.write_file(note_in_scratch, json.dumps(note).encode())
             storage.rename(note_in_scratch, os.path.join(self._done, f"{number}.json"))
             storage.sync_directory(self._done)
@@ -230,30 +231,31 @@ class LocalOutput:
         with self._in_job(), _locked(self._work):
             if (error := missing_files(self.path, self.record, self._finished())) is not None:
                 raise error
-            self._check_replaceable()
             self._adopt(beside)
-            storage.sync_directories(self._data)
-            claimed = _rename(self.path, self._work, "commit")
+            self._check_replaceable(self.data)
+            storage.sync_directories(self.data)
+            self._work = _rename(self.path, self._work, "commit")
             self._stage = "claimed"
-            self._publish_own(claimed)
+            self._publish_own()
         self._leave()
 
     def keep(self, beside: str) -> str:
         """Give the output another name, where the destination may not be replaced. The job ends.
 
         Args:
-            beside: as for `commit`.
+            beside: as for `commit`, which may have moved the files already.
 
         Returns:
             Its path, beside the destination.
         """
         with self._in_job(), _locked(self._work):
-            self._adopt(beside)
-            storage.sync_directories(self._data)
+            if self._stage != "claimed":
+                self._adopt(beside)
+            storage.sync_directories(self.data)
             for number in itertools.count(1):
                 kept = f"{self.path}-new{number if number > 1 else ''}"
                 with contextlib.suppress(FileExistsError):
-                    storage.rename_noreplace(self._data, kept)
+                    storage.rename_noreplace(self.data, kept)
                     break
             with contextlib.suppress(OSError):  # the next job says what is in its way
                 storage.sync_directory(os.path.dirname(self.path))
@@ -263,7 +265,7 @@ class LocalOutput:
 
     def discard(self) -> None:
         """Remove the job that `begin` has begun, unless it has ended. A commit that has begun is ended instead."""
-        if self._stage and self._tmp:
+        if self._stage == "begun" and self._tmp:
             with contextlib.suppress(JobEnded), self._in_job(), _locked(self._work):
                 _discard(self.path, self._work)
         self._leave()
@@ -306,7 +308,7 @@ class LocalOutput:
             if is_alone and _is_same(users, self._users_fd):
                 self._remove_scratch_of_dead()
             _flock(self._users_fd, exclusive=False)
-            self._data_fd = _open(self._data, os.O_RDONLY | os.O_DIRECTORY)
+            self._data_fd = _open(self.data, os.O_RDONLY | os.O_DIRECTORY)
             self._record = _read_record(self._work)
             if storage.lstat(self._tmp).st_uid != storage.lstat(self._work).st_uid:
                 self._leave()  # notes of others are not believed
@@ -332,7 +334,7 @@ class LocalOutput:
 
     def _is_joined(self) -> bool:
         """True while the job that this process has joined is under way."""
-        return _is_same(self._data, self._data_fd)
+        return _is_same(self.data, self._data_fd)
 
     @contextlib.contextmanager
     def _in_job(self) -> Iterator[None]:
@@ -356,7 +358,7 @@ class LocalOutput:
 
     def _require_joined(self) -> None:
         if not self._is_joined():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._data)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.data)
 
     def _finished(self) -> set[int]:
         """Return the numbers of the files that have notes and are there."""
@@ -367,7 +369,7 @@ class LocalOutput:
             if 0 <= number < len(self.record.files):
                 file = self.record.files[number]
                 with _if_there():
-                    if storage.lstat(os.path.join(self._data, file.name)).st_size == file.size:
+                    if storage.lstat(os.path.join(self.data, file.name)).st_size == file.size:
                         finished.add(number)
         self._require_joined()  # otherwise some may be missing because the job has ended
         return finished
@@ -401,15 +403,15 @@ class LocalOutput:
         finally:
             self._leave()
 
-    def _check_replaceable(self) -> None:
-        """Raise OutputExists if what is at the destination may not be replaced."""
+    def _check_replaceable(self, new: str = "") -> None:
+        """Raise OutputExists if what is at the destination may not be replaced by the new output in a directory."""
         if is_free(self.path):
             return
         try:
             with _if_there():
                 if not stat.S_ISDIR(storage.lstat(self.path).st_mode):
                     raise OutputExists(f"{escape(self.path)} exists and is not a directory")
-                self._may_replace(self.path)
+                self._may_replace(self.path, new)
         except OutputExists:
             _discard_all(self.path, "new")
             raise
@@ -418,7 +420,7 @@ class LocalOutput:
         """Move all files of a directory into `data`. A twin may be moving the same."""
         for entry in storage.listdir(os.path.join(directory, below)):
             name = os.path.join(below, entry)
-            source, target = os.path.join(directory, name), os.path.join(self._data, name)
+            source, target = os.path.join(directory, name), os.path.join(self.data, name)
             if stat.S_ISDIR(storage.lstat(source).st_mode):
                 with contextlib.suppress(FileExistsError):
                     storage.mkdir(target)
@@ -455,7 +457,7 @@ class LocalOutput:
             hint="if no process works there, remove it yourself",
         )
 
-    def _publish_own(self, work: str) -> None:
+    def _publish_own(self) -> None:
         """Publish the job that this process commits.
 
         Raises:
@@ -463,7 +465,7 @@ class LocalOutput:
             OSError: the system refuses; or another process has taken the commit over.
         """
         try:
-            self._publish(work, is_own=True)
+            self._publish(self._work, is_own=True)
         except OSError as error:
             if self.is_committed:
                 return  # the next command removes what is left of the job
@@ -488,7 +490,7 @@ class LocalOutput:
         if _exists(data):  # after an exchange
             storage.rename(data, old)
         storage.sync_directory(parent)  # else a power loss may lose this rename and keep the next one
-        if _exists(old) and self._foreign_files(old):  # they were put there after the last look
+        if _exists(old) and self._foreign_files(old, self.path):  # they were put there after the last look
             kept = os.path.join(parent, os.path.basename(_beside(self.path, "replaced"))[1:])  # not hidden
             storage.rename(old, kept)
             self.kept.append(kept)
@@ -502,7 +504,7 @@ class LocalOutput:
             if _exists(old) or is_free(self.path):
                 storage.rename(data, self.path)
                 return
-            self._check_replaceable()
+            self._check_replaceable(data)
             if not _exchange(work, self.path):
                 with _if_there():
                     storage.rename(self.path, old)

@@ -327,8 +327,7 @@ def _wait_for_all(place: Destination, record: JobRecord, until: float) -> None:
 
 
 def _was_there(place: Destination, begun: float) -> CommitResult:
-    place.end_commits()
-    path = place.path
+    warnings, path = place.end_commits(), place.path
     if not place.is_there:
         raise UsageError(
             f"no part was begun for {escape(path)}, and nothing is there",
@@ -344,7 +343,7 @@ def _was_there(place: Destination, begun: float) -> CommitResult:
         source_manifests=(),
         elapsed_s=round(time.monotonic() - begun, 3),
         notes=(f"{escape(path)} is there, and no parts of it are under way: nothing is left to commit",),
-        warnings=(),
+        warnings=tuple(warnings),
     )
 
 

@@ -48,11 +48,11 @@ _REFUSED, _BROKEN = 2, 3
 def write(out: str) -> None:
     """Write the output."""
 
-    def may_replace(path: str) -> None:
+    def may_replace(path: str, new: str) -> None:
         if read(path) == NEW:
             raise OutputExists("it is there")
 
-    with LocalOutput(out, may_replace=may_replace, foreign_files=lambda path: []) as output:
+    with LocalOutput(out, may_replace=may_replace, foreign_files=lambda path, new: []) as output:
         try:
             output.begin(RECORD)
             finished = output.notes(range(len(FILES)))

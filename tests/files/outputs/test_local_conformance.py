@@ -26,12 +26,12 @@ class LocalPlace(OutputPlace):
         self._directory, self._out = directory, directory / "out"
 
     def output(self, *, overwrite: bool = False) -> LocalOutput:
-        def may_replace(path: str) -> None:
+        def may_replace(path: str, new: str) -> None:
             if not overwrite:
                 raise OutputExists("it exists")
 
         return LocalOutput(
-            str(self._out), may_replace=may_replace, foreign_files=lambda path: [], overwrite=overwrite
+            str(self._out), may_replace=may_replace, foreign_files=lambda path, new: [], overwrite=overwrite
         )
 
     def look(self, name: str) -> bytes | None:

@@ -169,7 +169,7 @@ def test_files_of_somebody_else_are_not_replaced(served: servers.Served, out: st
     put(out, "tokenizer_config.json", b"another")
     put(f"{out}-2", "model.safetensors", b"another")
     served.proxy.seen.clear()
-    with pytest.raises(UsageError, match=r"tokenizer_config\.json exists, and is not what is written there"):
+    with pytest.raises(UsageError, match="exists and holds no weights of a Hub model: it is not replaced"):
         WRITES["consolidate"](served.home, out)
     for place, theirs in ((out, "tokenizer_config.json"), (f"{out}-2", "model.safetensors")):
         with pytest.raises(UsageError, match="it is not replaced") as caught:
@@ -239,11 +239,26 @@ def test_what_cannot_be_done_is_refused(served: servers.Served, out: str) -> Non
         "--push-to-hub": lambda: shardkit.consolidate(dcp_, out, push_to_hub="a/b"),
         "read only so far": lambda: shardkit.consolidate(dcp_, "hf://one/bucket/x"),
         "--profile transformers": lambda: shardkit.preshard(hub, out, world_size=2, profile="transformers"),
-        "lies inside the source": lambda: check_target(f"{out}/x", out, OutputKind.SHARDED),
+        "lies inside the source": lambda: check_target(f"{out}/x", out, OutputKind.SHARDED, overwrite=False),
     }.items():
         with pytest.raises(UsageError, match=message):
             call()
     assert not objects(out)
+
+
+@pytest.mark.parametrize("there", ["preshard", "consolidate", "a person"])
+def test_nothing_is_written_beside_what_is_something_else(
+    served: servers.Served, out: str, there: str
+) -> None:
+    if there == "a person":
+        put(out, "thesis.txt", b"mine")
+    else:
+        WRITES[there](served.home, out)
+    before = objects(out)
+    for verb in WRITES.keys() - {there, *(("reshard",) if there == "preshard" else ())}:
+        with pytest.raises(UsageError, match="exists and"):
+            WRITES[verb](served.home, out)
+    assert objects(out) == before
 
 
 def test_a_store_without_conditions_is_refused(served: servers.Served, out: str) -> None:
