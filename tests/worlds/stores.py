@@ -23,7 +23,7 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import pytest
 from isal.isal_zlib import crc32
@@ -70,7 +70,7 @@ class Seen(NamedTuple):
 
     method: str
     path: str
-    """With the query."""
+    """As the object is named, however the client escapes that; with the query, as it was sent."""
     span: str
     """The header `Range`, "" without one."""
     sent_nbytes: int
@@ -221,7 +221,9 @@ class _Handler(BaseHTTPRequestHandler):
         if body is None:  # as a store: half of an object is none
             self._cut()
             return
-        seen = Seen(self.command, self.path, self.headers.get("Range") or "", len(body))
+        key, mark, query = self.path.partition("?")
+        path = f"{unquote(key)}{mark}{query}"  # Google's dialect escapes "/", "." and "_", too
+        seen = Seen(self.command, path, self.headers.get("Range") or "", len(body))
         fault = proxy.fault_for(seen)
         proxy.before(seen)
         with proxy.under_way(seen):

@@ -332,7 +332,9 @@ class BucketOutput:
 
     def _version(self) -> Version | None:
         """Return the version of the marker; None if there is none. Raises JobEnded if it is that of this job."""
-        marker = self._objects.head(self._marker)
+        return self._version_of(self._objects.head(self._marker))
+
+    def _version_of(self, marker: StoredObject | None) -> Version | None:
         if self._job.has_put(marker):
             self._remove_home()
             raise JobEnded(self.path, is_committed=True)
@@ -351,13 +353,11 @@ class BucketOutput:
 
     def _replaced_data(self) -> tuple[str, ...]:
         """Return how the paths begin of the data that the commit will replace. Raises OutputExists as `commit`."""
-        if self._version() != self._replaced:
+        marker = self._objects.get(self._marker)  # by one request: a twin may commit between two
+        if self._version_of(marker) != self._replaced:
             raise self._changed()
-        if self._replaced is None:
+        if marker is None:
             return ()
-        marker = self._objects.get(self._marker)
-        if marker is None or marker.version != self._replaced:
-            raise self._changed()
         return tuple(f"{self.path}/{name}" for name in data_prefixes(marker.data) if not self._job.owns(name))
 
     def _check_may_replace(self) -> None:

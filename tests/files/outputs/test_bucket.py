@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
@@ -109,12 +109,17 @@ class TestBucketOutput(OutputTests):
 
 def is_put(part: str) -> Callable[[servers.Seen], bool]:
     """Return what is true for a put of an object whose key ends so, or a part of it."""
-    return lambda seen: seen.method in ("PUT", "POST") and unquote(seen.path).partition("?")[0].endswith(part)
+    return lambda seen: seen.method in ("PUT", "POST") and seen.path.partition("?")[0].endswith(part)
+
+
+def is_get(part: str) -> Callable[[servers.Seen], bool]:
+    """Return what is true for reading an object whose key ends so."""
+    return lambda seen: seen.method == "GET" and seen.path.partition("?")[0].endswith(part)
 
 
 def is_note(seen: servers.Seen) -> bool:
     """True for a request that reads a note."""
-    return seen.method == "GET" and unquote(seen.path).endswith(".json")
+    return seen.method == "GET" and seen.path.endswith(".json")
 
 
 def is_delete(seen: servers.Seen) -> bool:
@@ -324,6 +329,15 @@ class TestTwins:
             place.output().begin(make_record())
         assert caught.value.is_committed
         assert place.leftovers() == []
+        assert place.read() == expected()
+
+    def test_a_commit_while_the_old_marker_is_read(self, place: BucketPlace) -> None:
+        place.put(OLD)
+        output, twin = ready(place, overwrite=True), ready(place, overwrite=True)
+        before(place, is_get(MARKER), lambda: commit(twin))
+        with pytest.raises(JobEnded) as caught:
+            commit(output)
+        assert caught.value.is_committed
         assert place.read() == expected()
 
     def test_a_commit_while_notes_are_read(self, place: BucketPlace) -> None:
