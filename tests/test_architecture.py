@@ -127,7 +127,7 @@ WRITING = (
     "cli/parts.py",
 )
 """All that writes, but for Ray."""
-MOST_LINES, MOST_CHANGING = 2833, 6
+MOST_LINES, MOST_CHANGING = 2832, 6
 
 
 def writing() -> list[Path]:
