@@ -195,15 +195,17 @@ def is_output(path: str, kind: OutputKind) -> bool:
     return METADATA in names or manifest.NAME in names
 
 
-def kind_of(path: str) -> OutputKind:
-    """Return the kind of an output of shardkit in a directory."""
-    return OutputKind.HUB if is_output(path, OutputKind.HUB) else OutputKind.SHARDED
-
-
-def made_in(path: str) -> Made:
-    """Return the files of an output in a directory; their content is read when it is asked for."""
-    found = [os.path.join(here, name) for here, _, names in storage.walk(path) for name in names]
-    return {os.path.relpath(place, path): content_of(place) for place in found}
+def written_in(path: str) -> tuple[OutputKind, Made]:
+    """Return the kind of an output of shardkit in a directory, and its files, which are read when they are compared."""
+    kind, made = None, dict[str, Callable[[], bytes]]()
+    with suppress(ShardkitError, OSError):
+        kind = _said(os.path.join(path, manifest.NAME)).kind
+    for here, folders, names in storage.walk(path):
+        inside = "" if here == path else f"{os.path.relpath(here, path)}/"
+        made |= {inside + name: content_of(os.path.join(here, name)) for name in names}
+        if inside and not (folders or names):
+            made[inside] = bytes
+    return kind or (OutputKind.SHARDED if METADATA in made else OutputKind.HUB), made
 
 
 def find_foreign(path: str, kind: OutputKind, made: Made | None) -> list[str]:

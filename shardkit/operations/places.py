@@ -20,7 +20,7 @@ from shardkit.files.output import bucket, local
 from shardkit.files.output.bucket import BucketOutput
 from shardkit.files.output.contract import JobStatus, OutputExists
 from shardkit.files.output.local import LocalOutput, is_free
-from shardkit.formats.owned import Made, OutputKind, find_foreign, kind_of, made_in, refusal
+from shardkit.formats.owned import Made, OutputKind, find_foreign, refusal, written_in
 from shardkit.operations.destination import (
     KEEP_OR_REPLACE,
     absolute,
@@ -187,19 +187,13 @@ class DiskDestination(Destination):
         return LocalOutput(
             self.path,
             may_replace=self._may_replace,
-            foreign_files=lambda path, new: find_foreign(path, *self._replacing(new)),
+            foreign_files=lambda path, new: find_foreign(path, *written_in(new)),
             overwrite=self._overwrite,
         )
 
     def _check_replaceable(self, path: str, new: str = "") -> None:
-        kind, made = self._replacing(new)
+        kind, made = written_in(new) if new else (self._kind, self.made)
         check_replaceable(path, escape(self.path), overwrite=self._overwrite, kind=kind, made=made)
-
-    def _replacing(self, new: str) -> tuple[OutputKind, Made | None]:
-        """Return the kind of the output that replaces another, and its files: of a job that is not this one's, from its files."""
-        if self.made is not None or not new:
-            return self._kind, self.made
-        return kind_of(new), made_in(new)
 
     def _may_replace(self, path: str, new: str) -> None:
         try:

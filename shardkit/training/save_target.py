@@ -29,7 +29,7 @@ from shardkit.files.output.local import LocalOutput
 from shardkit.files.remote import objects
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
-from shardkit.formats.owned import OutputKind, find_foreign, kind_of, made_in
+from shardkit.formats.owned import OutputKind, find_foreign, written_in
 from shardkit.operations.destination import check_destination, check_replaceable, check_target
 
 _MAX_METADATA = 1 << 30
@@ -58,7 +58,7 @@ class Lead:
             self._output = LocalOutput(
                 self.path,
                 may_replace=self._check,
-                foreign_files=lambda old, new: find_foreign(old, kind_of(new), made_in(new)),
+                foreign_files=lambda old, new: find_foreign(old, *written_in(new)),
                 overwrite=overwrite,
             )
         else:
@@ -130,7 +130,7 @@ class Lead:
     def _check(self, path: str, new: str) -> None:
         """Raise OutputExists if the directory at the destination, which may be somebody else's by now, has to stay."""
         try:
-            kind, made = (kind_of(new), made_in(new)) if new else (OutputKind.SHARDED, None)
+            kind, made = written_in(new) if new else (OutputKind.SHARDED, None)
             check_replaceable(path, escape(path), overwrite=self._overwrite, kind=kind, made=made)
         except UsageError as error:
             raise OutputExists(error.message, problems=error.problems, hint=error.hint) from None

@@ -137,6 +137,32 @@ def test_whoever_ends_a_commit_leaves_a_text_that_was_edited_meanwhile(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "out"]
 
 
+@pytest.mark.parametrize("end", ["commit", "abort", "preshard"])
+def test_whoever_ends_a_commit_removes_the_old_output(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that knows nothing of Hub models."""
+    base, out = hub(tmp_path / "hub", weights(), CONFIG), tmp_path / "out"
+    (base / "README.md").write_text("of the base")
+    shardkit.consolidate(base, out, ask_class=False)
+    replace = LocalOutput._replace
+
+    def die(*args: Any) -> None:
+        replace(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(LocalOutput, "_replace", die)
+        with pytest.raises(Interrupted):
+            shardkit.consolidate(base, out, ask_class=False, dtype="fp16", overwrite=True)
+    if end == "preshard":
+        with pytest.raises(UsageError, match="out exists"):
+            shardkit.preshard(base, out, world_size=2, layout="declared")
+    else:
+        getattr(shardkit, end)(out)
+    assert not list(tmp_path.glob("*replaced*"))
+
+
 def interrupt(*args: Any, **options: Any) -> None:
     raise KeyboardInterrupt
 
