@@ -373,14 +373,18 @@ def test_new_credentials_are_taken_once_the_old_ones_have_expired(served: server
 
 
 FORK = """
-import os, sys
+import gc, os, sys, weakref
 import shardkit
 from shardkit.errors import ShardkitError
 from shardkit.files import storage
+from shardkit.files.remote import kinds
 path = sys.argv[1]
 fd = storage.open_fd(path + "/hub/model.safetensors", os.O_RDONLY)
 storage.pread(fd, 10, 0)
+client = weakref.ref(kinds.store_of(path)[0].client())
 if os.fork() == 0:
+    gc.collect()
+    assert client() is not None, "whoever drops it waits for a lock that a thread of the parent may hold"
     for ask in (lambda: shardkit.inspect(path + "/hub"), lambda: storage.pread(fd, 10, 0)):
         try:
             ask()

@@ -8,10 +8,12 @@ assumed roles too. Source: obstore 0.12; Amazon S3 API (error codes).
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -41,6 +43,20 @@ _CHECKSUM = "AWS_CHECKSUM_ALGORITHM"
 _CREDENTIALS_LIVE = timedelta(minutes=5)  # then boto3 is asked again, which renews those that expire
 _METADATA_SERVER = "169.254.169.254"  # gives credentials to machines in a cloud
 _connected_by: list[int] = []  # the process that used obstore first
+_buckets = weakref.WeakSet["Bucket"]()
+
+
+def _after_fork() -> None:
+    """Keep the parent's clients for ever in a child.
+
+    A thread of the parent may have held a lock of a client's connections, and whoever drops the client waits for it: seen
+    once in some hundred forks that followed a read. Tried with obstore 0.12.
+    """
+    for bucket in _buckets:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(bucket))
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Bucket:
@@ -54,6 +70,7 @@ class Bucket:
         self._root = root
         self._lock = threading.Lock()
         self._clients: dict[int, Any] = {}
+        _buckets.add(self)
 
     def client(self, *, num_retries: int = 0) -> Any:
         """Return obstore's own store.
