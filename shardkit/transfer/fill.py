@@ -34,7 +34,7 @@ from shardkit.files.digest import combine, crc32, crc32_combine, zeros
 from shardkit.files.storage import BLOCK, shared_part
 from shardkit.transfer.checks import EntryReading
 from shardkit.transfer.convert import Converter, make_converter
-from shardkit.transfer.images import Hole, Image, Piece
+from shardkit.transfer.images import Hole, Image
 from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
 from shardkit.transfer.sources import Reader, SourceFiles, bands
 from shardkit.transfer.stream import Controls, Segment, Stream, read_back, segments_of, write_all
@@ -100,34 +100,29 @@ class Filler:
         stream = Stream(fd, image.name, task.begin, self._buffer)
         with self._reader, self._silent_reader:
             for index, piece in enumerate(image.pieces(task.start, task.stop), task.start):
-                self._write_piece(piece, index, image, stream, stretch)
+                start, frame, fqn, first, nbytes, dtype = piece
+                stream.fqn = fqn
+                stream.put_at(start, frame.prefix)
+                source = self._plan.streamed.get(fqn)
+                if source is not None:
+                    crc = self._stream(stream, source, first, nbytes, dtype)
+                elif fqn in self._plan.gathered:
+                    if self._late is not None:
+                        self._late.open(fqn, self._reader.descriptor)
+                    crc = self._gather(stream, image.hole(index), self._plan.catalog.tensors[fqn].dtype)
+                else:  # there before, as it was scattered in another order or computed, so the digest has to be read back
+                    place = stream.position
+                    stream.step_over(nbytes)
+                    crc = read_back(fd, place, nbytes, self._buffer) if self._digests else 0
+                suffix = frame.suffix(crc)
+                stream.put(suffix)
+                if self._digests:
+                    stretch.segments += segments_of(start, frame, nbytes, crc, suffix)
+                    stretch.data_crcs.append(crc)
             stream.flush()
             self._share(image.name)
             stretch.read = self._reader.take_readings()
         return stretch
-
-    def _write_piece(
-        self, piece: Piece, index: int, image: Image, stream: Stream, stretch: TaskOutput
-    ) -> None:
-        start, frame, fqn, first, nbytes, dtype = piece
-        stream.fqn = fqn
-        stream.put_at(start, frame.prefix)
-        source = self._plan.streamed.get(fqn)
-        if source is not None:
-            crc = self._stream(stream, source, first, nbytes, dtype)
-        elif fqn in self._plan.gathered:
-            if self._late is not None:
-                self._late.open(fqn, self._reader.descriptor)
-            crc = self._gather(stream, image.hole(index), self._plan.catalog.tensors[fqn].dtype)
-        else:  # there before, as it was scattered in another order or computed, so the digest has to be read back
-            place = stream.position
-            stream.step_over(nbytes)
-            crc = read_back(self._fd, place, nbytes, self._buffer) if self._digests else 0
-        suffix = frame.suffix(crc)
-        stream.put(suffix)
-        if self._digests:
-            stretch.segments += segments_of(start, frame, nbytes, crc, suffix)
-            stretch.data_crcs.append(crc)
 
     def _stream(self, stream: Stream, source: FlatSource, first: int, nbytes: int, dtype: DType) -> int:
         """Fill the hole at the stream's position; return the CRC-32 of its bytes, 0 without digests."""
@@ -155,6 +150,9 @@ class Filler:
         while done < nbytes:
             self._check()
             part = stream.room(nbytes - done)
+            if not part:
+                stream.flush()
+                continue
             part_crc = self._reader.read_into(file, part, start + done, stream.fqn)
             if self._digests:
                 crc = _go_on(crc, part, part_crc)

@@ -63,15 +63,13 @@ class Stream:
         return self._at + self._used
 
     def room(self, wanted: int) -> memoryview:
-        """Return a part of the buffer, 1 to `wanted` bytes, for the caller to fill.
+        """Return a part of the buffer, at most `wanted` bytes, for the caller to fill; empty until a full buffer is flushed.
 
         It counts as written and is flushed with the rest.
         """
-        if self._used == self._size:
-            self.flush()
-        taken = self._view[self._used : self._used + wanted]
-        self._used += len(taken)
-        return taken
+        part = self._view[self._used : self._used + wanted]
+        self._used += len(part)
+        return part
 
     def whole_room(self, nbytes: int) -> memoryview:
         """Return exactly `nbytes` of the buffer, at most its size, for the caller to fill."""
@@ -92,6 +90,8 @@ class Stream:
         done = 0
         while done < len(data):
             part = self.room(len(data) - done)
+            if not part:
+                self.flush()
             part[:] = data[done : done + len(part)]
             done += len(part)
 
