@@ -107,7 +107,9 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
         opt.silence_hub()
     from shardkit.operations.consolidate import consolidate
 
-    out.result(opt.carry_out(out, consolidate, checkpoint, output, on_step=out.step, **options), render)
+    with opt.divisible(out, options) as arguments:
+        result = consolidate(checkpoint, output, on_step=out.step, **arguments)
+    out.result(result, render)
 
 
 def render(result: ConsolidateResult) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -388,23 +388,22 @@ def _take_part(out: Output, text: str | None) -> Part | None:
     return replace(part, typed=typed)
 
 
-def carry_out(out: Output, verb: Callable[..., _R], *arguments: str | None, **options: Any) -> _R:
-    """Call a verb that can be divided, with a bar and its warnings shown, and stdout kept for its result.
+@contextmanager
+def divisible(out: Output, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Give the options of a verb that can be divided: its part, a bar and its warnings too, with stdout kept for the result.
 
     Args:
         out: where the command prints.
-        verb: of the library.
-        arguments: its paths.
-        options: the rest, with `part` as it was typed.
+        options: with `part` as it was typed.
     """
-    part = _take_part(out, options.pop("part"))
+    part = _take_part(out, options["part"])
     from shardkit.cli.errors import resume_command
     from shardkit.operations.parts.agreement import typed
 
     again = typed(resume_command(click.get_current_context().find_root().obj))
-    # Ray tells on stdout what becomes of its workers.
+    # Ray reports on stdout what becomes of its workers.
     with again, redirect_stdout(sys.stderr) if options["executor"] else nullcontext():
-        return verb(*arguments, part=part, progress=out.progress(), on_warning=out.warn, **options)
+        yield {**options, "part": part, "progress": out.progress(), "on_warning": out.warn}
 
 
 def keys(default: str, meaning: str) -> Decorator:

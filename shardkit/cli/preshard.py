@@ -155,15 +155,9 @@ def command(
         opt.silence_hub()
     from shardkit.operations.preshard import preshard
 
-    result = opt.carry_out(
-        out,
-        preshard,
-        source,
-        output,
-        on_step=out.step,
-        holdings=html_file is not None,
-        **options,
-    )
+    with opt.divisible(out, options) as arguments:
+        holdings = html_file is not None
+        result = preshard(source, output, on_step=out.step, holdings=holdings, **arguments)
     out.result(result, render)
     if html_file is not None:
         page.write(out, page_of(result))

@@ -54,7 +54,9 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
     """
     from shardkit.operations.reshard import reshard
 
-    out.result(opt.carry_out(out, reshard, checkpoint, output, **options), render)
+    with opt.divisible(out, options) as arguments:
+        result = reshard(checkpoint, output, **arguments)
+    out.result(result, render)
 
 
 def render(result: ReshardResult) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
@@ -15,13 +16,16 @@ _O = TypeVar("_O")
 _R = TypeVar("_R")
 
 
-def keywords_of(options: Callable[_P, _O]) -> Callable[[Callable[[_O], _R]], Callable[_P, _R]]:
+def keywords_of(
+    options: Callable[_P, _O], within: Callable[[_O], AbstractContextManager[object]] = nullcontext
+) -> Callable[[Callable[[_O], _R]], Callable[_P, _R]]:
     """Return a decorator: a function that takes an options object is called with the fields of its class instead.
 
     Type checkers, `help` and `inspect.signature` show these as the function's own arguments.
 
     Args:
         options: a dataclass. In the signature, what it inherits comes last.
+        within: makes of the options the context in which the function runs.
     """
     assert isinstance(options, type)
     inherited = {field.name for base in options.__bases__ if is_dataclass(base) for field in fields(base)}
@@ -37,7 +41,9 @@ def keywords_of(options: Callable[_P, _O]) -> Callable[[Callable[[_O], _R]], Cal
                 signature.bind(*args, **kwargs)
             except TypeError as error:  # that of the class would name the class
                 raise TypeError(f"{function.__name__}() {error}") from None
-            return function(options(*args, **kwargs))
+            filled = options(*args, **kwargs)
+            with within(filled):
+                return function(filled)
 
         returned = inspect.signature(function).return_annotation
         signature = inspect.Signature(shown, return_annotation=returned)

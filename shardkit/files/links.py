@@ -7,10 +7,12 @@ is taken from them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
 
 from shardkit.core.text import count, escape, listed, parse_size
 from shardkit.errors import SourceError
@@ -24,21 +26,34 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def may_follow_links(operation: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let an operation follow links that leave a checkpoint's directory, where its `follow_links` is true.
+@contextlib.contextmanager
+def reading_sources(*, follow_links: bool = False, max_memory: object = None) -> Iterator[None]:
+    """Let an operation follow links that leave a checkpoint's directory, where `follow_links` is true.
 
-    What stores were asked before is forgotten, and what is held of them stays within the operation's `max_memory`.
+    Listings of stores that an earlier operation kept are dropped, and what is held of stores stays within `max_memory`.
     """
+    stores.forget()
+    token = FOLLOWS_LINKS.set(FOLLOWS_LINKS.get() or follow_links)
+    try:
+        with storage.hold_at_most(_held_bytes(max_memory)):
+            yield
+    finally:
+        FOLLOWS_LINKS.reset(token)
+
+
+def reading_as(options: Any) -> AbstractContextManager[None]:
+    """Return `reading_sources` for a verb's options."""
+    max_memory = getattr(options, "max_memory", None)
+    return reading_sources(follow_links=options.follow_links, max_memory=max_memory)
+
+
+def may_follow_links(operation: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return an operation that runs in `reading_sources`, by its keyword `follow_links`."""
 
     @functools.wraps(operation)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        stores.forget()
-        token = FOLLOWS_LINKS.set(FOLLOWS_LINKS.get() or bool(kwargs.get("follow_links")))
-        try:
-            with storage.hold_at_most(_held_bytes(kwargs.get("max_memory"))):
-                return operation(*args, **kwargs)
-        finally:
-            FOLLOWS_LINKS.reset(token)
+        with reading_sources(follow_links=bool(kwargs.get("follow_links"))):
+            return operation(*args, **kwargs)
 
     return run
 

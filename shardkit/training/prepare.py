@@ -22,7 +22,7 @@ from shardkit.core.keywords import keywords_of
 from shardkit.core.text import count, escape, few, listed
 from shardkit.errors import LayoutError, ResourceError, ShardkitError, UsageError
 from shardkit.files import storage
-from shardkit.files.links import may_follow_links
+from shardkit.files.links import reading_as
 from shardkit.files.location import location_of
 from shardkit.formats.configs import config_differences, difference, generation_differences
 from shardkit.formats.hub.assets import CONFIG, GENERATION_CONFIG
@@ -203,9 +203,8 @@ class _FoundSource:
     """generation_config.json of the source; None if it has none, or the model is that of a directory."""
 
 
-@may_follow_links
 @storage.listed_once()
-@keywords_of(PrepareOptions)
+@keywords_of(PrepareOptions, reading_as)
 def prepare(options: PrepareOptions) -> ModelInitializationContext:
     """Build a model without memory for its weights, and compare it with its source; each rank must call it.
 

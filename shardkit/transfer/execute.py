@@ -247,8 +247,8 @@ class Execution:
             try:
                 self._create_files()
                 tasks = self._tasks(sources)
-                self._in_threads(self._scatter_jobs(sources))
-                self._in_threads(self._task_jobs(tasks, sources))
+                run_all(self._scatter_jobs(sources), self._options.jobs, self._stop, name="shardkit")
+                run_all(self._task_jobs(tasks, sources), self._options.jobs, self._stop, name="shardkit")
                 self._raise_unfinished()
                 self._check()  # threads that are stopped between two jobs end in silence
                 self._wait_for_files()
@@ -472,6 +472,3 @@ class Execution:
     def _check(self) -> None:
         if self._stop.is_set():
             raise CancelledError
-
-    def _in_threads(self, jobs: Sequence[Callable[[], None]]) -> None:
-        run_all(jobs, self._options.jobs, self._stop, name="shardkit")

@@ -15,7 +15,7 @@ from shardkit.core.keywords import keywords_of
 from shardkit.core.text import escape, listed
 from shardkit.errors import Interrupted, refuse_warnings, signal_of
 from shardkit.files import storage, stores
-from shardkit.files.links import may_follow_links
+from shardkit.files.links import reading_as
 from shardkit.files.location import location_of
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dequantize import plain_base, take_plain
@@ -47,8 +47,7 @@ from shardkit.operations.write import Writer, Writing
 from shardkit.osft.fold import folded_base, take_folded
 
 
-@may_follow_links
-@keywords_of(ConsolidateOptions)
+@keywords_of(ConsolidateOptions, reading_as)
 def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
     """Write a sharded checkpoint as a Hub model: safetensors, config, tokenizer.
 

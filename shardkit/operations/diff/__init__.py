@@ -21,7 +21,7 @@ from shardkit.core.result import DrawnResult
 from shardkit.core.text import count, listed, parse_size
 from shardkit.core.threads import progress_for
 from shardkit.files import storage
-from shardkit.files.links import may_follow_links
+from shardkit.files.links import reading_as
 from shardkit.keys.names import natural
 from shardkit.operations.diff.experts import num_fused
 from shardkit.operations.diff.options import DiffOptions
@@ -194,8 +194,7 @@ class DiffResult(DrawnResult):
         }
 
 
-@may_follow_links
-@keywords_of(DiffOptions)
+@keywords_of(DiffOptions, reading_as)
 def diff(options: DiffOptions) -> DiffResult:
     """Compare two checkpoints, bit by bit or within a tolerance.
 

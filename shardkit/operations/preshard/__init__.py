@@ -24,7 +24,7 @@ from shardkit.core.result import DrawnResult
 from shardkit.core.text import escape, in_shell
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
-from shardkit.files.links import may_follow_links
+from shardkit.files.links import reading_as
 from shardkit.files.location import location_of
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
 from shardkit.formats.contract import Checkpoint
@@ -93,8 +93,7 @@ class PreshardResult(WriteResult, DrawnResult):
     """Which rank and which file holds which bytes; None unless it was asked for. Its `to_json` is its own."""
 
 
-@may_follow_links
-@keywords_of(PreshardOptions)
+@keywords_of(PreshardOptions, reading_as)
 def preshard(options: PreshardOptions) -> PreshardResult:
     """Write `source` as a DCP checkpoint with one file for each shard coordinate of a mesh.
 

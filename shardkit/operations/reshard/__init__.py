@@ -14,7 +14,7 @@ from shardkit.core.catalog import join_name
 from shardkit.core.keywords import keywords_of
 from shardkit.errors import refuse_warnings
 from shardkit.files import manifest, storage, stores
-from shardkit.files.links import may_follow_links
+from shardkit.files.links import reading_as
 from shardkit.files.location import location_of
 from shardkit.formats.owned import content_of
 from shardkit.formats.recorded import SourceManifests
@@ -78,8 +78,7 @@ class ReshardResult(WriteResult):
     """Files beside these directories that were copied as they are."""
 
 
-@may_follow_links
-@keywords_of(ReshardOptions)
+@keywords_of(ReshardOptions, reading_as)
 def reshard(options: ReshardOptions) -> ReshardResult:
     """Write a sharded checkpoint for another mesh: model, optimizer and everything else.
 

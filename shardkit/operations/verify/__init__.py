@@ -15,7 +15,7 @@ from shardkit.core.threads import choose_jobs, progress_for
 from shardkit.errors import ShardkitError, refuse_warnings
 from shardkit.files import storage, stores
 from shardkit.files.digest import place_of
-from shardkit.files.links import may_follow_links
+from shardkit.files.links import reading_as
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import told_catalog
@@ -31,8 +31,7 @@ from shardkit.operations.verify.result import Report, VerifyResult
 from shardkit.operations.verify.structure import Structure, check_structure
 
 
-@may_follow_links
-@keywords_of(VerifyOptions)
+@keywords_of(VerifyOptions, reading_as)
 def verify(options: VerifyOptions) -> VerifyResult:
     """Check a checkpoint of any format. torch is not imported.
 
