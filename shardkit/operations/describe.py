@@ -33,7 +33,7 @@ class OutputFiles:
         return manifest.describe_bytes(name, data, digest=self._digest, sha256=self._sha256)
 
     def write(self, name: str, data: bytes, *, path: str | None = None) -> manifest.ListedFile:
-        """Write a file, synced; return what the manifest says of it.
+        """Write a file, which the output's commit syncs; return what the manifest says of it.
 
         Args:
             name: below the directory.
@@ -42,7 +42,7 @@ class OutputFiles:
         """
         if folder := os.path.dirname(name):
             storage.make_folders(self.directory, folder)
-        storage.write_file(os.path.join(self.directory, name), data)
+        storage.write_file(os.path.join(self.directory, name), data, is_synced=False)
         if path is not None:
             self.copies.append((name, path, int(crc32(data))))
             _log.debug("copied %s", escape(path))

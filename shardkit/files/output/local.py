@@ -43,6 +43,7 @@ from types import TracebackType
 from typing import Literal
 
 from shardkit.core.text import escape, in_shell
+from shardkit.core.threads import at_once
 from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.digest import crc32
@@ -418,16 +419,18 @@ class LocalOutput:
 
     def _adopt(self, directory: str, below: str = "") -> None:
         """Move all files of a directory into `data`. A twin may be moving the same."""
+        files = list[str]()
         for entry in storage.listdir(os.path.join(directory, below)):
             name = os.path.join(below, entry)
-            source, target = os.path.join(directory, name), os.path.join(self.data, name)
-            if stat.S_ISDIR(storage.lstat(source).st_mode):
+            if stat.S_ISDIR(storage.lstat(os.path.join(directory, name)).st_mode):
                 with contextlib.suppress(FileExistsError):
-                    storage.mkdir(target)
+                    storage.mkdir(os.path.join(self.data, name))
                 self._adopt(directory, name)
             else:
-                storage.sync_file(source)
-                storage.rename(source, target)
+                files.append(name)
+        at_once(storage.sync_file, [os.path.join(directory, name) for name in files])
+        for name in files:
+            storage.rename(os.path.join(directory, name), os.path.join(self.data, name))
 
     def _finish_commits(self) -> set[str]:
         """Bring interrupted commits to their end, and wait for one that is alive.
