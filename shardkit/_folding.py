@@ -96,8 +96,8 @@ def _fold_group(rows: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]) -> Iter
     if len(alike) == 1 or len({numbers for _, numbers in rows}) < _MIN_RUN:
         return [each for fixed, places in alike.items() for each in _fold_rows(fixed, Counter(places))]
     texts = tuple(map(spread, zip(*alike, strict=True)))
-    found = _fold_rows(texts, Counter(numbers for _, numbers in rows))
-    return [replace(each, pattern=f"{each.pattern}  x{each.count}") for each in found]
+    rows_folded = _fold_rows(texts, Counter(numbers for _, numbers in rows))
+    return [replace(each, pattern=f"{each.pattern}  x{each.count}") for each in rows_folded]
 
 
 def _places(line: str) -> tuple[tuple[str, ...], tuple[int, ...]]:

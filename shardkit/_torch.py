@@ -465,10 +465,10 @@ class LocalRegions(torch.Tensor):
             shape: of the whole tensor.
             parts: offsets in the whole tensor, sizes, and where in `memory`.
         """
-        found = memory.detach().as_subclass(LocalRegions)
-        found._whole = torch.Size(shape)
-        found._places = {offsets: (sizes, place) for offsets, sizes, place in parts}
-        return found
+        regions = memory.detach().as_subclass(LocalRegions)
+        regions._whole = torch.Size(shape)
+        regions._places = {offsets: (sizes, place) for offsets, sizes, place in parts}
+        return regions
 
     def size(self, dim: int | None = None) -> Any:
         return self._whole if dim is None else self._whole[dim]

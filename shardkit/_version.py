@@ -25,10 +25,10 @@ def torch_note(version: str | None) -> str | None:
     if version is None:
         return None
     oldest, newest = (tuple(map(int, each.split("."))) for each in TESTED_TORCH)
-    found = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
-    if oldest <= found <= newest:
+    running = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+    if oldest <= running <= newest:
         return None
-    side = "older" if found < oldest else "newer"
+    side = "older" if running < oldest else "newer"
     return f"torch {version} is {side} than what shardkit was tried with, {' to '.join(TESTED_TORCH)}"
 
 

@@ -64,9 +64,9 @@ class ShardkitError(Exception):
         """Return the error as a traceback shows it: layers and ranks are folded, as on the command line."""
         if self.shown_by is not None:
             return f"{self.message} (see rank {self.shown_by})"
-        found = fold_lines(self.problems, spreads=True)
-        lines = [self.message, *(f"  {each.pattern}" for each in found[:_SHOWN_PROBLEMS])]
-        if hidden := sum(each.count for each in found[_SHOWN_PROBLEMS:]):
+        folded = fold_lines(self.problems, spreads=True)
+        lines = [self.message, *(f"  {each.pattern}" for each in folded[:_SHOWN_PROBLEMS])]
+        if hidden := sum(each.count for each in folded[_SHOWN_PROBLEMS:]):
             lines.append(f"  ... {hidden} more")
         if self.hint:
             lines.append(f"hint: {self.hint}")

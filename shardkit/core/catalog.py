@@ -226,10 +226,10 @@ class SourceFile:
     name: str
     """Name relative to the checkpoint, for messages and manifests."""
     path: str
-    """Where to open it; empty while it is yet to be computed. Where the bytes are `made`, a file that they are made of."""
+    """Where to open it; empty while it is yet to be computed. Where the bytes are derived, a file that they are made of."""
     size: int
     """Bytes."""
-    made: Decoded | Computed | None = None
+    derivation: Decoded | Computed | None = None
     """How its bytes come to be, if they lie nowhere as they are. Such a file holds a single tensor, row-major."""
     checksums: Checksums | None = None
     """Checksums to compare the bytes at `path` with; None if nothing is recorded."""
@@ -239,17 +239,17 @@ class SourceFile:
     @property
     def is_raw(self) -> bool:
         """True if its bytes lie at `path` as they are."""
-        return self.made is None
+        return self.derivation is None
 
     def decoded(self) -> memoryview:
         """Return its bytes, which have to be decoded."""
-        assert isinstance(self.made, Decoded)
-        return self.made.decode(ignore_read)
+        assert isinstance(self.derivation, Decoded)
+        return self.derivation.decode(ignore_read)
 
     @property
     def is_proved(self) -> bool:
         """True if what its bytes are decoded from is proved to be what was written."""
-        return isinstance(self.made, Decoded) and self.made.is_proved
+        return isinstance(self.derivation, Decoded) and self.derivation.is_proved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,16 +414,16 @@ class Catalog:
             fqn=fqn, dtype=dtype, shape=shape, first_chunk=first, num_chunks=len(regions)
         )
 
-    def copy_tensor(self, other: Catalog, fqn: str, name: str, files: Sequence[int] | None = None) -> None:
+    def copy_tensor(self, source: Catalog, fqn: str, name: str, files: Sequence[int] | None = None) -> None:
         """Add a tensor of another catalog.
 
         Args:
-            other: the other catalog.
+            source: the other catalog.
             fqn: the tensor's name there.
             name: its name here.
             files: number here of each of the other's files; None if they are equal.
         """
-        entry, table, first = other.tensors[fqn], other.chunks, len(self.chunks)
+        entry, table, first = source.tensors[fqn], source.chunks, len(self.chunks)
         rows = slice(entry.chunk_ids.start, entry.chunk_ids.stop)
         numbers = table.file[rows] if files is None else array("i", [files[n] for n in table.file[rows]])
         boxes = table.boxes(entry.chunk_ids)
@@ -433,11 +433,13 @@ class Catalog:
 
 def renumber(file: SourceFile, numbers: Sequence[int]) -> SourceFile:
     """Return a file of a catalog as one of another, which has the catalog's files under other numbers."""
-    made = file.made
-    if not isinstance(made, Computed):
+    derivation = file.derivation
+    if not isinstance(derivation, Computed):
         return file
-    known = numbers if made.numbers is None else [numbers[number] for number in made.numbers]
-    return replace(file, made=replace(made, numbers=known))
+    numbers_here = (
+        numbers if derivation.numbers is None else [numbers[number] for number in derivation.numbers]
+    )
+    return replace(file, derivation=replace(derivation, numbers=numbers_here))
 
 
 def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
@@ -458,21 +460,23 @@ def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
     return chosen
 
 
-def carry(catalog: Catalog, names: Collection[str], theirs: Catalog, sources: Mapping[str, str]) -> Catalog:
+def carry(
+    catalog: Catalog, names: Collection[str], supplement: Catalog, sources: Mapping[str, str]
+) -> Catalog:
     """Return a catalog of some of its tensors, and some of another's: name here -> name there."""
     carried = subset(catalog, names)
-    numbers = range(len(carried.files), len(carried.files) + len(theirs.files))
-    carried.files += [renumber(file, numbers) for file in theirs.files]
+    numbers = range(len(carried.files), len(carried.files) + len(supplement.files))
+    carried.files += [renumber(file, numbers) for file in supplement.files]
     for source, name in sources.items():
-        carried.copy_tensor(theirs, name, source, numbers)
+        carried.copy_tensor(supplement, name, source, numbers)
     if (open_records := catalog.open_records) is not None:
         carried.open_records = lambda those, *, as_read=False: carry(
-            open_records(those), names, theirs, sources
+            open_records(those), names, supplement, sources
         )
     return carried
 
 
-def beside(chosen: Catalog, whole: Catalog) -> Catalog:
+def with_absent_tensors(chosen: Catalog, whole: Catalog) -> Catalog:
     """Return a catalog with the tensors of another one beside its own, in the order of that one, and without chunks."""
     tensors = {
         name: chosen.tensors.get(name) or replace(entry, first_chunk=0, num_chunks=0)
@@ -483,20 +487,20 @@ def beside(chosen: Catalog, whole: Catalog) -> Catalog:
     return catalog
 
 
-def subset_within(catalog: Catalog, wanted: Mapping[str, Sequence[Region]]) -> Catalog:
+def subset_within(catalog: Catalog, regions_of: Mapping[str, Sequence[Region]]) -> Catalog:
     """Return the same without paths, with those chunks alone in which some regions lie: a tensor may have none.
 
     Args:
         catalog: with all chunks of the tensors.
-        wanted: regions of each tensor, in elements; the tensors in the order that the result is to have.
+        regions_of: regions of each tensor, in elements; the tensors in the order that the result is to have.
     """
     chosen, table = replace(subset(catalog, ()), paths=None), catalog.chunks
-    for name, regions in wanted.items():
+    for name, regions in regions_of.items():
         entry = catalog.tensors[name]
         rows = [
             row
-            for row, held in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True)
-            if any(intersect(held, region) is not None for region in regions)
+            for row, chunk_region in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True)
+            if any(intersect(chunk_region, region) is not None for region in regions)
         ]
         chunks = ((table.file[row], table.start[row], table.nbytes[row], table.region(row)) for row in rows)
         chosen.add_tensor(name, entry.dtype, entry.shape, chunks)
@@ -510,11 +514,11 @@ def combine_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
     """
     paths: dict[str, tuple[str | int, ...]] = {}
     whole = Catalog(format="dcp", directory="", paths=paths)
-    known: dict[object, int] = {}
+    number_of: dict[object, int] = {}
     for key, catalog in catalogs.items():
-        numbers = [_number(whole, known, file) for file in catalog.files]
+        numbers = [_number(whole, number_of, file) for file in catalog.files]
         for number, file in zip(numbers, catalog.files, strict=True):
-            if isinstance(file.made, Computed):
+            if isinstance(file.derivation, Computed):
                 whole.files[number] = renumber(file, numbers)
         for fqn in catalog.tensors:
             whole.copy_tensor(catalog, fqn, f"{key}.{fqn}", numbers)
@@ -543,14 +547,14 @@ def join_name(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def _number(whole: Catalog, known: dict[object, int], file: SourceFile) -> int:
+def _number(whole: Catalog, number_of: dict[object, int], file: SourceFile) -> int:
     """Return the file's number in the whole. Each file that is decoded is a file of its own."""
     key = (file.path, file.stamp) if file.is_raw else id(file)
-    if key not in known:
+    if key not in number_of:
         whole.files.append(file)
-        known[key] = len(whole.files) - 1
+        number_of[key] = len(whole.files) - 1
     elif file.checksums is not None:
-        held = whole.files[known[key]]
-        both = file.checksums if held.checksums is None else held.checksums | file.checksums
-        whole.files[known[key]] = replace(held, checksums=both)
-    return known[key]
+        listed_file = whole.files[number_of[key]]
+        both = file.checksums if listed_file.checksums is None else listed_file.checksums | file.checksums
+        whole.files[number_of[key]] = replace(listed_file, checksums=both)
+    return number_of[key]

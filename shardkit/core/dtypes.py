@@ -78,9 +78,9 @@ Cast = Literal["keep"] | DTypeName
 _SHORT = {dtype.name: short for short, dtype in CASTS.items()} | {"float64": "fp64"}
 
 
-def short_dtype(said: object) -> str:
+def short_dtype(dtype: object) -> str:
     """Return the short name of a dtype: "bf16" for "bfloat16" and torch.bfloat16; what has none as torch names it."""
-    name = str(said).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     return _SHORT.get(name, name)
 
 

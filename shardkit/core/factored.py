@@ -78,16 +78,16 @@ def factored_names(names: Collection[str]) -> dict[str, tuple[str, ...]]:
     Raises:
         LayoutError: a factor is missing, or the dense weight is there too; lists all.
     """
-    held, factored = frozenset(names), dict[str, tuple[str, ...]]()
+    checkpoint_names, factored = frozenset(names), dict[str, tuple[str, ...]]()
     for path in dict.fromkeys(path for name in names if (path := factor_of(name)) is not None):
         factored[path] = tuple(f"{path}.{name}" for name in FACTORS)
     LayoutError.raise_for(
         [
-            *_missing(factored, held),
+            *_missing(factored, checkpoint_names),
             *(
                 f"{escape(path)}.weight: stored beside its factors"
                 for path in factored
-                if f"{path}.weight" in held
+                if f"{path}.weight" in checkpoint_names
             ),
         ],
         "the factors of an OSFT checkpoint are not complete",
@@ -96,9 +96,9 @@ def factored_names(names: Collection[str]) -> dict[str, tuple[str, ...]]:
     return factored
 
 
-def _missing(factored: Mapping[str, Sequence[str]], held: Collection[str]) -> Iterator[str]:
+def _missing(factored: Mapping[str, Sequence[str]], checkpoint_names: Collection[str]) -> Iterator[str]:
     for path, six in factored.items():
-        missing = [name[len(path) + 1 :] for name in six if name not in held]
+        missing = [name[len(path) + 1 :] for name in six if name not in checkpoint_names]
         if missing:
             yield f"{escape(path)}: lacks {', '.join(missing)}"
 

@@ -21,7 +21,7 @@ from itertools import product
 from math import prod
 from typing import Literal
 
-from shardkit.core.placements import HeldRegion, Placements, cuts, held, stock_region
+from shardkit.core.placements import HeldRegion, Placements, cuts, held_regions, stock_region
 from shardkit.core.regions import Region, Shape
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import MeshError
@@ -148,7 +148,7 @@ class Mesh:
         """
         if self.ranks is not None and rank not in self.ranks:
             return []
-        return held(shape, cuts(placements, self.shape), self.coord(rank))
+        return held_regions(shape, cuts(placements, self.shape), self.coord(rank))
 
     def is_read_by_stock(self, shape: Shape, placements: Placements) -> bool:
         """True if stock `dcp.load` and `dcp.save` take each rank's memory for the region that it holds."""
@@ -206,7 +206,7 @@ def _is_read_by_stock(mesh: Mesh, shape: Shape, placements: Placements) -> bool:
     cutting = {cut.axis for cut in ordered}
     sizes = [axis.size if index in cutting else 1 for index, axis in enumerate(mesh.axes)]
     for coord in product(*map(range, sizes)):
-        parts, stock = held(shape, ordered, coord), stock_region(shape, placements, mesh.shape, coord)
+        parts, stock = held_regions(shape, ordered, coord), stock_region(shape, placements, mesh.shape, coord)
         is_empty = stock.num_elements == 0 and sum(part.region.num_elements for part in parts) == 0
         if not is_empty and [part.region for part in parts] != [stock]:
             return False
@@ -222,10 +222,10 @@ def _owners(mesh: Mesh, shape: Shape, placements: Placements) -> tuple[tuple[int
         for axis, position in zip(lowest, place, strict=True):
             coord[axis] = position
         rank = mesh._first + sum(ranks[coord[axis]] - mesh._first for axis, ranks in lowest.items())
-        for region, _ in held(shape, ordered, coord):
-            known = owners.get(region.offsets)
+        for region, _ in held_regions(shape, ordered, coord):
+            owner = owners.get(region.offsets)
             # A region without elements may begin where one with elements does.
-            if known is None or (region.num_elements == 0, rank) < (known[1].num_elements == 0, known[0]):
+            if owner is None or (region.num_elements == 0, rank) < (owner[1].num_elements == 0, owner[0]):
                 owners[region.offsets] = rank, region
     return tuple(sorted(owners.values(), key=lambda item: item[1]))
 
@@ -276,9 +276,9 @@ def _with_context(axes: list[Axis]) -> list[Axis]:
     dp_shard outermost.
     """
     index = next((index for index, axis in enumerate(axes) if axis.name == _CONTEXT), None)
-    others = [axis for axis in axes if axis.name != _CONTEXT]
-    shards = [axis for axis in others if axis.role == "shard"]
-    if index is None or len(axes) > len(others) + 1 or len(shards) > 1:
+    without_context = [axis for axis in axes if axis.name != _CONTEXT]
+    shards = [axis for axis in without_context if axis.role == "shard"]
+    if index is None or len(axes) > len(without_context) + 1 or len(shards) > 1:
         return axes
     cp = axes[index]
     if not shards:
@@ -329,19 +329,19 @@ def _parse_axis(part: str) -> Axis:
         raise MeshError(
             "mesh axis 'efsdp' follows from the others", hint="leave it out: it is dp_shard x tp / ep"
         )
-    known: Role | None = "replicate" if name == _STAGES else ROLES.get(name)  # stages cut no tensor
+    implied_role: Role | None = "replicate" if name == _STAGES else ROLES.get(name)  # stages cut no tensor
     if name == _STAGES and role:
         raise MeshError(f"mesh axis {name!r} has no role", hint=f"write {name}={size}")
-    if known and role and role != known:
-        raise MeshError(f"mesh axis {name!r} has the role {known}, not {role}")
-    if not (known or role):
+    if implied_role and role and role != implied_role:
+        raise MeshError(f"mesh axis {name!r} has the role {implied_role}, not {role}")
+    if not (implied_role or role):
         raise MeshError(
             f"mesh axis {name!r} has no known role{suggestion(name, ROLES)}",
             hint=f"say what it does: {name}:shard={size}, {name}:replicate={size} or {name}:tensor={size}",
         )
     if size < 1:
         raise MeshError(f"mesh axis {name!r} must have a size of at least 1, not {size}")
-    return Axis(name, size, known or role)  # type: ignore[arg-type]  # the pattern admits only the roles
+    return Axis(name, size, implied_role or role)  # type: ignore[arg-type]  # the pattern admits only the roles
 
 
 def _check_axes(mesh: Mesh, names: list[str]) -> None:

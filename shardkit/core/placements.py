@@ -101,7 +101,7 @@ def cuts(placements: Sequence[Placement], sizes: Sequence[int]) -> list[DimSplit
     return ordered
 
 
-def held(shape: Shape, ordered: Sequence[DimSplit], coord: Sequence[int]) -> list[HeldRegion]:
+def held_regions(shape: Shape, ordered: Sequence[DimSplit], coord: Sequence[int]) -> list[HeldRegion]:
     """Return the parts of a tensor that the rank at a position of the mesh holds, in row-major order.
 
     Args:

@@ -222,13 +222,13 @@ def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
             return (
                 f"chunk at {list(region.offsets)} of size {list(region.sizes)} reaches outside {list(shape)}"
             )
-    held = sum(region.num_elements for region in kept)
+    num_covered = sum(region.num_elements for region in kept)
     overlap = _find_overlap(kept)
     if overlap:
         a, b = overlap
         return f"chunks at {list(a.offsets)} and {list(b.offsets)} overlap"
-    if held != whole.num_elements:
-        return f"chunks hold {held} of {whole.num_elements} elements"
+    if num_covered != whole.num_elements:
+        return f"chunks hold {num_covered} of {whole.num_elements} elements"
     return None
 
 
@@ -264,9 +264,9 @@ def _find_overlap(regions: list[Region]) -> tuple[Region, Region] | None:
     active: list[Region] = []
     for region in sorted(regions, key=lambda region: region.offsets[dim]):
         start = region.offsets[dim]
-        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > start]
-        for other in active:
-            if intersect(region, other):
-                return other, region
+        active = [earlier for earlier in active if earlier.offsets[dim] + earlier.sizes[dim] > start]
+        for earlier in active:
+            if intersect(region, earlier):
+                return earlier, region
         active.append(region)
     return None

@@ -62,8 +62,8 @@ class Result:
     def _lines(self) -> list[str]:
         """Return what the command prints, or else everything that is not empty; then notes and warnings."""
         lines = None if lines_of is None else lines_of(self)
-        told = [f"{kind[:-1]}: {text}" for kind in _TOLD for text in getattr(self, kind, ())]
-        return [_line(line) for line in (*(_listed(self) if lines is None else lines), *told)]
+        remarks = [f"{kind[:-1]}: {text}" for kind in _TOLD for text in getattr(self, kind, ())]
+        return [_line(line) for line in (*(_listed(self) if lines is None else lines), *remarks)]
 
 
 class DrawnResult(Result):

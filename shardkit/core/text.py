@@ -80,9 +80,9 @@ _FORMAT_NAMES = {
 }
 
 
-def format_name(said: str) -> str:
-    """Return the name that people read for a format, or for whoever wrote it; documents keep what `said` is."""
-    return _FORMAT_NAMES.get(said, escape(said))
+def format_name(identifier: str) -> str:
+    """Return the name that people read for a format, or for whoever wrote it; documents keep what `identifier` is."""
+    return _FORMAT_NAMES.get(identifier, escape(identifier))
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
@@ -101,16 +101,16 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     return escape(meant[0]) if meant else None
 
 
-def _may_be_meant(name: str, other: str) -> bool:
-    ours, theirs = name.split("."), other.split(".")
-    if len(ours) == 1 or len(theirs) == 1:
+def _may_be_meant(name: str, candidate: str) -> bool:
+    parts, candidate_parts = name.split("."), candidate.split(".")
+    if len(parts) == 1 or len(candidate_parts) == 1:
         return True
-    if [part for part in ours if part.isdecimal()] != [part for part in theirs if part.isdecimal()]:
+    if [part for part in parts if part.isdecimal()] != [part for part in candidate_parts if part.isdecimal()]:
         return False
-    if len(ours) == len(theirs) and all(map(_is_spelt_alike, ours, theirs)):
+    if len(parts) == len(candidate_parts) and all(map(_is_spelt_alike, parts, candidate_parts)):
         return True
-    ends = [one for one, two in zip(ours[::-1], theirs[::-1], strict=False) if one == two]
-    return ours[-2:] == theirs[-2:] and any(not part.isdecimal() for part in ends[1:])
+    ends = [one for one, two in zip(parts[::-1], candidate_parts[::-1], strict=False) if one == two]
+    return parts[-2:] == candidate_parts[-2:] and any(not part.isdecimal() for part in ends[1:])
 
 
 def _nearest_glob(glob: str, pool: Sequence[str]) -> str | None:
@@ -132,14 +132,18 @@ def _nearest_part(part: str, parts: Sequence[str]) -> str:
 
 def unmatched(globs: Iterable[str], names: Collection[str]) -> list[str]:
     """Return lines about globs that match no name: each with the closest one, then the names most like them, folded."""
-    asked = list(globs)
-    lines = [f"{escape(glob)}{suggestion(glob, names)}" for glob in asked]
-    there = [escape(folded.pattern) for folded in fold((name, None) for name in dict.fromkeys(names))]
-    there.sort(key=lambda pattern: -max((likeness(pattern, glob) for glob in asked), default=0.0))
-    rest = len(there) - _MAX_THERE
+    patterns = list(globs)
+    lines = [f"{escape(glob)}{suggestion(glob, names)}" for glob in patterns]
+    existing_patterns = [
+        escape(folded.pattern) for folded in fold((name, None) for name in dict.fromkeys(names))
+    ]
+    existing_patterns.sort(
+        key=lambda pattern: -max((likeness(pattern, glob) for glob in patterns), default=0.0)
+    )
+    rest = len(existing_patterns) - _MAX_THERE
     return [
         *lines,
-        *(f"there is {pattern}" for pattern in there[:_MAX_THERE]),
+        *(f"there is {pattern}" for pattern in existing_patterns[:_MAX_THERE]),
         *([f"... {rest} more"] if rest > 0 else []),
     ]
 
@@ -167,19 +171,19 @@ def _is_spelt_alike(one: str, two: str) -> bool:
 
 def suggestions(names: Iterable[str], candidates: Iterable[str]) -> dict[str, str]:
     """Return `  (closest name: X)` for each name that has one, which is the same for the same tensor of all layers."""
-    known = set(candidates)
-    forms = dict.fromkeys(without_numbers(name, "#") for name in known)
+    candidate_names = set(candidates)
+    forms = dict.fromkeys(without_numbers(name, "#") for name in candidate_names)
     near = dict[str, str | None]()
     suggested = dict[str, str]()
     for name in names:
         form, numbers = without_numbers(name, "#"), iter(part for part in name.split(".") if part.isdecimal())
         if form not in near:
             near[form] = nearest(form, forms) if len(near) < _MAX_SUGGESTIONS else None
-        other = ".".join(
+        numbered = ".".join(
             next(numbers, part) if part == "#" else part for part in (near[form] or "").split(".")
         )
-        if other in known:
-            suggested[name] = f"  (closest name: {escape(other)})"
+        if numbered in candidate_names:
+            suggested[name] = f"  (closest name: {escape(numbered)})"
     return suggested
 
 

@@ -138,14 +138,14 @@ def at_once(call: Callable[[T], R], items: Iterable[T], num_threads: int = _NUM_
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="shardkit-requests") as pool:
         try:
-            asked = [pool.submit(copy_context().run, heedful, item) for item in items]
-            until_done(asked)
+            futures = [pool.submit(copy_context().run, heedful, item) for item in items]
+            until_done(futures)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 interrupt.set()
             pool.shutdown(cancel_futures=True)
             raise
-        return [one.result() for one in asked]
+        return [one.result() for one in futures]
 
 
 def until_done(futures: Collection[Future[Any]]) -> None:
@@ -267,8 +267,8 @@ bar: Callable[[], Progress] = NoProgress
 """Makes that bar. What draws it stands above this module, so `shardkit` itself puts it here."""
 
 
-def progress_for(wanted: ProgressOption) -> Progress:
+def progress_for(option: ProgressOption) -> Progress:
     """Return what is told of the bytes of a call."""
-    if wanted is None:
+    if option is None:
         return bar()
-    return NoProgress() if wanted is False else wanted
+    return NoProgress() if option is False else option

@@ -563,7 +563,7 @@ def can_share_extents(catalog: Catalog, directory: str) -> bool:
     files = [
         file
         for file in catalog.files
-        if file.size >= BLOCK and file.path and not isinstance(file.made, Computed)
+        if file.size >= BLOCK and file.path and not isinstance(file.derivation, Computed)
     ]
     if is_remote(directory) or not files or any(not file.is_raw or is_remote(file.path) for file in files):
         return False

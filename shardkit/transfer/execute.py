@@ -324,7 +324,9 @@ class Execution:
         catalog, groups, jobs = self.plan.catalog, dict[object, list[str]](), list[Callable[[], None]]()
         for fqn in self.plan.scattered:
             files = {catalog.chunks.file[row] for row in catalog.tensors[fqn].chunk_ids}
-            computed = (made for file in files if isinstance(made := catalog.files[file].made, Computed))
+            computed = (
+                made for file in files if isinstance(made := catalog.files[file].derivation, Computed)
+            )
             group = next((made.group for made in computed), None)
             if group is None:
                 jobs.append(partial(job, fqn))

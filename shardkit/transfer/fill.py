@@ -355,7 +355,7 @@ class Scatter:
                 # What is computed may need all of its factors for every piece.
                 least = (
                     _MIN_PART // itemsize
-                    if self._sources.made(table.file[chunk]) is None
+                    if self._sources.derivation(table.file[chunk]) is None
                     else region.num_elements
                 )
                 for block in blocks(region.sizes, max(self._band_bytes // itemsize, 1)):

@@ -158,7 +158,8 @@ def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
         gathered=frozenset(gathered),
         scattered=scattered,
         needs_torch=any(
-            isinstance(file.made, Computed) and file.made.codec.needs_torch for file in catalog.files
+            isinstance(file.derivation, Computed) and file.derivation.codec.needs_torch
+            for file in catalog.files
         ),
         read_bytes=sum(catalog.tensors[holes.source].nbytes for holes in every),
         written_bytes=sum(image.size for image in images),
@@ -173,7 +174,7 @@ def _are_runs(sizes: Iterable[Shape], shape: Shape) -> bool:
 
 def _is_made_whole(entry: TensorEntry, catalog: Catalog) -> bool:
     """True if a part of a tensor exists only once all of it is decoded, or made with others."""
-    every = (catalog.files[catalog.chunks.file[row]].made for row in entry.chunk_ids)
+    every = (catalog.files[catalog.chunks.file[row]].derivation for row in entry.chunk_ids)
     return any(isinstance(made, Decoded) or (made is not None and made.group is not None) for made in every)
 
 

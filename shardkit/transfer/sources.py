@@ -144,14 +144,14 @@ class SourceFiles:
 
     def will_need(self, file: int, start: int, nbytes: int) -> None:
         """Have the system fetch a part of a file on disk; one that cannot be opened is left to whoever reads it."""
-        if self.made(file) is None and not location_of(self.path(file)).plans_reads:
+        if self.derivation(file) is None and not location_of(self.path(file)).plans_reads:
             with suppress(ResourceError, IntegrityError):
                 storage.will_need(self.borrow(file), start, nbytes)
                 self.give_back(file)
 
-    def made(self, file: int) -> Decoded | Computed | None:
+    def derivation(self, file: int) -> Decoded | Computed | None:
         """Return how a file's bytes come to be; None if they lie in it as they are."""
-        return self._files[file].made
+        return self._files[file].derivation
 
     def reader(self, *, compares: bool = True) -> Reader:
         """Return a reader for one thread; `release` it when the thread's stretch is done.
@@ -237,7 +237,7 @@ class SourceFiles:
             decoded = self._decoded.get(file)
             if decoded is None:
                 source, readings = self._files[file], None if self.check is None else self.check.readings()
-                assert isinstance(source.made, Decoded)
+                assert isinstance(source.derivation, Decoded)
                 if file in self._stamps and stamp_at(source.path) != self._stamps[file]:
                     raise changed([source.name])
 
@@ -246,7 +246,7 @@ class SourceFiles:
                         readings.add(path, start, data, fqn)
 
                 self._decoded.clear()  # one tensor at a time: decoding may have had to copy it
-                content = source.made.decode(on_read)
+                content = source.derivation.decode(on_read)
                 listed = (
                     [] if readings is None else readings.take() or [decoded_reading(source, content, fqn)]
                 )
@@ -337,7 +337,7 @@ class Reader:
 
     def is_decoded(self, file: int) -> bool:
         """True for bytes that lie in no file as they are."""
-        return self._sources.made(file) is not None
+        return self._sources.derivation(file) is not None
 
     def descriptor(self, file: int) -> int:
         """Return an open descriptor of a file on disk."""
@@ -394,7 +394,7 @@ class Reader:
         """
         fd, size = self._borrowed.get(file), len(buffer)
         if fd is None:
-            made = self._sources.made(file)
+            made = self._sources.derivation(file)
             if isinstance(made, Computed):
                 fill_computed(made, self, start, buffer, fqn)
                 return None

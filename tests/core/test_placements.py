@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardkit.core.placements import Placement, cuts, held, stock_region
+from shardkit.core.placements import Placement, cuts, held_regions, stock_region
 from shardkit.core.regions import Region
 from shardkit.errors import LayoutError
 
@@ -30,7 +30,7 @@ def memory(
     whole: torch.Tensor, placements: list[Placement], sizes: tuple[int, ...], coord: tuple[int, ...]
 ) -> torch.Tensor:
     """The elements of `whole` that a rank holds by our regions, put where they begin."""
-    parts = held(tuple(whole.shape), cuts(placements, sizes), coord)
+    parts = held_regions(tuple(whole.shape), cuts(placements, sizes), coord)
     stops = [tuple(c + s for c, s in zip(part.corner, part.region.sizes, strict=True)) for part in parts]
     found = torch.full(tuple(map(max, zip(*stops, strict=True))), -1, dtype=whole.dtype)
     for (offsets, lengths), corner in parts:
@@ -114,14 +114,14 @@ def test_what_is_not_strided_is_what_stock_torch_takes_it_for(
     mesh, shape, placements = case
     placements = [Placement(each.shard_dim) for each in placements]
     for coord in product(*map(range, mesh)):
-        ((region, _),) = held(shape, cuts(placements, mesh), coord)
+        ((region, _),) = held_regions(shape, cuts(placements, mesh), coord)
         assert region == stock_region(shape, placements, mesh, coord)
 
 
 def test_where_stock_torch_takes_memory_for_another_region() -> None:
     """torch 2.13: 9 rows, tp=2 and then dp=4: the last dp rank of tp rank 1 holds row 8, and its offset says row 9."""
     placements = [Placement(0, 2), Placement(0)]
-    assert held((9,), cuts(placements, (4, 2)), (3, 1))[0].region == Region((8,), (1,))
+    assert held_regions((9,), cuts(placements, (4, 2)), (3, 1))[0].region == Region((8,), (1,))
     assert stock_region((9,), placements, (4, 2), (3, 1)) == Region((9,), (0,))
 
 

@@ -250,7 +250,7 @@ def test_what_is_decoded_once_serves_several_files(tmp_path: Path) -> None:
         on_read(catalog.files[0].path, start + 400, memoryview(content)[start + 400 : stop])
         return memoryview(bytes(600))
 
-    catalog.files.append(replace(catalog.files[0], made=Decoded(decode, (start + 400, stop)), size=600))
+    catalog.files.append(replace(catalog.files[0], derivation=Decoded(decode, (start + 400, stop)), size=600))
     check, lists = SourceCheck(catalog), list[Readings]()
     with SourceFiles(catalog.files, check=check) as files, files.reader() as reader:
         for first, end in ((start, start + 100), (start + 100, start + 400)):
@@ -264,7 +264,7 @@ def test_what_is_decoded_once_serves_several_files(tmp_path: Path) -> None:
 def test_what_decoding_compares_counts_as_compared(tmp_path: Path, is_proved: bool) -> None:
     made = Decoded(lambda _: memoryview(b"0123456789"), is_proved=is_proved)
     catalog = Catalog(format="", directory=str(tmp_path))
-    catalog.files.append(SourceFile(name="packed:t", path=str(tmp_path / "packed"), size=10, made=made))
+    catalog.files.append(SourceFile(name="packed:t", path=str(tmp_path / "packed"), size=10, derivation=made))
     check = SourceCheck(catalog)
     with SourceFiles(catalog.files, check=check) as files:
         for _ in range(2):

@@ -43,7 +43,7 @@ def chunked(
                     name=f"d{number}",
                     path="",
                     size=len(part),
-                    made=Decoded(lambda _, part=part: memoryview(part)),
+                    derivation=Decoded(lambda _, part=part: memoryview(part)),
                 )
             )
             chunks.append((number, 0, len(part), box))

@@ -35,7 +35,7 @@ def catalogs(draw: st.DrawFn) -> Catalog:
     decoded = draw(st.integers(0, 3)) == 0
     for number in range(3):
         made = Decoded(lambda _: memoryview(b"")) if decoded and number == 2 else None
-        catalog.files.append(SourceFile(name=f"{number}", path="", size=1 << 20, made=made))
+        catalog.files.append(SourceFile(name=f"{number}", path="", size=1 << 20, derivation=made))
     catalog.add_tensor("before", DTYPE, (1,), iter([(0, 5, 4, Region((0,), (1,)))]))
     catalog.add_tensor(
         "w", DTYPE, shape, iter([(n % 3, 100 * n, r.num_elements * 4, r) for n, r in enumerate(regions)])

@@ -215,7 +215,7 @@ class StateWriter:
                 name=f"{self._source.name}:{path_name((*self._below, *path))}",
                 path=self._source.path,
                 size=len(data),
-                made=Decoded(lambda _: memoryview(data), is_proved=True),
+                derivation=Decoded(lambda _: memoryview(data), is_proved=True),
                 stamp=self._source.stamp,
             )
             self._catalog.files.append(made)

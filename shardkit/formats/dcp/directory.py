@@ -30,9 +30,9 @@ from shardkit.core.catalog import (
     Catalog,
     SourceFile,
     TensorEntry,
-    beside,
     subset,
     subset_within,
+    with_absent_tensors,
 )
 from shardkit.core.dtypes import OF_CODES
 from shardkit.core.regions import Region, Shape, find_tiling_error
@@ -157,7 +157,9 @@ class DcpDirectory:
 
     def _open_of(self, catalog: Catalog, names: Collection[str], /, *, as_read: bool = False) -> Catalog:
         chosen = [name for name in catalog.tensors if name in names]
-        return beside(open_late(self.catalog, chosen) if as_read else self.select(chosen), catalog)
+        return with_absent_tensors(
+            open_late(self.catalog, chosen) if as_read else self.select(chosen), catalog
+        )
 
     def check(self, names: Collection[str]) -> Iterator[str]:
         """Read the bytes of some tensors and yield a line for each record with another CRC-32 than recorded.

@@ -4,7 +4,7 @@ A record says itself what it holds. If that is not what `.metadata` says, the ch
 
 The bytes of some chunks lie in no file as they are. A dense tensor that was not contiguous is stored with its
 strides. A record that went through a stream extension (torch's `ZStandard`) is stored compressed. Such a
-chunk becomes a file of its own, which exists only after decoding (`SourceFile.made`).
+chunk becomes a file of its own, which exists only after decoding (`SourceFile.derivation`).
 
 Source: torch 2.13, torch/distributed/checkpoint/_extension.py.
 """

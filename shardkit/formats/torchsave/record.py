@@ -265,7 +265,7 @@ def row_major(path: str, name: str, record: TensorRecord, on_read: OnRead, *, fo
 def decoded_file(source: SourceFile, entry: TensorEntry, nbytes: int, made: Decoded) -> SourceFile:
     """Return a file of `nbytes` bytes that exist only after decoding; it has the stamp of its source."""
     name = f"{source.name}:{entry.fqn}"
-    return SourceFile(name=name, path=source.path, size=nbytes, made=made, stamp=source.stamp)
+    return SourceFile(name=name, path=source.path, size=nbytes, derivation=made, stamp=source.stamp)
 
 
 def gather(storage: memoryview, record: TensorRecord) -> memoryview:

@@ -157,7 +157,7 @@ def _catalog(state: Mapping[str, Any], label: str) -> Catalog:
         if place not in numbers:
             numbers[place] = len(catalog.files)
             made = Decoded(_decoder(tensor, name))
-            catalog.files.append(SourceFile(name=name, path=label, size=nbytes, made=made))
+            catalog.files.append(SourceFile(name=name, path=label, size=nbytes, derivation=made))
         catalog.add_tensor(name, dtype, region.sizes, iter(((numbers[place], 0, nbytes, region),)))
     catalog.objects = tuple(others)
     if others:

@@ -26,7 +26,7 @@ from shardkit._torch import (
     non_persistent_buffers,
     swappable,
 )
-from shardkit.core.placements import HeldRegion, cuts, held
+from shardkit.core.placements import HeldRegion, cuts, held_regions
 from shardkit.core.regions import Region, full_region, intersect, relative_to, window
 from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
@@ -373,7 +373,7 @@ def parts_of(whole: torch.Tensor) -> tuple[list[HeldRegion], Replicas]:
         nothing = (0,) * len(shape)
         return [HeldRegion(Region(nothing, nothing), nothing)], Replicas(mesh=mesh)
     placements = placements_of(whole)
-    parts = held(shape, cuts(placements, tuple(mesh.shape)), coordinate)
+    parts = held_regions(shape, cuts(placements, tuple(mesh.shape)), coordinate)
     sizes = tuple(map(max, zip(*(map(add, p.corner, p.region.sizes) for p in parts), strict=True)))
     in_memory = tuple(local_tensor(whole).shape)
     is_empty = 0 in in_memory and 0 in sizes  # FSDP2 leaves such a shard no rows either

@@ -115,7 +115,7 @@ def read_box(
         inner = relative_to(part, held.offsets)
         place = _ChunkPlace(table.file[row], table.start[row], held.sizes)
         place_in = window(relative_to(part, region.offsets))
-        made = catalog.files[place.file].made
+        made = catalog.files[place.file].derivation
         if isinstance(made, Computed) and made.codec.shape == held.sizes:  # one box costs less than its runs
             box[place_in] = computed_box(made, reader, inner, shown)
             left -= part.num_elements

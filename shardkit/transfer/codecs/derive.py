@@ -22,7 +22,7 @@ def derive(catalog: Catalog, made: Mapping[str, Codec], gone: Collection[str] = 
     Args:
         catalog: its extents are raw bytes, unless `encoding` says that records were not opened yet: then what is made has
             no chunks.
-        made: by name. What they are made of is gone: each stands where the first of it was that is not in `gone`. Several
+        derivation: by name. What they are made of is gone: each stands where the first of it was that is not in `gone`. Several
             may be made of the same: codes and scales of a weight.
         gone: stored names that the result does not have, and for which nothing stands.
     """
@@ -74,7 +74,7 @@ def computed_file(catalog: Catalog, codec: Codec, *, group: object = None) -> So
         name=home.name,
         path=home.path,
         size=prod(codec.shape) * codec.dtype.itemsize,
-        made=Computed(codec=codec, catalog=catalog, group=group),
+        derivation=Computed(codec=codec, catalog=catalog, group=group),
     )
 
 
@@ -88,7 +88,7 @@ def made_among(catalog: Catalog, names: Iterable[str], codec: type) -> set[str]:
 def made_by(catalog: Catalog, name: str, codec: type) -> bool:
     """True if a kind of codec makes a tensor or a part of it, be it reordered or cut."""
     rows = catalog.tensors[name].chunk_ids
-    computed = (catalog.files[file].made for file in set(catalog.chunks.file[rows.start : rows.stop]))
+    computed = (catalog.files[file].derivation for file in set(catalog.chunks.file[rows.start : rows.stop]))
     return any(
         isinstance(made.codec, codec) or any(made_by(made.catalog, part, codec) for part in made.codec.of)
         for made in computed

@@ -235,7 +235,7 @@ def test_files_of_rank_tensors_are_counted_once():
     catalog = Catalog(format="torch", directory="nowhere")
     catalog.files = [
         SourceFile(name="r0.pt", path="r0.pt", size=100),
-        SourceFile(name="r0.pt:b", path="", size=8, made=Decoded(lambda _: memoryview(bytes(8)))),
+        SourceFile(name="r0.pt:b", path="", size=8, derivation=Decoded(lambda _: memoryview(bytes(8)))),
     ]
     region = full_region((2,))
     catalog.add_tensor("a", BY_NAME["float32"], (2,), iter([(0, 10, 8, region)]))

@@ -71,7 +71,7 @@ def test_both_stand_where_the_weight_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [Q, Q + SCALES])
 def test_any_box_has_the_bytes_of_the_whole(name: str, tmp_path: Path) -> None:
     derived, whole, rng = encoded_catalog(tmp_path / "hub"), in_whole(weights())[name], random.Random(0)
-    made = derived.files[derived.chunks.file[derived.tensors[name].first_chunk]].made
+    made = derived.files[derived.chunks.file[derived.tensors[name].first_chunk]].derivation
     assert isinstance(made, Computed)
     with SourceFiles(made.catalog.files) as files, files.reader() as reader:
         for _ in range(50):
