@@ -77,8 +77,8 @@ def folded_base(base: Base) -> Base:
     targets = floating_targets(tensors)
     if not targets:
         return base
-    others = [tensor for name, tensor in tensors.items() if factor_of(name) not in targets]
-    dtype = most_bytes((tensor.dtype, prod(tensor.shape) * tensor.dtype.itemsize) for tensor in others)
+    dense_tensors = [tensor for name, tensor in tensors.items() if factor_of(name) not in targets]
+    dtype = most_bytes((tensor.dtype, prod(tensor.shape) * tensor.dtype.itemsize) for tensor in dense_tensors)
     return derive_base(base, _folds(targets), dtype=dtype)
 
 
@@ -126,13 +126,13 @@ class Fold:
         whole = torch.zeros(region.sizes, dtype=torch.float64)
         for u_name, s_name, v_name in (HIGH, LOW):
             size = self.target.shapes[f"{self.target.path}.{s_name}"][0]
-            left = self._read(parts, u_name, Region((region.offsets[0], 0), (region.sizes[0], size)))
+            left_vectors = self._read(parts, u_name, Region((region.offsets[0], 0), (region.sizes[0], size)))
             scales = self._read(parts, s_name, Region((0,), (size,))).double()
             for first in range(0, size, directions):
                 some = slice(first, min(first + directions, size))
                 part = Region((first, region.offsets[1]), (some.stop - first, region.sizes[1]))
-                right = self._read(parts, v_name, part).double()
-                whole.addmm_(left[:, some].double().mul_(scales[some]), right)
+                right_vectors = self._read(parts, v_name, part).double()
+                whole.addmm_(left_vectors[:, some].double().mul_(scales[some]), right_vectors)
         return whole
 
     def _read(self, parts: StoredParts, factor: str, region: Region) -> torch.Tensor:

@@ -91,8 +91,8 @@ def candidates(model: nn.Module) -> dict[str, Candidate]:
     parameters = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         fqn = clean_name(name)
-        others = [other for other in names[id(parameter)] if other != fqn]
-        why = f"it is tied to {escape(others[0])}" if others else ""
+        tied_names = [alias for alias in names[id(parameter)] if alias != fqn]
+        why = f"it is tied to {escape(tied_names[0])}" if tied_names else ""
         if not why and not parameter.is_floating_point():
             why = f"it is {parameter.dtype}: quantised"
         module = modules[fqn.rpartition(".")[0]]
@@ -163,13 +163,13 @@ def factors_of(module: nn.Module) -> dict[str, nn.Parameter]:
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 
 
-def placement_fn(model: nn.Module, num_shards: int, wanted: PlacementFn | None = None) -> PlacementFn | None:
+def placement_fn(model: nn.Module, num_shards: int, user_fn: PlacementFn | None = None) -> PlacementFn | None:
     """Return `shard_placement_fn` of `fully_shard`: what somebody wants, else which dim of a factor, else None for dim 0.
 
     Args:
         model: its parameters are told apart by identity.
         num_shards: size of the shard axis.
-        wanted: None, or what it returns, leaves a parameter to this.
+        user_fn: None, or what it returns, leaves a parameter to this.
     """
     cut = {
         id(parameter)
@@ -179,10 +179,10 @@ def placement_fn(model: nn.Module, num_shards: int, wanted: PlacementFn | None =
         if shard_dim(f".{name}", parameter.shape, num_shards)
     }
     if not cut:
-        return wanted
+        return user_fn
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        chosen = wanted(parameter) if wanted is not None else None
+        chosen = user_fn(parameter) if user_fn is not None else None
         return Shard(1) if chosen is None and id(parameter) in cut else chosen
 
     return place

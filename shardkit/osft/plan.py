@@ -71,9 +71,9 @@ class OsftPlan:
             problems.append(
                 f"targets says only what stays dense: begin with {AUTO}, or a glob: '{AUTO},{escape(','.join(self.globs))}'"
             )
-        said = [problem for problem in problems if problem]
+        errors = [problem for problem in problems if problem]
         UsageError.raise_for(
-            said,
+            errors,
             "this is no plan for OSFT",
             hint="osft=0.3 trains three tenths of each target's singular directions",
         )
@@ -81,8 +81,8 @@ class OsftPlan:
     @property
     def globs(self) -> tuple[str, ...]:
         """`targets`, one by one."""
-        given = self.targets.split(",") if isinstance(self.targets, str) else self.targets
-        return tuple(glob.strip() for glob in given if glob.strip())
+        patterns = self.targets.split(",") if isinstance(self.targets, str) else self.targets
+        return tuple(glob.strip() for glob in patterns if glob.strip())
 
 
 def as_plan(osft: float | OsftPlan | None) -> OsftPlan | None:
@@ -138,7 +138,7 @@ def choose_targets(
         LayoutError: nothing matches; or matrices that match cannot be divided (each is named).
         UsageError: some glob of `ranks` or `targets` matches nothing.
     """
-    chosen, left = _matching(plan, weights, model_type)
+    chosen, dense_names = _matching(plan, weights, model_type)
     problems, targets = list[str](), list[Target]()
     for name in chosen:
         why = _unfit(name, weights[name])
@@ -154,7 +154,7 @@ def choose_targets(
         hint="leave such weights dense: targets='auto,!GLOB'",
     )
     _check_ranks(plan, targets)
-    notes = (f"left dense, as OsftPlan.targets says: {listed(left)}",) if left else ()
+    notes = (f"left dense, as OsftPlan.targets says: {listed(dense_names)}",) if dense_names else ()
     return tuple(targets), notes
 
 
@@ -162,12 +162,12 @@ def _matching(
     plan: OsftPlan, weights: Mapping[str, Candidate], model_type: str | None
 ) -> tuple[list[str], list[str]]:
     """Return the weights that a plan's globs name, and those that it leaves dense although they are named."""
-    wanted, without = dict[str, None](), dict[str, None]()
+    named_weights, negated_weights = dict[str, None](), dict[str, None]()
     unused = []
     for glob in plan.globs:
         is_left = glob.startswith("!")
         names = _named(glob.removeprefix("!"), weights, model_type)
-        (without if is_left else wanted).update(dict.fromkeys(names))
+        (negated_weights if is_left else named_weights).update(dict.fromkeys(names))
         if not names and glob != AUTO:
             unused.append(glob)
     if unused:
@@ -176,17 +176,17 @@ def _matching(
             problems=unmatched(unused, weights),
             hint="globs are compared with names of weights and of their modules: '*.mlp.up_proj'",
         )
-    chosen = [name for name in weights if name in wanted and name not in without]
+    chosen = [name for name in weights if name in named_weights and name not in negated_weights]
     if not chosen:
         raise LayoutError(
             f"no weight to divide: it is not known which layers of a model of type {escape(model_type or 'unknown')} "
             "are the targets"
-            if not wanted
+            if not named_weights
             else "no weight to divide: all that match are left dense",
             problems=[escape(name) for name in list(weights)[:20]],
             hint="name them: targets='*.query,*.key,*.value'",
         )
-    return chosen, [name for name in weights if name in wanted and name in without]
+    return chosen, [name for name in weights if name in named_weights and name in negated_weights]
 
 
 def _named(glob: str, weights: Collection[str], model_type: str | None) -> list[str]:

@@ -115,17 +115,17 @@ def _by_gram(weight: torch.Tensor) -> Triplets | None:
     sizes = values.flip(0).clamp(min=0).sqrt()
     if sizes[-1] <= _LEAST_RATIO * sizes[0]:
         return None
-    right = vectors.flip(1)
+    right_vectors = vectors.flip(1)
     del vectors
-    left = (tall @ right).div_(sizes)
+    left_vectors = (tall @ right_vectors).div_(sizes)
     del tall
     # The length of what the weight makes of a direction is more exact than the eigenvalue's root.
-    lengths = torch.linalg.vector_norm(left, dim=0)
-    sizes, left = sizes * lengths, left.div_(lengths)
+    lengths = torch.linalg.vector_norm(left_vectors, dim=0)
+    sizes, left_vectors = sizes * lengths, left_vectors.div_(lengths)
     order = sizes.argsort(descending=True, stable=True)
     if not torch.equal(order, torch.arange(len(order))):  # hardly ever
-        sizes, left, right = sizes[order], left[:, order], right[:, order]
-    return [right, sizes, left.T] if is_wide else [left, sizes, right.T]
+        sizes, left_vectors, right_vectors = sizes[order], left_vectors[:, order], right_vectors[:, order]
+    return [right_vectors, sizes, left_vectors.T] if is_wide else [left_vectors, sizes, right_vectors.T]
 
 
 @contextlib.contextmanager
@@ -153,25 +153,25 @@ def _rounded(triplets: Triplets, target: Target) -> dict[str, torch.Tensor]:
 
     The triplets are used up: two in float64 and their copies would be the peak of all.
     """
-    right, sizes, left = triplets.pop(), triplets.pop(), triplets.pop()
-    rows = _largest_rows(left)
-    signs = left.gather(0, rows[None])[0].sign()
+    right_vectors, sizes, left_vectors = triplets.pop(), triplets.pop(), triplets.pop()
+    rows = _largest_rows(left_vectors)
+    signs = left_vectors.gather(0, rows[None])[0].sign()
     signs[signs == 0] = 1
     k, parts = target.rank, {}
-    parts[FACTORS[0]], parts[FACTORS[3]] = _halves(left.mul_(signs).float(), k, dim=1)
-    del left
+    parts[FACTORS[0]], parts[FACTORS[3]] = _halves(left_vectors.mul_(signs).float(), k, dim=1)
+    del left_vectors
     parts[FACTORS[1]], parts[FACTORS[4]] = _halves(sizes.float(), k, dim=0)
-    parts[FACTORS[2]], parts[FACTORS[5]] = _halves(right.mul_(signs[:, None]).float(), k, dim=0)
+    parts[FACTORS[2]], parts[FACTORS[5]] = _halves(right_vectors.mul_(signs[:, None]).float(), k, dim=0)
     return {name: parts[name] for name in FACTORS}
 
 
-def _largest_rows(left: torch.Tensor) -> torch.Tensor:
+def _largest_rows(matrix: torch.Tensor) -> torch.Tensor:
     """Return the row of the largest entry of each column, some columns at a time."""
     import torch
 
-    step = max(_BLOCK // left.shape[0], 1)
-    starts = range(0, left.shape[1], step)
-    return torch.cat([left[:, start : start + step].abs().argmax(dim=0) for start in starts])
+    step = max(_BLOCK // matrix.shape[0], 1)
+    starts = range(0, matrix.shape[1], step)
+    return torch.cat([matrix[:, start : start + step].abs().argmax(dim=0) for start in starts])
 
 
 def _halves(whole: torch.Tensor, k: int, *, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

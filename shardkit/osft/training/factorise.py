@@ -76,8 +76,8 @@ def fill_factors(
     rounds = deal(targets, num_ranks)
     sources = range(num_ranks) if sources is None else sources
     with agreed(_PHASE):
-        held = _held(shards, targets)
-    exchange = _Exchange(held, targets)
+        factor_shards = _held(shards, targets)
+    exchange = _Exchange(factor_shards, targets)
     measured, read = list[tuple[str, float, float]](), Filled()
     with contextlib.ExitStack() as stack:
         with agreed(_PHASE):
@@ -104,7 +104,7 @@ def fill_factors(
                 reader.check_unchanged()
     filled = Filled(elements=exchange.elements, read_bytes=read.read_bytes)
     filled.checked = compare_together(None if reader is None else reader.check)
-    prove_orthogonal(held, targets, svd)
+    prove_orthogonal(factor_shards, targets, svd)
     _say_how_good(measured)
     return filled
 
@@ -153,8 +153,8 @@ def _reader(
         for target, source in zip(of_ranks, sources, strict=True)
         if target is not None and source == rank
     }
-    wanted = {name: [full_region(weights.entry(name).shape)] for name in names.values()}
-    located = weights.located(wanted)
+    regions = {name: [full_region(weights.entry(name).shape)] for name in names.values()}
+    located = weights.located(regions)
     reader = WeightReader(stack, located, list(dict.fromkeys(names.values())), check_source=check_source)
     return reader, {path: located.catalog.tensors[name] for path, name in names.items()}
 
@@ -193,12 +193,12 @@ class _Exchange:
         targets: all of them.
     """
 
-    def __init__(self, held: HeldFactors, targets: Sequence[Target]) -> None:
+    def __init__(self, factor_shards: HeldFactors, targets: Sequence[Target]) -> None:
         self.elements = Counter[str]()
-        self._held = held
-        first = next(iter(held.values())).tensor.device
+        self._factor_shards = factor_shards
+        first = next(iter(factor_shards.values())).tensor.device
         self._device = device_for(None, first) if world()[1] > 1 else first
-        self._regions = _gather_regions(held, targets)
+        self._regions = _gather_regions(factor_shards, targets)
 
     def run(self, targets: Round, factors: Factors | None) -> None:
         """Send this rank's factors, and take its slices of those of the others.
@@ -244,7 +244,7 @@ class _Exchange:
     def _parts(self, target: Target) -> Iterator[tuple[str, Region, torch.Tensor]]:
         """Yield what this rank holds of a target's factors: factor, region, memory."""
         for name in FACTORS:
-            shard = self._held[f"{target.path}.{name}"]
+            shard = self._factor_shards[f"{target.path}.{name}"]
             for part in shard.parts:
                 cut = shard.cut(part, full_region(shard.shape))
                 if cut is not None:
@@ -264,7 +264,7 @@ Slices = Mapping[str, Sequence[tuple[str, Region]]]
 """What a rank holds of each target, by path: factors and regions of them, in the order in which they are sent."""
 
 
-def _gather_regions(held: HeldFactors, targets: Sequence[Target]) -> list[Slices]:
+def _gather_regions(factor_shards: HeldFactors, targets: Sequence[Target]) -> list[Slices]:
     """Return the regions of each target that every rank holds; targets that are held alike are listed once."""
     kinds, numbers = dict[str, int](), list[int]()
     listed = list[object]()
@@ -272,7 +272,7 @@ def _gather_regions(held: HeldFactors, targets: Sequence[Target]) -> list[Slices
         mine = [
             [index, part.region.offsets, part.region.sizes]
             for index, name in enumerate(FACTORS)
-            for part in held[f"{target.path}.{name}"].parts
+            for part in factor_shards[f"{target.path}.{name}"].parts
             if part.region.num_elements
         ]
         if str(mine) not in kinds:
@@ -298,7 +298,7 @@ def _say_progress(number: int, rounds: Sequence[Round]) -> None:
 
 def _say_how_good(measured: Sequence[tuple[str, float, float]]) -> None:
     """Log once for all ranks how good the factors are."""
-    every = [numbers for told in gather_json(measured, phase=_PHASE) for numbers in told]
+    every = [numbers for rank_numbers in gather_json(measured, phase=_PHASE) for numbers in rank_numbers]
     if not every:
         return
     names, errors, distances = zip(*every, strict=True)

@@ -83,29 +83,29 @@ def factor_model(
             rows than its weight in the source; lists all.
         UsageError: globs of the plan match nothing, or there is no source.
     """
-    own = own_targets(model)
+    model_targets = own_targets(model)
     planned: tuple[Target, ...] = ()
     notes: tuple[str, ...] = ()
     if plan is not None:
         model_type = getattr(getattr(transformers_model(model), "config", None), "model_type", None)
-        planned, notes = choose_targets(plan, _dense_candidates(model, own), model_type)
-    said = [
+        planned, notes = choose_targets(plan, _dense_candidates(model, model_targets), model_type)
+    accounts = [
         (what, named)
-        for what, named in (("the source", stored), ("the model", own), ("osft=", planned))
+        for what, named in (("the source", stored), ("the model", model_targets), ("osft=", planned))
         if named
     ]
-    if not said:
+    if not accounts:
         return Factoring()
-    for what, targets in said[1:]:
-        _compare(said[0][0], said[0][1], what, targets)
-    targets = tuple(said[0][1])
+    for what, targets in accounts[1:]:
+        _compare(accounts[0][0], accounts[0][1], what, targets)
+    targets = tuple(accounts[0][1])
     _refuse_grown(targets, grown)
     if not has_source:
         raise UsageError(
             "osft= divides weights, and without a source there are none",
             hint="give the model's weights as the source",
         )
-    if not own:
+    if not model_targets:
         factor_modules(model, targets)
     for name, parameter in model.named_parameters():
         if factor_of(name) is not None:  # whatever dtype the rest was made
@@ -133,23 +133,23 @@ def dense_names(model: nn.Module, expected: Mapping[str, ExpectedTensor]) -> dic
     return Factoring(targets=own_targets(model), svd="exact").read(expected)
 
 
-def _dense_candidates(model: nn.Module, own: Iterable[Target]) -> dict[str, Candidate]:
+def _dense_candidates(model: nn.Module, factored: Iterable[Target]) -> dict[str, Candidate]:
     """Return a model's parameters as if it had no factors yet."""
     dense = {name: weight for name, weight in candidates(model).items() if factor_of(name) is None}
-    return dense | {target.weight: Candidate((target.rows, target.columns), "Linear") for target in own}
+    return dense | {target.weight: Candidate((target.rows, target.columns), "Linear") for target in factored}
 
 
-def _compare(one: str, targets: Iterable[Target], other: str, others: Iterable[Target]) -> None:
+def _compare(account: str, targets: Iterable[Target], rival: str, rival_targets: Iterable[Target]) -> None:
     """Refuse two accounts of which weights are factors that differ."""
-    mine, theirs = ({target.path: target for target in side} for side in (targets, others))
+    by_path, rival_by_path = ({target.path: target for target in side} for side in (targets, rival_targets))
     problems = []
-    for path in dict.fromkeys((*mine, *theirs)):
-        left, right = _shown(mine.get(path)), _shown(theirs.get(path))
-        if left != right:
-            problems.append(f"{escape(path)}: {left} in {one}, {right} in {other}")
+    for path in dict.fromkeys((*by_path, *rival_by_path)):
+        shown, rival_shown = _shown(by_path.get(path)), _shown(rival_by_path.get(path))
+        if shown != rival_shown:
+            problems.append(f"{escape(path)}: {shown} in {account}, {rival_shown} in {rival}")
     LayoutError.raise_for(
         problems,
-        f"{one} and {other} have {count(len(problems), 'other factor', 'other factors')}",
+        f"{account} and {rival} have {count(len(problems), 'other factor', 'other factors')}",
         hint="leave osft= out: what model and source have is told by their names",
     )
 

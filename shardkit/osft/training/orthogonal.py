@@ -24,11 +24,11 @@ from shardkit.training.ranks.local import LocalShard, cut_axes
 _PHASE = "proving that factors are orthogonal"
 
 
-def prove_orthogonal(held: Mapping[str, LocalShard], targets: Sequence[Target], svd: Svd) -> None:
+def prove_orthogonal(factors: Mapping[str, LocalShard], targets: Sequence[Target], svd: Svd) -> None:
     """Refuse factors whose directions are not orthonormal, or whose singular values do not descend; every rank calls it.
 
     Args:
-        held: this rank's part of each factor, by FQN; filled.
+        factors: this rank's part of each factor, by FQN; filled.
         targets: all of them.
         svd: how they were computed, which decides what is promised.
 
@@ -36,29 +36,33 @@ def prove_orthogonal(held: Mapping[str, LocalShard], targets: Sequence[Target], 
         IntegrityError: on all ranks; names all such targets.
         ResourceError: a rank died, or did not come within the process group's timeout.
     """
-    measured = {target.path: _measure(held, target) for target in targets}
+    measured = {target.path: _measure(factors, target) for target in targets}
     with agreed(_PHASE):
         IntegrityError.raise_for(
             [
                 f"{escape(path)}: {distance:.1e}"
                 for path, distance in measured.items()
-                if not distance <= _allowed(held, path, svd)  # nan too
+                if not distance <= _allowed(factors, path, svd)  # nan too
             ]
-            + [f"{escape(target.path)}: singular values" for target in targets if not _descend(held, target)],
+            + [
+                f"{escape(target.path)}: singular values"
+                for target in targets
+                if not _descend(factors, target)
+            ],
             "what the ranks hold of factors is not orthonormal",
             hint="a slice was lost on its way between ranks: look at the network, and start again",
         )
 
 
-def _allowed(held: Mapping[str, LocalShard], path: str, svd: Svd) -> float:
+def _allowed(factors: Mapping[str, LocalShard], path: str, svd: Svd) -> float:
     """Return how far directions may be from orthonormal ones: trainers of others keep factors in half precision."""
-    return max(PROMISED[svd], 4 * torch.finfo(held[f"{path}.{LOW[0]}"].dtype).eps)
+    return max(PROMISED[svd], 4 * torch.finfo(factors[f"{path}.{LOW[0]}"].dtype).eps)
 
 
-def _measure(held: Mapping[str, LocalShard], target: Target) -> float:
+def _measure(factors: Mapping[str, LocalShard], target: Target) -> float:
     """Return how far the directions of a target are from orthonormal ones; every rank calls it."""
     apart = list[torch.Tensor]()
-    for side, is_v in _sides(held, target):
+    for side, is_v in _sides(factors, target):
         whole = sum(_summed(shard, _product(shard, vectors, is_v)) for shard, vectors in side)
         assert isinstance(whole, torch.Tensor)
         for shard, vectors in side:
@@ -68,14 +72,14 @@ def _measure(held: Mapping[str, LocalShard], target: Target) -> float:
 
 
 def _sides(
-    held: Mapping[str, LocalShard], target: Target
+    factors: Mapping[str, LocalShard], target: Target
 ) -> Iterator[tuple[list[tuple[LocalShard, torch.Tensor]], bool]]:
     """Yield U, then V: the frozen and the trained part of each with random vectors for it, and whether it is V."""
     vectors = random_vectors(target.num_directions)
     parts = (vectors[: target.rank], vectors[target.rank :])
     for letter in "UV":
         names = (f"osft_{letter}_high", f"osft_params.{letter}_low")
-        shards = [held[f"{target.path}.{name}"] for name in names]
+        shards = [factors[f"{target.path}.{name}"] for name in names]
         yield list(zip(shards, parts, strict=True)), letter == "V"
 
 
@@ -109,10 +113,10 @@ def _summed(shard: LocalShard, share: torch.Tensor) -> torch.Tensor:
     return share
 
 
-def _descend(held: Mapping[str, LocalShard], target: Target) -> bool:
+def _descend(factors: Mapping[str, LocalShard], target: Target) -> bool:
     """True if what this rank has of the singular values are numbers from 0 that do not grow."""
     for name in ("osft_S_high", "osft_params.S_low"):
-        values = held[f"{target.path}.{name}"].tensor
+        values = factors[f"{target.path}.{name}"].tensor
         if not bool((values >= 0).all() & (values.diff() <= 0).all() & values.isfinite().all()):
             return False
     return True

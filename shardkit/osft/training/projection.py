@@ -151,33 +151,33 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
         UsageError: the optimizer steps frozen factors, none of those that are trained, or copies that a forward has
             gathered.
     """
-    given, optimizer = optimizer, unwrapped(optimizer)
+    outer_optimizer, optimizer = optimizer, unwrapped(optimizer)
     layers = _layers(model)
     reshard(model)  # what is gathered now is a copy
     refuse_copies(model, optimizer)
     _check_parameters(layers.values(), optimizer)
     hooked = _HOOKED.setdefault(optimizer, [])
-    if any(known() is model for known in hooked):
-        return given
+    if any(hooked_model() is model for hooked_model in hooked):
+        return outer_optimizer
     hooked.append(ref(model))
 
     def before(
         _: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = [
+        closures = [
             value for value in (*args[1:], kwargs.get("closure")) if value is not None
         ]  # the first is the optimizer
-        if not given:
+        if not closures:
             project_gradients_(model)
             return args, kwargs
-        return (args[0], _projecting(given[0], model)), {}
+        return (args[0], _projecting(closures[0], model)), {}
 
     def after(*_: object) -> None:
         _project(_pairs(model, _moved_by(optimizer)))
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-    return given
+    return outer_optimizer
 
 
 def _moved_by(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], nn.Parameter | None]:
@@ -330,7 +330,7 @@ def _buckets(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
     """Put pairs together that ranks sum at once. A basis that is gathered is alone: it takes memory."""
     bucket: list[_Pair] = []
     for pair in pairs:
-        size = sum(other.numel for other in bucket)
+        size = sum(queued.numel for queued in bucket)
         is_other = bucket and (bucket[0].groups, bucket[0].device) != (pair.groups, pair.device)
         if bucket and (is_other or pair.gathered is not None or size + pair.numel > _BUCKET_NUMEL):
             yield bucket
