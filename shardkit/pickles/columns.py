@@ -80,7 +80,7 @@ class RunKind(NamedTuple):
     """What the units must be about to go into: list or dict."""
     maker: Callable[[tuple[Any, ...]], tuple[int, ...]]
     """What makes a corner."""
-    made: type[tuple[int, ...]]
+    corner_type: type[tuple[int, ...]]
     """What it returns."""
     make: Callable[[RecordFields], tuple[object, ...] | None]
     """Makes the values that stand for a run, as many as a unit has records, and checks them as the records
@@ -143,33 +143,33 @@ class RunFinder:
         self._form: _UnitForm | None = None
         self._forms_left = _MAX_FORMS if len(data) >= _MIN_BYTES else 0
         self._end = len(data)  # of the unit before
-        self._left, self._pause = 0, 1
+        self._num_skips, self._pause = 0, 1
         # Not bound to self: a cycle would keep the data until the collector comes.
         self._text = lru_cache(_MAX_KNOWN)(partial(_text, memo))
-        self._made = lru_cache(_MAX_KNOWN)(partial(_made, memo, kind.made))
+        self._fetched_corner = lru_cache(_MAX_KNOWN)(partial(_fetched_corner, memo, kind.corner_type))
         self._corner = lru_cache(_MAX_KNOWN)(partial(_corner, kind.maker))
 
     def take(self, pos: int, num_memoized: int) -> _TakenRun | None:
         """Return the run that begins at `pos`, just behind an executed unit; None if there is none."""
         before, self._end = self._end, pos
-        if self._left:
-            self._left -= 1
+        if self._num_skips:
+            self._num_skips -= 1
             return None
-        taken = self._read(pos, num_memoized)
-        if taken is None and self._forms_left and 0 < pos - before <= _MAX_UNIT:
+        run = self._read(pos, num_memoized)
+        if run is None and self._forms_left and 0 < pos - before <= _MAX_UNIT:
             form = self._learn(before, pos)
             if form is None:
                 self._rest()
             elif form != self._form:
                 self._form, self._forms_left = form, self._forms_left - 1
-                taken = self._read(pos, num_memoized)
-        if taken is not None:
-            self._end = taken.stop
-        return taken
+                run = self._read(pos, num_memoized)
+        if run is not None:
+            self._end = run.stop
+        return run
 
     def _rest(self) -> None:
         """Leave units to the interpreter, twice as many each time: what fails must not be tried at every unit."""
-        self._left, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
+        self._num_skips, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
 
     def _learn(self, start: int, stop: int) -> _UnitForm | None:
         """Return the form of a unit that was just executed, None if it has other parts than runs have."""
@@ -187,11 +187,11 @@ class RunFinder:
                 name = self._fetched(key.group()) if key else None
                 if key is None or not match or type(name) is not str or (record, name) in fields:
                     return None
-                kind, own = self._pattern_of(match)
-                if not own:
+                kind, field_parts = self._pattern_of(match)
+                if not field_parts:
                     return None
                 fields[record, name] = _Field(record, name, kind, num_slots)
-                parts, pos = [*parts, re.escape(key.group()), *own], match.end()
+                parts, pos = [*parts, re.escape(key.group()), *field_parts], match.end()
                 num_slots += (match[3] or b"").count(_MEMOIZE)
             parts, pos = [*parts, _TAIL], pos + 2
         if record + 1 != len(self.kind.classes) or pos != stop:
@@ -211,8 +211,8 @@ class RunFinder:
             is_made = self._call_of(self._fetched(field[2])) is self.kind.maker
             return kind, (re.escape(field[2]), _CORNER, re.escape(field[3])) if is_made else ()
         if text is not None:
-            if text[0] != _SHORT_TEXT and self._made(text) is not None:
-                return "made", (_GET,)
+            if text[0] != _SHORT_TEXT and self._fetched_corner(text) is not None:
+                return "corner_type", (_GET,)
             return kind, (_TEXT,) if self._text(text) is not None else ()
         return kind, (b"N",) if field["number"] is None else (_INT,)
 
@@ -248,13 +248,15 @@ class RunFinder:
         Returns how many units are right, and the memo slot behind the last of those. A unit is not right if a
         text field is no string, or if anything else of it is fetched later.
         """
-        own = [field for field in form.fields if field.kind]
-        texts = [(column, field.slot) for column, field in enumerate(own) if field.kind == "text"]
-        made = [column for column, field in enumerate(own) if field.kind == "made"]
+        varying = [field for field in form.fields if field.kind]
+        texts = [(column, field.slot) for column, field in enumerate(varying) if field.kind == "text"]
+        corner_columns = [column for column, field in enumerate(varying) if field.kind == "corner_type"]
         num_slots = form.num_slots
-        if None in map(self._made, {unit[column] for unit in units for column in made}):
+        if None in map(self._fetched_corner, {unit[column] for unit in units for column in corner_columns}):
             wrong = (
-                row for row, unit in enumerate(units) if None in (self._made(unit[column]) for column in made)
+                row
+                for row, unit in enumerate(units)
+                if None in (self._fetched_corner(unit[column]) for column in corner_columns)
             )
             units = units[: next(wrong)]
         raws = Counter(chain.from_iterable(map(itemgetter(column), units) for column, _ in texts))
@@ -296,7 +298,7 @@ class RunFinder:
             elif kind == "number":
                 column = Numbers(list(map(_number, next(columns))))
             elif kind is not None:
-                decode = self._corner if kind == "corner" else self._made
+                decode = self._corner if kind == "corner" else self._fetched_corner
                 column = Corners(cast("list[bytes]", list(map(decode, next(columns)))))
             fields[record][name] = column
         return fields
@@ -310,10 +312,10 @@ def _text(memo: Mapping[int, Any], raw: bytes) -> str | None:
     return value if type(value) is str else None
 
 
-def _made(memo: Mapping[int, Any], made: type[tuple[int, ...]], raw: bytes) -> bytes | None:
+def _fetched_corner(memo: Mapping[int, Any], corner_type: type[tuple[int, ...]], raw: bytes) -> bytes | None:
     """Return a corner that is fetched, None for anything else."""
     value = memo.get(int.from_bytes(raw[1:], "little"))
-    return array("q", value).tobytes() if isinstance(value, made) else None
+    return array("q", value).tobytes() if isinstance(value, corner_type) else None
 
 
 def _corner(maker: Callable[[tuple[Any, ...]], tuple[int, ...]], raw: bytes) -> bytes:

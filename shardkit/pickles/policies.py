@@ -219,10 +219,10 @@ class Strict(Interpreter):
         record.build(state)
         pos += 1
         if kind in self.runs and _may_begin(self.runs[kind].kind, stack, self.outer):
-            taken = self.runs[kind].take(pos, self.num_memoized)
-            if taken is not None:
-                stack += taken.values
-                pos, self.num_memoized = taken.stop, taken.num_memoized
+            run = self.runs[kind].take(pos, self.num_memoized)
+            if run is not None:
+                stack += run.values
+                pos, self.num_memoized = run.stop, run.num_memoized
         return pos
 
 
@@ -580,12 +580,12 @@ class Inert(Interpreter):
         """REDUCE, NEWOBJ, and with keywords, which are ignored, NEWOBJ_EX."""
         if not isinstance(function, UnmadeObject):
             raise Refusal(f"a call of something of type {type(function).__name__}")
-        made = function.make(args)
-        if isinstance(made, (tuple, dict)):
-            self.charge(_DICT + _DICT_ITEM * len(made))
+        value = function.make(args)
+        if isinstance(value, (tuple, dict)):
+            self.charge(_DICT + _DICT_ITEM * len(value))
         else:
-            self.charge(_OPAQUE if type(made) is UnmadeObject else _THING)
-        self.stack.append(made)
+            self.charge(_OPAQUE if type(value) is UnmadeObject else _THING)
+        self.stack.append(value)
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
@@ -679,9 +679,9 @@ class _Walk:
         if id(container) in self._open:
             raise Refusal("what it describes contains itself")
         values = container.values() if type(container) is dict else container
-        others = [value for value in values if type(value) not in _SCALARS]
-        inner = [value for value in others if type(value) in _CONTAINERS]
-        num_nodes, num_things, depth = 1 + len(container) - len(inner), len(others) - len(inner), 1
+        compound = [value for value in values if type(value) not in _SCALARS]
+        inner = [value for value in compound if type(value) in _CONTAINERS]
+        num_nodes, num_things, depth = 1 + len(container) - len(inner), len(compound) - len(inner), 1
         self._open.add(id(container))
         self._num_steps += num_nodes + len(inner)
         self._check(num_nodes, num_things, level)
