@@ -91,10 +91,10 @@ def changes_page(result: DiffResult, facts: Sequence[tuple[str, str]]) -> Page:
 def _verdict(result: DiffResult) -> str:
     number = f"{len(result.tensors):,} tensor{'s' * (len(result.tensors) != 1)}"
     if result.is_equal:
-        said = "bytes" if result.rtol is None else "values, within the tolerance"
+        content = "bytes" if result.rtol is None else "values, within the tolerance"
         if result.as_dtype is not None:
-            said += f", with A rounded to {result.as_dtype}"
-        return f"Equal: {number} hold the same {said}."
+            content += f", with A rounded to {result.as_dtype}"
+        return f"Equal: {number} hold the same {content}."
     if not result.differences:
         return f"Equal after folding: none of {number} differs otherwise."
     if result.count(*_ALONE) == len(result.tensors):
@@ -130,10 +130,10 @@ def _figures(result: DiffResult) -> Iterator[tuple[str, str]]:
 
 
 def _unusual(result: DiffResult) -> Iterator[str]:
-    for status, said in _ALONE.items():
+    for status, meaning in _ALONE.items():
         names = [escape(tensor.name) for tensor in result.tensors if tensor.status == status]
         if names:
-            yield f"{count(len(names), 'tensor')}: {said}: {few(names, _MAX_SHOWN)}."
+            yield f"{count(len(names), 'tensor')}: {meaning}: {few(names, _MAX_SHOWN)}."
     odd = [escape(t.name) for t in result.tensors if t.stats is not None and t.stats.num_nonfinite]
     if odd:
         yield f"{count(len(odd), 'tensor')} with NaN or infinity on one side: {few(odd, _MAX_SHOWN)}."
@@ -308,10 +308,10 @@ def _cell(tensors: Sequence[TensorDiff], number_of: dict[str, int]) -> list[obje
     if not tensors:
         return None
     most = max(tensors, key=lambda tensor: tensor.magnitude)
-    amount, said = amount_of(most), _said(most)[0]
+    amount, text = amount_of(most), _said(most)[0]
     if most.relative_error is not None and most.is_difference:
-        said = f"relative norm {most.relative_error:.3g}, {said} differ"
+        text = f"relative norm {most.relative_error:.3g}, {text} differ"
     if len(tensors) > 1:
         changed = sum(tensor.is_difference for tensor in tensors)
-        said = f"{changed} of {len(tensors)} tensors differ; most of all {escape(most.name)}: {said}"
-    return ["bad" if amount is None else amount, said, number_of.get(most.name)]
+        text = f"{changed} of {len(tensors)} tensors differ; most of all {escape(most.name)}: {text}"
+    return ["bad" if amount is None else amount, text, number_of.get(most.name)]

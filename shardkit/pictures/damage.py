@@ -26,10 +26,10 @@ def damage_page(result: VerifyResult, facts: Sequence[tuple[str, str]]) -> Page:
         result: with `holdings`.
         facts: (label, text) of everything else that is to be said.
     """
-    held = result.holdings
-    assert held is not None
-    drawn = _Drawn(result.problems[:_MAX_LISTED], held)
-    left_out = [*held.merged]
+    holdings = result.holdings
+    assert holdings is not None
+    drawn = _Drawn(result.problems[:_MAX_LISTED], holdings)
+    left_out = [*holdings.merged]
     if len(result.problems) > _MAX_LISTED:
         left_out.append(
             f"the first {_MAX_LISTED} of {len(result.problems)} problems are listed; --json has all"
@@ -196,15 +196,15 @@ def _extent(problem: VerifyProblem, size: int, whole: int) -> _Extent:
 class _Drawn:
     """Problems, sorted into the files and tensors in which they lie."""
 
-    def __init__(self, problems: Sequence[VerifyProblem], held: Holdings) -> None:
-        self.problems, self._held = problems, held
+    def __init__(self, problems: Sequence[VerifyProblem], holdings: Holdings) -> None:
+        self.problems, self._holdings = problems, holdings
         by_file: dict[str, list[int]] = {}
         for number, problem in enumerate(problems):
             if problem.file is not None:
                 by_file.setdefault(problem.file, []).append(number)
-        known = {file.name: file for file in held.files}
-        self._names = [*known, *(name for name in by_file if name not in known)]
-        self.num_bad, self.knows_all = len(by_file), bool(known)
+        file_of = {file.name: file for file in holdings.files}
+        self._names = [*file_of, *(name for name in by_file if name not in file_of)]
+        self.num_bad, self.knows_all = len(by_file), bool(file_of)
         self.files = [
             {
                 "name": escape(name),
@@ -214,9 +214,9 @@ class _Drawn:
             for name in self._names
         ]
         self.lanes = [
-            self._lane(name, numbers, known) for name, numbers in list(by_file.items())[:_MAX_LANES]
+            self._lane(name, numbers, file_of) for name, numbers in list(by_file.items())[:_MAX_LANES]
         ]
-        self._tensors = {tensor.name: tensor for tensor in held.tensors}
+        self._tensors = {tensor.name: tensor for tensor in holdings.tensors}
         self.places: list[dict[str, Any]] = []
         self._known_places: dict[str, int] = {}
         self._place_of = [self._place(problem) for problem in problems]
@@ -226,9 +226,9 @@ class _Drawn:
             return "missing"
         return "mark" if numbers else "good"
 
-    def _lane(self, name: str, numbers: Sequence[int], known: dict[str, HeldFile]) -> dict[str, Any]:
-        file = known.get(name)
-        strip = None if file is None or file.strip is None else self._held.strips[file.strip]
+    def _lane(self, name: str, numbers: Sequence[int], file_of: dict[str, HeldFile]) -> dict[str, Any]:
+        file = file_of.get(name)
+        strip = None if file is None or file.strip is None else self._holdings.strips[file.strip]
         size = 0 if file is None else file.file_bytes or 0
         whole = 0 if strip is None else strip.starts[-1] + strip.nbytes[-1]
         places = [_extent(self.problems[number], size, max(size, whole)) for number in numbers]
@@ -236,8 +236,10 @@ class _Drawn:
         damage = []
         for number, (start, nbytes, tone) in zip(numbers, places, strict=True):
             problem = self.problems[number]
-            said = f"{_tensor(problem)}: " if problem.tensor is not None else ""
-            text = f"{said}{_message(problem)[:300]}" + (self._lost(size, strip) if tone == "missing" else "")
+            about = f"{_tensor(problem)}: " if problem.tensor is not None else ""
+            text = f"{about}{_message(problem)[:300]}" + (
+                self._lost(size, strip) if tone == "missing" else ""
+            )
             # Of a file whose size nothing tells, all that can be drawn is the bar.
             damage.append([start, nbytes or size, text, number, tone])
         return {
@@ -256,13 +258,13 @@ class _Drawn:
     def _place(self, problem: VerifyProblem) -> int | None:
         """Return the index of the tensor's picture; None if a problem is about no part of a tensor that is known."""
         tensor = None if problem.tensor is None else self._tensors.get(problem.tensor)
-        if tensor is None or problem.region is None or not self._held.cuts:
+        if tensor is None or problem.region is None or not self._holdings.cuts:
             return None
         if tensor.name not in self._known_places:
             if len(self.places) == _MAX_PLACES:
                 return None
             self._known_places[tensor.name] = len(self.places)
-            cut = self._held.cuts[tensor.cut]
+            cut = self._holdings.cuts[tensor.cut]
             self.places.append(
                 {
                     "title": f"{escape(tensor.name)} {list(cut.shape)}: the damage is somewhere in the red part",
@@ -282,8 +284,8 @@ class _Drawn:
         return {
             "kind": "damage",
             "files": self.files,
-            "tensors": [escape(tensor.name) for tensor in self._held.tensors],
-            "strips": [strip_data(strip) for strip in self._held.strips],
+            "tensors": [escape(tensor.name) for tensor in self._holdings.tensors],
+            "strips": [strip_data(strip) for strip in self._holdings.strips],
             "lanes": self.lanes,
             "places": self.places,
             "place_of": self._place_of,

@@ -50,41 +50,41 @@ def glyphs_for(encoding: str | None) -> Glyphs:
     return BLOCKS
 
 
-def held_lines(held: Holdings, width: int, glyphs: Glyphs) -> Iterator[str]:
+def held_lines(holdings: Holdings, width: int, glyphs: Glyphs) -> Iterator[str]:
     """Yield ranks x units, and a bar for all bytes of each rank; neighbours that hold the same share a line.
 
     Args:
-        held: what to draw.
+        holdings: what to draw.
         width: of the terminal, in characters.
         glyphs: what to draw with.
     """
     noun, peak = (
-        ("rank" if held.has_ranks else "file"),
-        max((max(row, default=0) for row in held.cells), default=0) or 1,
+        ("rank" if holdings.has_ranks else "file"),
+        max((max(row, default=0) for row in holdings.cells), default=0) or 1,
     )
     rows = [
-        Row(_held_label(held, first, last), [math.sqrt(n / peak) for n in held.cells[cells]], total)
-        for first, last, cells, total in _runs(held)
+        Row(_held_label(holdings, first, last), [math.sqrt(n / peak) for n in holdings.cells[cells]], total)
+        for first, last, cells, total in _runs(holdings)
     ]
-    what = "units, in forward order" if held.has_units else "layers, as names tell"
-    yield f"{noun}s x {what} ({len(held.units)}); {glyphs.shades[0]} nothing, {glyphs.shades[1:]} few to many bytes"
+    what = "units, in forward order" if holdings.has_units else "layers, as names tell"
+    yield f"{noun}s x {what} ({len(holdings.units)}); {glyphs.shades[0]} nothing, {glyphs.shades[1:]} few to many bytes"
     yield from _drawn(rows, width, glyphs)
 
 
-def _runs(held: Holdings) -> Iterator[tuple[int, int, int, int]]:
+def _runs(holdings: Holdings) -> Iterator[tuple[int, int, int, int]]:
     """Yield (first, last, cells, bytes of each) of neighbours that hold the same."""
     first = 0
-    for index, holder in enumerate(held.holders):
-        following = held.holders[index + 1] if index + 1 < len(held.holders) else None
+    for index, holder in enumerate(holdings.holders):
+        following = holdings.holders[index + 1] if index + 1 < len(holdings.holders) else None
         if following is None or following.cells != holder.cells:
             yield first, index, holder.cells, holder.held_bytes
             first = index + 1
 
 
-def _held_label(held: Holdings, first: int, last: int) -> str:
-    if held.has_ranks:
+def _held_label(holdings: Holdings, first: int, last: int) -> str:
+    if holdings.has_ranks:
         return f"rank {first}" if first == last else f"ranks {first}-{last}"
-    name = escape(held.files[first].name)
+    name = escape(holdings.files[first].name)
     return name if first == last else f"{name} and {last - first} more"
 
 

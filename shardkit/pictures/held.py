@@ -52,125 +52,129 @@ def held_page(
     )
 
 
-def _verdict(held: Holdings) -> str:
-    size = format_size(held.tensor_bytes)
-    if not held.has_ranks:
-        return f"{count(_num_tensors(held), 'tensor')}, {size}, in {count(len(held.files), 'file')}."
-    most = max((holder.held_bytes for holder in held.holders), default=0)
-    return f"{held.num_holders:,} {'rank shares' if held.num_holders == 1 else 'ranks share'} {size}: each holds at most {format_size(most)}."
+def _verdict(holdings: Holdings) -> str:
+    size = format_size(holdings.tensor_bytes)
+    if not holdings.has_ranks:
+        return f"{count(_num_tensors(holdings), 'tensor')}, {size}, in {count(len(holdings.files), 'file')}."
+    most = max((holder.held_bytes for holder in holdings.holders), default=0)
+    return f"{holdings.num_holders:,} {'rank shares' if holdings.num_holders == 1 else 'ranks share'} {size}: each holds at most {format_size(most)}."
 
 
-def _num_tensors(held: Holdings) -> int:
-    return sum(tensor.count for tensor in held.tensors)
+def _num_tensors(holdings: Holdings) -> int:
+    return sum(tensor.count for tensor in holdings.tensors)
 
 
-def _figures(held: Holdings, imbalance: float | None) -> Iterator[tuple[str, str]]:
-    yield format_size(held.tensor_bytes), f"in {count(_num_tensors(held), 'tensor')}"
-    if held.has_ranks:
+def _figures(holdings: Holdings, imbalance: float | None) -> Iterator[tuple[str, str]]:
+    yield format_size(holdings.tensor_bytes), f"in {count(_num_tensors(holdings), 'tensor')}"
+    if holdings.has_ranks:
         # A rank may have a file without any record: the words count it, and nothing of it is drawn.
-        records = "" if all(holder.held_bytes for holder in held.holders) else " with records"
-        yield f"{held.num_holders:,}", f"ranks, {count(len(held.files), 'file')}{records}"
+        records = "" if all(holder.held_bytes for holder in holdings.holders) else " with records"
+        yield f"{holdings.num_holders:,}", f"ranks, {count(len(holdings.files), 'file')}{records}"
     else:
-        yield f"{len(held.files):,}", "files; no mesh is recorded" if len(held.files) > 1 else "file"
-    if len(held.holders) > 1 and imbalance is not None:  # as the command says it
+        yield f"{len(holdings.files):,}", "files; no mesh is recorded" if len(holdings.files) > 1 else "file"
+    if len(holdings.holders) > 1 and imbalance is not None:  # as the command says it
         yield f"{imbalance:.2f} x", "largest file over the mean"
-    if held.has_ranks:
-        read, naive = _read_bytes(held), held.num_holders * held.tensor_bytes
+    if holdings.has_ranks:
+        read, naive = _read_bytes(holdings), holdings.num_holders * holdings.tensor_bytes
         yield format_size(read), f"read in total ({format_size(naive)} if each rank read all)"
 
 
-def _noun(held: Holdings) -> str:
-    return "rank" if held.has_ranks else "file"
+def _noun(holdings: Holdings) -> str:
+    return "rank" if holdings.has_ranks else "file"
 
 
-def _read_bytes(held: Holdings) -> int:
-    return sum(holder.held_bytes for holder in held.holders)
+def _read_bytes(holdings: Holdings) -> int:
+    return sum(holder.held_bytes for holder in holdings.holders)
 
 
-def _notable(held: Holdings) -> Iterator[str]:
-    sizes = [holder.held_bytes for holder in held.holders]
-    if held.has_ranks and len(sizes) > 1 and imbalance_of(sizes) >= _UNEVEN:
+def _notable(holdings: Holdings) -> Iterator[str]:
+    sizes = [holder.held_bytes for holder in holdings.holders]
+    if holdings.has_ranks and len(sizes) > 1 and imbalance_of(sizes) >= _UNEVEN:
         largest, least = sizes.index(max(sizes)), sizes.index(min(sizes))
         yield (
-            f"The bytes are uneven: {_row_name(held, largest)} holds {format_size(max(sizes))}, "
-            f"{_row_name(held, least)} {f'only {format_size(min(sizes))}' if min(sizes) else 'nothing'}."
+            f"The bytes are uneven: {_row_name(holdings, largest)} holds {format_size(max(sizes))}, "
+            f"{_row_name(holdings, least)} {f'only {format_size(min(sizes))}' if min(sizes) else 'nothing'}."
         )
-    if held.has_ranks:
-        empty = sum(tensor.count for tensor in held.tensors if tensor.num_without)
+    if holdings.has_ranks:
+        empty = sum(tensor.count for tensor in holdings.tensors if tensor.num_without)
         if empty:
             have = "has" if empty == 1 else "have"
             yield f"{count(empty, 'tensor')} {have} too few rows for all ranks, so some ranks get none."
-        many = sum(holder.num_files > 1 for holder in held.holders)
+        many = sum(holder.num_files > 1 for holder in holdings.holders)
         if many:
-            yield f"{count(many, 'rank')} of {len(held.holders)} read from more than one file."
-    totals = [sum(cells) for cells in zip(*_rows(held), strict=True)]
+            yield f"{count(many, 'rank')} of {len(holdings.holders)} read from more than one file."
+    totals = [sum(cells) for cells in zip(*_rows(holdings), strict=True)]
     # Layers that names tell are gathered by nobody.
-    if held.has_units and len(totals) > 4 and max(totals) > _HEAVY_UNIT * sum(totals):
-        unit = held.units[totals.index(max(totals))]
-        name = _unit_name(held, unit)
+    if holdings.has_units and len(totals) > 4 and max(totals) > _HEAVY_UNIT * sum(totals):
+        unit = holdings.units[totals.index(max(totals))]
+        name = _unit_name(holdings, unit)
         yield (
             f"{name[0].upper() if not unit.path else name[0]}{name[1:]} has {max(totals) / sum(totals):.0%} of all bytes; a rank gathers "
             f"{format_size(unit.gathered_bytes)} at once."
         )
-    gaps, total = _gap_bytes(held)
+    gaps, total = _gap_bytes(holdings)
     if total and gaps > _MANY_GAPS * total:
         yield f"{gaps / total:.0%} of the files' bytes are headers and padding, as the tensors are small."
 
 
-def _without_experts(held: Holdings) -> Iterator[str]:
+def _without_experts(holdings: Holdings) -> Iterator[str]:
     """Yield what to do where fused experts are fewer than the ranks over which they are cut."""
     fused = [
-        (tensor.num_without, held.cuts[tensor.cut].shape[0])
-        for tensor in held.tensors
-        if ".experts." in tensor.name and len(held.cuts[tensor.cut].shape) == 3
+        (tensor.num_without, holdings.cuts[tensor.cut].shape[0])
+        for tensor in holdings.tensors
+        if ".experts." in tensor.name and len(holdings.cuts[tensor.cut].shape) == 3
     ]
     num_without, num_experts = max(fused, default=(0, 0))
     if num_without:
         ranks = "rank holds" if num_without == 1 else "ranks hold"
         yield (
-            f"{num_without:,} of {len(held.holders):,} {ranks} no expert: experts are cut along dim 0, and there are "
+            f"{num_without:,} of {len(holdings.holders):,} {ranks} no expert: experts are cut along dim 0, and there are "
             f"{num_experts}. Share them with ep in --mesh, or cut another dim with shard_placement_fn."
         )
 
 
-def _rows(held: Holdings) -> list[tuple[int, ...]]:
-    return [held.cells[holder.cells] for holder in held.holders]
+def _rows(holdings: Holdings) -> list[tuple[int, ...]]:
+    return [holdings.cells[holder.cells] for holder in holdings.holders]
 
 
-def _gap_bytes(held: Holdings) -> tuple[int, int]:
+def _gap_bytes(holdings: Holdings) -> tuple[int, int]:
     """Return (bytes that are no tensor's, all bytes) of the files."""
-    total = sum(file.file_bytes or 0 for file in held.files)
-    return max(total - held.tensor_bytes, 0), total
+    total = sum(file.file_bytes or 0 for file in holdings.files)
+    return max(total - holdings.tensor_bytes, 0), total
 
 
-def _row_name(held: Holdings, row: int) -> str:
-    return f"rank {row}" if held.has_ranks else escape(held.files[row].name)
+def _row_name(holdings: Holdings, row: int) -> str:
+    return f"rank {row}" if holdings.has_ranks else escape(holdings.files[row].name)
 
 
-def _unit_name(held: Holdings, unit: HeldUnit) -> str:
-    first = escape(unit.path) or ("the root unit" if held.has_units else "what is in no layer")
+def _unit_name(holdings: Holdings, unit: HeldUnit) -> str:
+    first = escape(unit.path) or ("the root unit" if holdings.has_units else "what is in no layer")
     return first if unit.last is None or unit.count == 1 else f"{first} to {escape(unit.last)}"
 
 
-def _sections(held: Holdings) -> Iterator[Section]:
-    if held.has_ranks and held.num_holders > 1:
-        yield _flow_section(held)
-    yield _matrix_section(held)
-    yield _tensor_section(held)
-    if _lanes(held):  # partitions that are decoded have no places of their own
-        yield _file_section(held)
+def _sections(holdings: Holdings) -> Iterator[Section]:
+    if holdings.has_ranks and holdings.num_holders > 1:
+        yield _flow_section(holdings)
+    yield _matrix_section(holdings)
+    yield _tensor_section(holdings)
+    if _lanes(holdings):  # partitions that are decoded have no places of their own
+        yield _file_section(holdings)
 
 
-def _flow_section(held: Holdings) -> Section:
-    ranks, naive, ours = held.num_holders, held.num_holders * held.tensor_bytes, _read_bytes(held)
-    most = max(holder.held_bytes for holder in held.holders)
+def _flow_section(holdings: Holdings) -> Section:
+    ranks, naive, read = (
+        holdings.num_holders,
+        holdings.num_holders * holdings.tensor_bytes,
+        _read_bytes(holdings),
+    )
+    most = max(holder.held_bytes for holder in holdings.holders)
     shown = f" {min(ranks, _MAX_DRAWN)} of {ranks:,} ranks are drawn." if ranks > _MAX_DRAWN else ""
     body = (
         '<div class="pair"><div class="naive"><h3>The naive way: every rank reads the whole model</h3>'
-        f'<p class="big">{html(format_size(naive))}</p><p>{ranks:,} x {html(format_size(held.tensor_bytes))}</p>'
+        f'<p class="big">{html(format_size(naive))}</p><p>{ranks:,} x {html(format_size(holdings.tensor_bytes))}</p>'
         f"{picture('naive', f'Every one of {ranks} ranks reads all of the model.')}</div>"
         '<div class="ours"><h3>From these files: every rank reads its own part</h3>'
-        f'<p class="big">{html(format_size(ours))}</p><p>at most {html(format_size(most))} for a rank</p>'
+        f'<p class="big">{html(format_size(read))}</p><p>at most {html(format_size(most))} for a rank</p>'
         f"{picture('ours', 'Lines lead from each file to the ranks that read it.')}</div></div>"
     )
     return Section(
@@ -180,9 +184,11 @@ def _flow_section(held: Holdings) -> Section:
     )
 
 
-def _matrix_section(held: Holdings) -> Section:
-    noun, peak = _noun(held), max((max(row, default=0) for row in held.cells), default=0)
-    what = "a unit that fully_shard wraps, in forward order" if held.has_units else "a layer, as names tell"
+def _matrix_section(holdings: Holdings) -> Section:
+    noun, peak = _noun(holdings), max((max(row, default=0) for row in holdings.cells), default=0)
+    what = (
+        "a unit that fully_shard wraps, in forward order" if holdings.has_units else "a layer, as names tell"
+    )
     key = legend(
         ("none", "nothing"),
         ("ramp", f"few to many bytes, at most {format_size(peak)}"),
@@ -190,15 +196,15 @@ def _matrix_section(held: Holdings) -> Section:
     )
     rows = [
         (
-            (_row_name(held, row), float(row)) if held.has_ranks else _row_name(held, row),
+            (_row_name(holdings, row), float(row)) if holdings.has_ranks else _row_name(holdings, row),
             (format_size(holder.held_bytes), holder.held_bytes),
-            ", ".join(escape(held.files[file].name) for file, _ in holder.reads[:3])
+            ", ".join(escape(holdings.files[file].name) for file, _ in holder.reads[:3])
             + (f" and {holder.num_files - 3} more" if holder.num_files > 3 else ""),
         )
-        for row, holder in enumerate(held.holders[:_MAX_LISTED])
+        for row, holder in enumerate(holdings.holders[:_MAX_LISTED])
     ]
     listed = table("holders", f"All bytes of each {noun}, and where they lie", (noun, "bytes", "files"), rows)
-    label = f"A grid of {len(held.holders)} {noun}s and {len(held.units)} columns; arrow keys go through it."
+    label = f"A grid of {len(holdings.holders)} {noun}s and {len(holdings.units)} columns; arrow keys go through it."
     return Section(
         title=f"What each {noun} holds",
         lead=f"A row is a {noun}, a column is {what}. The stronger the colour, the more bytes. Hover over a cell or use the arrow keys.",
@@ -206,16 +212,16 @@ def _matrix_section(held: Holdings) -> Section:
     )
 
 
-def _tensor_section(held: Holdings) -> Section:
+def _tensor_section(holdings: Holdings) -> Section:
     rows = [
         (
             escape(tensor.name) + (f" x{tensor.count}" if tensor.count > 1 else ""),
             short_dtype(tensor.dtype),
-            str(list(held.cuts[tensor.cut].shape)),
+            str(list(holdings.cuts[tensor.cut].shape)),
             (format_size(tensor.tensor_bytes), tensor.tensor_bytes),
-            (f"{held.cuts[tensor.cut].num_pieces:,}", held.cuts[tensor.cut].num_pieces),
+            (f"{holdings.cuts[tensor.cut].num_pieces:,}", holdings.cuts[tensor.cut].num_pieces),
         )
-        for tensor in held.tensors
+        for tensor in holdings.tensors
     ]
     listed = table(
         "tensors",
@@ -227,7 +233,7 @@ def _tensor_section(held: Holdings) -> Section:
     view = f'<div class="view"><h3 id="tensor-name"></h3>{picture("tensor", "The tensor as a rectangle, cut by its owners.")}</div>'
     owner = (
         "the file, and so the rank, that holds the piece"
-        if held.has_ranks
+        if holdings.has_ranks
         else "the file that holds the piece"
     )
     return Section(
@@ -237,10 +243,10 @@ def _tensor_section(held: Holdings) -> Section:
     )
 
 
-def _file_section(held: Holdings) -> Section:
-    gaps, total = _gap_bytes(held)
-    lanes = _lanes(held)
-    num_alike = len(held.files) - len(lanes)
+def _file_section(holdings: Holdings) -> Section:
+    gaps, total = _gap_bytes(holdings)
+    lanes = _lanes(holdings)
+    num_alike = len(holdings.files) - len(lanes)
     alike = f" {num_alike} files are filled like one of those." if num_alike else ""
     share = (
         f" Headers of files and records, and padding, are {gaps / total:.2%} of all bytes." if total else ""
@@ -253,15 +259,15 @@ def _file_section(held: Holdings) -> Section:
     )
 
 
-def _lanes(held: Holdings) -> list[dict[str, Any]]:
+def _lanes(holdings: Holdings) -> list[dict[str, Any]]:
     """Return one lane for all files that are filled alike, the first few."""
     lanes: dict[tuple[int, int | None], list[int]] = {}
-    for number, file in enumerate(held.files):
+    for number, file in enumerate(holdings.files):
         if file.strip is not None:
             lanes.setdefault((file.strip, file.file_bytes), []).append(number)
     return [
         {
-            "label": escape(held.files[files[0]].name)
+            "label": escape(holdings.files[files[0]].name)
             + (f" and {count(len(files) - 1, 'file')} like it" if len(files) > 1 else ""),
             "bytes": size or 0,
             "strip": strip,
@@ -270,21 +276,21 @@ def _lanes(held: Holdings) -> list[dict[str, Any]]:
     ]
 
 
-def _column_title(held: Holdings) -> str:
+def _column_title(holdings: Holdings) -> str:
     stems = Counter(
-        unit.path.rpartition(".")[0] for unit in held.units if unit.path.rpartition(".")[2].isdecimal()
+        unit.path.rpartition(".")[0] for unit in holdings.units if unit.path.rpartition(".")[2].isdecimal()
     )
     where = f" of {escape(stems.most_common(1)[0][0])}" if stems else ""
-    rest = "; rest: the root unit" if held.has_units else "; rest: what is in no layer"
-    return f"{'units' if held.has_units else 'layers'}{where}" + (
-        rest if any(not u.path for u in held.units) else ""
+    rest = "; rest: the root unit" if holdings.has_units else "; rest: what is in no layer"
+    return f"{'units' if holdings.has_units else 'layers'}{where}" + (
+        rest if any(not u.path for u in holdings.units) else ""
     )
 
 
-def _readers(held: Holdings) -> list[list[int]]:
+def _readers(holdings: Holdings) -> list[list[int]]:
     """Return the ranks that read most from each file, the first few and one more."""
-    readers: list[list[int]] = [[] for _ in held.files]
-    for rank, holder in enumerate(held.holders):
+    readers: list[list[int]] = [[] for _ in holdings.files]
+    for rank, holder in enumerate(holdings.holders):
         if holder.reads:
             readers[holder.reads[0][0]].append(rank)
     return readers
@@ -297,14 +303,16 @@ def _spread(number: int) -> list[int]:
     return [index * (number - 1) // (_MAX_DRAWN - 1) for index in range(_MAX_DRAWN)]
 
 
-def _flow(held: Holdings) -> dict[str, Any]:
-    ranks = _spread(len(held.holders))
-    files = list(dict.fromkeys(file for rank in ranks for file, _ in held.holders[rank].reads))[:_MAX_DRAWN]
+def _flow(holdings: Holdings) -> dict[str, Any]:
+    ranks = _spread(len(holdings.holders))
+    files = list(dict.fromkeys(file for rank in ranks for file, _ in holdings.holders[rank].reads))[
+        :_MAX_DRAWN
+    ]
     index_of = {file: place for place, file in enumerate(files)}
-    ours = [
+    shard_links = [
         [index_of[file], place, nbytes]
         for place, rank in enumerate(ranks)
-        for file, nbytes in held.holders[rank].reads
+        for file, nbytes in holdings.holders[rank].reads
         if file in index_of
     ]
     right = [f"rank {rank}" for rank in ranks]
@@ -319,40 +327,42 @@ def _flow(held: Holdings) -> dict[str, Any]:
             "thick": 5,
         },
         "ours": {
-            "left": [escape(held.files[file].name) for file in files],
+            "left": [escape(holdings.files[file].name) for file in files],
             "right": right,
-            "links": ours,
+            "links": shard_links,
             "readers": "ranks",
             "tone": "good",
         },
     }
 
 
-def _data(held: Holdings) -> dict[str, Any]:
-    most_pieces = max(range(len(held.tensors)), key=lambda index: held.tensors[index].tensor_bytes, default=0)
+def _data(holdings: Holdings) -> dict[str, Any]:
+    most_pieces = max(
+        range(len(holdings.tensors)), key=lambda index: holdings.tensors[index].tensor_bytes, default=0
+    )
     return {
         "kind": "held",
-        "has_ranks": held.has_ranks,
-        "units": [_unit_name(held, unit) for unit in held.units],
+        "has_ranks": holdings.has_ranks,
+        "units": [_unit_name(holdings, unit) for unit in holdings.units],
         # The number of each layer, and short names of what is none.
-        "ticks": [unit.path.rpartition(".")[2] if unit.path else "rest" for unit in held.units],
-        "column_title": _column_title(held),
+        "ticks": [unit.path.rpartition(".")[2] if unit.path else "rest" for unit in holdings.units],
+        "column_title": _column_title(holdings),
         "holders": [
-            [holder.cells, holder.held_bytes, holder.reads, holder.num_files] for holder in held.holders
+            [holder.cells, holder.held_bytes, holder.reads, holder.num_files] for holder in holdings.holders
         ],
-        "cells": held.cells,
-        "files": [{"name": escape(file.name)} for file in held.files],
-        "readers": _readers(held) if held.has_ranks else [],
-        "strips": [strip_data(strip) for strip in held.strips],
-        "lanes": _lanes(held),
-        "tensors": [escape(tensor.name) for tensor in held.tensors],
-        "cut_of": [tensor.cut for tensor in held.tensors],
+        "cells": holdings.cells,
+        "files": [{"name": escape(file.name)} for file in holdings.files],
+        "readers": _readers(holdings) if holdings.has_ranks else [],
+        "strips": [strip_data(strip) for strip in holdings.strips],
+        "lanes": _lanes(holdings),
+        "tensors": [escape(tensor.name) for tensor in holdings.tensors],
+        "cut_of": [tensor.cut for tensor in holdings.tensors],
         "cuts": [
             {"shape": cut.shape, "num_pieces": cut.num_pieces, "files": cut.files, "boxes": cut.boxes}
-            for cut in held.cuts
+            for cut in holdings.cuts
         ],
         "first_tensor": most_pieces,
-        "flow": _flow(held) if held.has_ranks and held.num_holders > 1 else None,
+        "flow": _flow(holdings) if holdings.has_ranks and holdings.num_holders > 1 else None,
     }
 
 
