@@ -212,7 +212,7 @@ class RunFinder:
             return kind, (re.escape(field[2]), _CORNER, re.escape(field[3])) if is_made else ()
         if text is not None:
             if text[0] != _SHORT_TEXT and self._fetched_corner(text) is not None:
-                return "corner_type", (_GET,)
+                return "fetched_corner", (_GET,)
             return kind, (_TEXT,) if self._text(text) is not None else ()
         return kind, (b"N",) if field["number"] is None else (_INT,)
 
@@ -250,7 +250,7 @@ class RunFinder:
         """
         varying = [field for field in form.fields if field.kind]
         texts = [(column, field.slot) for column, field in enumerate(varying) if field.kind == "text"]
-        corner_columns = [column for column, field in enumerate(varying) if field.kind == "corner_type"]
+        corner_columns = [column for column, field in enumerate(varying) if field.kind == "fetched_corner"]
         num_slots = form.num_slots
         if None in map(self._fetched_corner, {unit[column] for unit in units for column in corner_columns}):
             wrong = (
