@@ -151,8 +151,8 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
 def _names(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     """Yield what was taken for the model, and what was taken out of its names."""
     root = f"everything below {escape(result.root)}" if result.root else "names as they are"
-    others = f"; also there: {', '.join(map(escape, result.candidates))}" if result.candidates else ""
-    yield "weights", f"{escape(result.weights)}, {root}{others}"
+    alternatives = f"; also there: {', '.join(map(escape, result.candidates))}" if result.candidates else ""
+    yield "weights", f"{escape(result.weights)}, {root}{alternatives}"
     stripped = [f"{escape(text)} from {count(number, 'name')}" for text, number in result.stripped]
     yield from limited("stripped", stripped)
     renamed = [
@@ -166,8 +166,8 @@ def _names(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
 
 def _base(result: ConsolidateResult) -> str:
     # An adapter's config belongs to the adapter, wherever it came from.
-    others = {*result.from_checkpoint, *([_ADAPTER_CONFIG] if result.kind == "adapter" else [])}
-    names = [name for name in result.assets if name not in others]
+    excluded = {*result.from_checkpoint, *([_ADAPTER_CONFIG] if result.kind == "adapter" else [])}
+    names = [name for name in result.assets if name not in excluded]
     return escape(result.base or "") + (f", {copied(names)}" if names else "")
 
 

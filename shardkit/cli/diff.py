@@ -132,10 +132,10 @@ def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
         ("A", result.a, result.resolved_a, result.format_a),
         ("B", result.b, result.resolved_b, result.format_b),
     )
-    for label, given, resolved, format in sides:
+    for label, path, resolved, format in sides:
         name = ADAPTER if is_adapter_file(resolved) else format_name(format)
-        yield label, f"{escape(given)} ({name})"
-        if resolved != given:
+        yield label, f"{escape(path)} ({name})"
+        if resolved != path:
             yield label, f"using {escape(resolved)}"
     if result.rtol is not None:
         yield "within", f"rtol {result.rtol:g}, atol {result.atol:g}"
@@ -150,8 +150,8 @@ def _alike(result: DiffResult) -> Iterator[str]:
     """Yield one line for all tensors that are equal, and one for those that are equal after folding."""
     if number := result.count("equal", "close", "tied"):
         close, tied = result.count("close"), result.count("tied")
-        said = ((close, "within the tolerance"), (tied, "tied, on one side only"))
-        parts = [f"{amount} {text}" for amount, text in said if amount]
+        kinds = ((close, "within the tolerance"), (tied, "tied, on one side only"))
+        parts = [f"{amount} {text}" for amount, text in kinds if amount]
         yield f"=  {count(number, 'tensor')}" + (f" ({', '.join(parts)})" if parts else "")
     if number := result.count("folded"):
         yield f"~  {count(number, 'weight')} folded: equal but for what factors miss"
@@ -175,8 +175,8 @@ def _rows(tensors: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
         alike.setdefault((without_numbers(tensor.name), *row[:3], tensor.status, kind), []).append(tensor)
     rows = dict[str, _DiffRow]()
     for group in alike.values():
-        said = {_what(tensor) for tensor in group}  # else the least and the most of each number
-        what = said.pop() if len(said) == 1 else spread([_what(tensor, is_one=False) for tensor in group])
+        texts = {_what(tensor) for tensor in group}  # else the least and the most of each number
+        what = texts.pop() if len(texts) == 1 else spread([_what(tensor, is_one=False) for tensor in group])
         rows |= dict.fromkeys([tensor.name for tensor in group], _row(group[0])._replace(what=what))
     for line in fold((tensor.name, rows[tensor.name]) for tensor in tensors):
         times = f"x{line.count}" if line.count > 1 else ""

@@ -131,13 +131,13 @@ def _facts(result: InspectResult) -> Iterator[tuple[str, str]]:
 def _objects(names: Sequence[str]) -> Iterator[str]:
     """Yield the entries that are not tensors; those below one name, such as a param group's, are one line."""
     below = Counter(name.rpartition(".")[0] for name in names)
-    said = set[str]()
+    shown_parents = set[str]()
     for name in names:
         parent = name.rpartition(".")[0]
         if not parent or below[parent] == 1:
             yield escape(name)
-        elif parent not in said:
-            said.add(parent)
+        elif parent not in shown_parents:
+            shown_parents.add(parent)
             yield f"{escape(parent)}: {count(below[parent], 'entry', 'entries')}"
 
 
@@ -155,8 +155,8 @@ def _unit(path: str, class_name: str | None, number: int) -> str:
 def _files(result: InspectResult) -> str:
     sizes = [file.file_bytes for file in result.files if file.file_bytes is not None]
     num_files = count(len(result.files), "weight file" if result.kind == "hub" else "shard file")
-    there = num_files if len(sizes) == len(result.files) else f"{len(sizes)} of {num_files}"
-    text = f"{there}, {format_size(sum(sizes))}"
+    sized_files = num_files if len(sizes) == len(result.files) else f"{len(sizes)} of {num_files}"
+    text = f"{sized_files}, {format_size(sum(sizes))}"
     return text if (result.imbalance or 1.0) < UNEVEN else f"{text}; {uneven(result.imbalance or 1.0)}"
 
 

@@ -302,10 +302,10 @@ class Output:
 
     def say(self, label: str, text: str) -> None:
         """Print `label: text` on stderr, e.g. a warning, an error or a hint."""
-        said = printable(text, sys.stderr)
+        message = printable(text, sys.stderr)
         if label != "resume":  # a command, to be copied
-            said = "\n  ".join(wrapped(said, sys.stderr, used=len(label) + 2, indent=2))
-        remark(f"{painted(label, sys.stderr)}: {said}")
+            message = "\n  ".join(wrapped(message, sys.stderr, used=len(label) + 2, indent=2))
+        remark(f"{painted(label, sys.stderr)}: {message}")
 
     def progress(self) -> Progress:
         """Return a bar on a terminal, lines elsewhere, or what shows nothing if nobody wants to see it."""
@@ -433,7 +433,7 @@ def wrapped(text: str, stream: TextIO, *, used: int, indent: int) -> list[str]:
     if not stream.isatty() or used + len(text) <= width:
         return [text]
     whole = re.sub("`[^`]*`", lambda code: code[0].replace(" ", _STAYS), text)
-    first, *others = textwrap.wrap(
+    first, *rest = textwrap.wrap(
         whole,
         width,
         initial_indent=" " * used,
@@ -441,13 +441,13 @@ def wrapped(text: str, stream: TextIO, *, used: int, indent: int) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return [line.replace(_STAYS, " ") for line in (first[used:], *(other[indent:] for other in others))]
+    return [line.replace(_STAYS, " ") for line in (first[used:], *(line[indent:] for line in rest))]
 
 
 def indented(text: str, stream: TextIO, *, indent: int = 0) -> list[str]:
     """Return a text as `wrapped` does, with its indentation; all lines but the first have two columns more."""
-    first, *others = wrapped(text, stream, used=indent, indent=indent + 2)
-    return [" " * indent + first, *(" " * (indent + 2) + other for other in others)]
+    first, *rest = wrapped(text, stream, used=indent, indent=indent + 2)
+    return [" " * indent + first, *(" " * (indent + 2) + line for line in rest)]
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent: str = "  ") -> list[str]:
@@ -484,8 +484,8 @@ def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
     indent = max((len(label) for label, _ in labels), default=0) + 2 * len(_GAP)
     previous = None
     for label, text in labels:
-        first, *others = wrapped(text, sys.stdout, used=indent, indent=indent)
-        rows += [("" if label == previous else label, first), *(("", other) for other in others)]
+        first, *rest = wrapped(text, sys.stdout, used=indent, indent=indent)
+        rows += [("" if label == previous else label, first), *(("", line) for line in rest)]
         previous = label
     return table(rows)
 
@@ -565,7 +565,7 @@ class PageFile:
             from shardkit.pictures.page import check_page
 
             self._path = check_page(path, outside=about)
-        self._given = path
+        self._path_as_typed = path
 
     def write(self, out: Output, page: Page) -> None:
         """Write a page there, and say so."""
@@ -574,7 +574,7 @@ class PageFile:
         assert self._path is not None  # else nobody makes a page
         write_page(self._path, page)
         if not out.is_quiet:
-            out.say("page", f"{escape(self._given or '')}: open it in a browser")
+            out.say("page", f"{escape(self._path_as_typed or '')}: open it in a browser")
 
 
 def drawn(lines: Callable[[int, Glyphs], Iterator[str]]) -> list[str]:

@@ -157,7 +157,7 @@ class ByteLines:
         self._say, self._lock = say, threading.Lock()
         self._beat: Beat | None = None
         self._label, self._total_bytes, self._done_bytes, self._begun = "", 0, 0, 0.0
-        self._said = 0, 0.0
+        self._rate_start = 0, 0.0
         """Bytes that were done when the rate was last taken, and when."""
 
     def start(self, total_bytes: int, label: str) -> None:
@@ -165,7 +165,7 @@ class ByteLines:
         with self._lock:
             self._label, self._total_bytes, self._done_bytes = label, total_bytes, 0
             self._begun = time.monotonic()
-            self._said = 0, self._begun
+            self._rate_start = 0, self._begun
         if self._beat is None:
             self._beat = Beat(self._tell, chain([_FIRST_LINE_S], repeat(_NEXT_LINE_S)))
 
@@ -196,8 +196,8 @@ class ByteLines:
         """
         with self._lock:
             label, total_bytes, done_bytes = self._label, self._total_bytes, self._done_bytes
-            moved_bytes, elapsed_s = done_bytes - self._said[0], now - self._said[1]
-            self._said = done_bytes, now
+            moved_bytes, elapsed_s = done_bytes - self._rate_start[0], now - self._rate_start[1]
+            self._rate_start = done_bytes, now
         if not label:
             return ""
         if not total_bytes:
@@ -207,8 +207,10 @@ class ByteLines:
         rate = moved_bytes / elapsed_s if elapsed_s > 0 else 0.0
         if not rate:
             return f"{label}: {share}"
-        left = f", {format_duration(round((total_bytes - done_bytes) / rate))} left"
-        return f"{label}: {share}, {format_size(round(rate))}/s{left if done_bytes < total_bytes else ''}"
+        remaining = f", {format_duration(round((total_bytes - done_bytes) / rate))} left"
+        return (
+            f"{label}: {share}, {format_size(round(rate))}/s{remaining if done_bytes < total_bytes else ''}"
+        )
 
 
 def bar_of_a_call() -> Progress:
