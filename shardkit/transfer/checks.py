@@ -208,7 +208,7 @@ class _Difference(NamedTuple):
     start: int
     stop: int
     crc: int
-    other: int
+    reference: int
     """As recorded for a whole entry, else of another reading."""
 
 
@@ -218,8 +218,8 @@ def _compare(entry: Entry, parts: Iterable[_Span]) -> tuple[_Difference | None, 
     for start, stop, crc, _ in parts:
         if crc < 0:
             reason = _WITHOUT_CRC[crc]
-        elif (other := crcs.setdefault((start, stop), crc)) != crc:
-            return _Difference(start, stop, crc, other), ""
+        elif (earlier := crcs.setdefault((start, stop), crc)) != crc:
+            return _Difference(start, stop, crc, earlier), ""
     whole = crcs.get((entry.start, entry.stop), entry.crc)
     ordered = sorted(crcs.items())
     starts, stops = [span[0] for span, _ in ordered], [span[1] for span, _ in ordered]
@@ -233,12 +233,12 @@ def _compare(entry: Entry, parts: Iterable[_Span]) -> tuple[_Difference | None, 
 
 
 def _damage(
-    file: str, entry: Entry, parts: Iterable[_Span], start: int, stop: int, crc: int, other: int
+    file: str, entry: Entry, parts: Iterable[_Span], start: int, stop: int, crc: int, reference: int
 ) -> Damage:
     tensors = [*dict.fromkeys(escape(tensor) for *_, tensor in sorted(parts) if tensor)]
     source = "recorded is" if (start, stop) == entry[:2] else "in another reading it is"
     where = f"{few(tensors, _MAX_NAMED)}: {escape(file)}: bytes {start} to {stop}"
-    return Damage(file, entry, f"{where} have CRC-32 {crc:08x}, {source} {other:08x}")
+    return Damage(file, entry, f"{where} have CRC-32 {crc:08x}, {source} {reference:08x}")
 
 
 def _covered(parts: Iterable[_Span]) -> int:

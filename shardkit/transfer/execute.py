@@ -175,7 +175,7 @@ class Execution:
         plan: what to move.
         directory: where the images go; it exists.
         finished: files that an earlier run finished, by name. They are not touched.
-        left: files that other processes write. They are not touched either, and what is scattered over them alone is
+        foreign: files that other processes write. They are not touched either, and what is scattered over them alone is
             not read.
         scattered: the CRC-32s of scattered tensors that are known already, None for those that have none. These
             tensors are not read for the sake of it.
@@ -195,7 +195,7 @@ class Execution:
         options: ExecuteOptions,
         *,
         finished: Mapping[str, FileDigest],
-        left: Collection[str] = (),
+        foreign: Collection[str] = (),
         scattered: Mapping[str, int | None] = MappingProxyType({}),
         read_for: Mapping[str, str] = MappingProxyType({}),
         on_finished: Callable[[FileDigest, Readings], None],
@@ -204,7 +204,7 @@ class Execution:
     ) -> None:
         self.plan, self._directory, self._options = plan, directory, options
         self._digests = dict(finished)
-        self._left, self._skipped = frozenset(left), frozenset(finished) | frozenset(left)
+        self._foreign_files, self._skipped = frozenset(foreign), frozenset(finished) | frozenset(foreign)
         self._on_finished, self._source_check, self._progress = on_finished, check, progress
         self._controls = Controls(
             digests=options.digests, check=self._check, advance=progress.advance, infinite=options.infinite
@@ -238,10 +238,10 @@ class Execution:
             KeyboardInterrupt: once no thread writes any more.
             CancelledError: after `stop`.
         """
-        files, held = self.plan.catalog.files, self._options.held_bytes(self.plan)
+        files, held_bytes = self.plan.catalog.files, self._options.held_bytes(self.plan)
         with (
             one_thread_each(self.plan.needs_torch),
-            storage.hold_at_most(held) if held else contextlib.nullcontext(),
+            storage.hold_at_most(held_bytes) if held_bytes else contextlib.nullcontext(),
             SourceFiles(files, self._options.recent_bytes, check=self._source_check) as sources,
         ):
             try:
@@ -301,11 +301,11 @@ class Execution:
                 if images[n].name not in self._skipped and fqn not in self.plan.gathered
             ]
             is_read = fqn in self._read_for
-            if not holes and not is_read and (self._left or fqn in self.scattered):
+            if not holes and not is_read and (self._foreign_files or fqn in self.scattered):
                 return
             dtype = self.plan.scattered[fqn][0][1].dtype
             # What others have holes for, they read.
-            pieces, readings = scatter.run(fqn, dtype, holes, reads_all=is_read or not self._left)
+            pieces, readings = scatter.run(fqn, dtype, holes, reads_all=is_read or not self._foreign_files)
             nbytes = self.plan.catalog.tensors[fqn].num_elements * dtype.itemsize
             names = {images[n].name for n, _ in holes} | ({self._read_for[fqn]} if is_read else set())
             with self._lock:
@@ -325,9 +325,9 @@ class Execution:
         for fqn in self.plan.scattered:
             files = {catalog.chunks.file[row] for row in catalog.tensors[fqn].chunk_ids}
             computed = (
-                made for file in files if isinstance(made := catalog.files[file].derivation, Computed)
+                maker for file in files if isinstance(maker := catalog.files[file].derivation, Computed)
             )
-            group = next((made.group for made in computed), None)
+            group = next((maker.group for maker in computed), None)
             if group is None:
                 jobs.append(partial(job, fqn))
             else:

@@ -285,7 +285,7 @@ def _needed(block: Region, holes: Sequence[tuple[int, Hole]], least: int) -> lis
         holes: (image, hole) of each.
         least: elements of a run that pays.
     """
-    taken = set[tuple[int, int]]()
+    used = set[tuple[int, int]]()
     for _, hole in holes:
         part = intersect(hole.region, block)
         if part is None:
@@ -293,9 +293,9 @@ def _needed(block: Region, holes: Sequence[tuple[int, Hole]], least: int) -> lis
         for run in runs(relative_to(part, block.offsets), block.sizes):
             if run.length < min(least, block.num_elements):
                 return _everything(block)
-            taken.add((run.source, run.source + run.length))
-    spans = sorted(taken)
-    if any(one[1] > other[0] for one, other in pairwise(spans)):
+            used.add((run.source, run.source + run.length))
+    spans = sorted(used)
+    if any(before[1] > after[0] for before, after in pairwise(spans)):
         return _everything(block)
     return spans
 

@@ -137,17 +137,17 @@ def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
         by_source.setdefault(holes.source, []).append(holes)
     streamed, gathered = dict[str, FlatSource](), set[str]()
     scattered: dict[str, tuple[tuple[int, Hole], ...]] = {}
-    for name, wanted in by_source.items():
+    for name, tensor_holes in by_source.items():
         entry = catalog.tensors[name]
-        holes_are_runs = _are_runs((sizes for holes in wanted for sizes in holes.sizes), entry.shape)
+        holes_are_runs = _are_runs((sizes for holes in tensor_holes for sizes in holes.sizes), entry.shape)
         flat = flat_source(entry, catalog) if holes_are_runs else None
         if flat is not None:
             streamed[name] = flat
         elif holes_are_runs and not _is_made_whole(entry, catalog):
             gathered.add(name)
         else:
-            scattered[name] = tuple(hole for holes in wanted for hole in images.holes(holes.fqn))
-    every = [holes for wanted in by_source.values() for holes in wanted]
+            scattered[name] = tuple(hole for holes in tensor_holes for hole in images.holes(holes.fqn))
+    every = [holes for tensor_holes in by_source.values() for holes in tensor_holes]
     return TransferPlan(
         images=images,
         catalog=catalog,
@@ -175,7 +175,7 @@ def _are_runs(sizes: Iterable[Shape], shape: Shape) -> bool:
 def _is_made_whole(entry: TensorEntry, catalog: Catalog) -> bool:
     """True if a part of a tensor exists only once all of it is decoded, or made with others."""
     every = (catalog.files[catalog.chunks.file[row]].derivation for row in entry.chunk_ids)
-    return any(isinstance(made, Decoded) or (made is not None and made.group is not None) for made in every)
+    return any(isinstance(each, Decoded) or (each is not None and each.group is not None) for each in every)
 
 
 def flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
@@ -326,12 +326,12 @@ def _task_ranges(plan: TransferPlan, image: Image, task: Task) -> Iterator[tuple
 def _gathered_ranges(catalog: Catalog, hole: Hole) -> Iterator[tuple[int, int, int]]:
     """Yield the run of each chunk in which its part of a hole lies."""
     entry, table = catalog.tensors[hole.fqn], catalog.chunks
-    for row, held in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
-        part = intersect(hole.region, held)
+    for row, region in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
+        part = intersect(hole.region, region)
         if part is not None:
-            corner = tuple(a - b for a, b in zip(part.offsets, held.offsets, strict=True))
+            corner = tuple(a - b for a, b in zip(part.offsets, region.offsets, strict=True))
             far = tuple(a + b - 1 for a, b in zip(corner, part.sizes, strict=True))
-            first, last = (flat_offset(index, held.sizes) * entry.dtype.itemsize for index in (corner, far))
+            first, last = (flat_offset(index, region.sizes) * entry.dtype.itemsize for index in (corner, far))
             start = table.start[row]
             yield table.file[row], start + first, start + last + entry.dtype.itemsize
 

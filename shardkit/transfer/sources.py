@@ -221,15 +221,15 @@ class SourceFiles:
         num_ahead = location_of(self._files[file].path).num_ahead
         if file not in self._expected or not num_ahead:
             return
-        following = islice(dropwhile(lambda other: other != file, self._expected), 1, 1 + num_ahead)
-        for other in [
-            other
-            for other in following
-            if other not in self._open and location_of(self._files[other].path).num_ahead
+        following = islice(dropwhile(lambda number: number != file, self._expected), 1, 1 + num_ahead)
+        for number in [
+            number
+            for number in following
+            if number not in self._open and location_of(self._files[number].path).num_ahead
         ]:
             if len(self._open) < self._max_open:
                 with suppress(ResourceError, IntegrityError):
-                    self._open[other] = self._open_checked(other, is_soon=True)
+                    self._open[number] = self._open_checked(number, is_soon=True)
 
     def decoded(self, file: int, fqn: str) -> tuple[memoryview, list[EntryReading]]:
         """Return the bytes of a file that has to be decoded for a tensor, and what was read for them."""
@@ -394,11 +394,11 @@ class Reader:
         """
         fd, size = self._borrowed.get(file), len(buffer)
         if fd is None:
-            made = self._sources.derivation(file)
-            if isinstance(made, Computed):
-                fill_computed(made, self, start, buffer, fqn)
+            derivation = self._sources.derivation(file)
+            if isinstance(derivation, Computed):
+                fill_computed(derivation, self, start, buffer, fqn)
                 return None
-            if made is not None:
+            if derivation is not None:
                 content, readings = self._sources.decoded(file, fqn)
                 buffer[:] = content[start : start + size]
                 if self._readings is not None and self._decoded_readings is not readings:
@@ -509,14 +509,14 @@ def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes:
         band = shifted(block, region.offsets)
         view = memoryview(band_bytes)[: block.num_elements * itemsize]
         elements = _as_array(view, block.sizes, itemsize)
-        for row, held in chunks:
-            part = intersect(band, held)
+        for row, chunk in chunks:
+            part = intersect(band, chunk)
             if part is None:
                 continue
             read = memoryview(part_bytes)[: part.num_elements * itemsize]
             spans = (
                 (table.start[row] + run.source * itemsize, run.target * itemsize, run.length * itemsize)
-                for run in runs(relative_to(part, held.offsets), held.sizes)
+                for run in runs(relative_to(part, chunk.offsets), chunk.sizes)
             )
             for group in _neighbours(spans, max_bytes):
                 _read_group(reader, table.file[row], read, group, fqn)
@@ -576,19 +576,19 @@ def same_bytes(catalog: Catalog, a: str, b: str) -> bool:
     """
     if catalog.open_records is not None:
         catalog = catalog.open_records((a, b))
-    one, other = catalog.tensors[a], catalog.tensors[b]
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    first, second = catalog.tensors[a], catalog.tensors[b]
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    ours, theirs = _chunks(catalog, one), _chunks(catalog, other)
+    first_chunks, second_chunks = _chunks(catalog, first), _chunks(catalog, second)
     with SourceFiles(catalog.files) as files, files.reader() as reader:
         # Tied tensors are nearly always cut alike.
-        if [region for region, _ in ours] == [region for region, _ in theirs]:
-            pairs = zip(ours, theirs, strict=True)
-            return all(_same_chunks(reader, catalog, row, twin, one) for (_, row), (_, twin) in pairs)
-        whole = full_region(one.shape)
+        if [region for region, _ in first_chunks] == [region for region, _ in second_chunks]:
+            pairs = zip(first_chunks, second_chunks, strict=True)
+            return all(_same_chunks(reader, catalog, row, twin, first) for (_, row), (_, twin) in pairs)
+        whole = full_region(first.shape)
         lefts, rights = (bands(catalog, fqn, whole, reader, _SAME_NBYTES) for fqn in (a, b))
         # As bytes: memoryviews are compared element by element.
-        return all(bytes(left) == bytes(right) for left, right in zip(lefts, rights, strict=True))
+        return all(bytes(one) == bytes(two) for one, two in zip(lefts, rights, strict=True))
 
 
 def _chunks(catalog: Catalog, entry: TensorEntry) -> list[tuple[Region, int]]:
@@ -603,12 +603,12 @@ def _same_chunks(reader: Reader, catalog: Catalog, a: int, b: int, entry: Tensor
     table = catalog.chunks
     if (table.file[a], table.start[a]) == (table.file[b], table.start[b]):
         return True
-    left, right = bytearray(_SAME_NBYTES), bytearray(_SAME_NBYTES)
+    first, second = bytearray(_SAME_NBYTES), bytearray(_SAME_NBYTES)
     total = table.region(a).num_elements * entry.dtype.itemsize
     for start in range(0, total, _SAME_NBYTES):
         size = min(_SAME_NBYTES, total - start)
-        for row, buffer in ((a, left), (b, right)):
+        for row, buffer in ((a, first), (b, second)):
             reader.read_into(table.file[row], memoryview(buffer)[:size], table.start[row] + start, entry.fqn)
-        if left[:size] != right[:size]:
+        if first[:size] != second[:size]:
             return False
     return True

@@ -62,12 +62,12 @@ class Stream:
         """Where the next byte goes, in the file."""
         return self._at + self._used
 
-    def room(self, wanted: int) -> memoryview:
-        """Return a part of the buffer, at most `wanted` bytes, for the caller to fill; empty until a full buffer is flushed.
+    def room(self, max_bytes: int) -> memoryview:
+        """Return a part of the buffer, at most `max_bytes`, for the caller to fill; empty until a full buffer is flushed.
 
         It counts as written and is flushed with the rest.
         """
-        part = self._view[self._used : self._used + wanted]
+        part = self._view[self._used : self._used + max_bytes]
         self._used += len(part)
         return part
 
@@ -75,9 +75,9 @@ class Stream:
         """Return exactly `nbytes` of the buffer, at most its size, for the caller to fill."""
         if self._size - self._used < nbytes:
             self.flush()
-        taken = self._view[self._used : self._used + nbytes]
+        part = self._view[self._used : self._used + nbytes]
         self._used += nbytes
-        return taken
+        return part
 
     def put(self, data: bytes) -> None:
         """Append literal bytes."""

@@ -180,7 +180,7 @@ def write_files(
             directory,
             work.options,
             finished=finished,
-            left={*images} - number_of.keys(),
+            foreign={*images} - number_of.keys(),
             read_for={
                 fqn: name
                 for name in number_of.keys() - finished.keys()

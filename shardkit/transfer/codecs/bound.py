@@ -72,20 +72,20 @@ def bind(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert |
     for name in catalog.tensors:
         bound.copy_tensor(catalog, name, name)
     if catalog.open_records is not None:
-        for name, made in targets.items():
-            bound.add_tensor(name, _dtype_of(catalog, made), made.shape, iter(()))
+        for name, expression in targets.items():
+            bound.add_tensor(name, _dtype_of(catalog, expression), expression.shape, iter(()))
         bound.open_records = partial(_open_of, bound, catalog, targets, convert)
         return bound
     converter = None if convert is None else GroupConverter(convert)
-    for name, made in targets.items():
-        dtype = _dtype_of(catalog, made)
-        if isinstance(made, Opaque):
+    for name, expression in targets.items():
+        dtype = _dtype_of(catalog, expression)
+        if isinstance(expression, Opaque):
             assert converter is not None  # `_check`
-            parts = tuple(View(part, dtype) for _, part in made.parts)
-            codec = GroupMember(converter=converter, made=made, parts=parts, target=name)
+            parts = tuple(View(part, dtype) for _, part in expression.parts)
+            codec = GroupMember(converter=converter, expression=expression, parts=parts, target=name)
             add_computed(bound, catalog, name, codec, group=codec.group)
         else:
-            _add(bound, catalog, name, made, dtype)
+            _add(bound, catalog, name, expression, dtype)
     return bound
 
 
@@ -100,25 +100,25 @@ def _open_of(
     as_read: bool = False,
 ) -> Catalog:
     """Open the records that some tensors are made of, at once; see `OpenRecords`."""
-    made = {name: targets[name] for name in targets if name in names}
+    expressions = {name: targets[name] for name in targets if name in names}
     assert catalog.open_records is not None
     opened = catalog.open_records(
-        {*names, *(leaf.name for expression in made.values() for leaf in leaves(expression))}
+        {*names, *(leaf.name for expression in expressions.values() for leaf in leaves(expression))}
     )
-    return with_absent_tensors(bind(opened, made, convert), bound)
+    return with_absent_tensors(bind(opened, expressions, convert), bound)
 
 
-def _dtype_of(catalog: Catalog, made: Expression) -> DType:
-    return catalog.tensors[next(leaves(made)).name].dtype
+def _dtype_of(catalog: Catalog, expression: Expression) -> DType:
+    return catalog.tensors[next(leaves(expression)).name].dtype
 
 
 def _check(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert | None) -> None:
     problems = []
-    for target, made in targets.items():
-        if isinstance(made, Opaque) and convert is None:
+    for target, expression in targets.items():
+        if isinstance(expression, Opaque) and convert is None:
             problems.append(f"{escape(target)}: only the model's class in transformers makes it")
         dtypes = set[str]()
-        for leaf in leaves(made):
+        for leaf in leaves(expression):
             entry = catalog.tensors.get(leaf.name)
             if entry is None:
                 problems.append(f"{escape(target)}: {escape(leaf.name)} is not there")
@@ -135,9 +135,11 @@ def _check(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert
     LayoutError.raise_for(problems, "tensors cannot be made of what is stored")
 
 
-def _add(bound: Catalog, catalog: Catalog, target: str, made: Expression, dtype: DType) -> None:
-    chunks = list(chain.from_iterable(_chunks(bound, catalog, piece, dtype) for piece in pieces(made)))
-    bound.add_tensor(target, dtype, made.shape, iter(sorted(chunks, key=lambda chunk: chunk[3].offsets)))
+def _add(bound: Catalog, catalog: Catalog, target: str, expression: Expression, dtype: DType) -> None:
+    chunks = list(chain.from_iterable(_chunks(bound, catalog, piece, dtype) for piece in pieces(expression)))
+    bound.add_tensor(
+        target, dtype, expression.shape, iter(sorted(chunks, key=lambda chunk: chunk[3].offsets))
+    )
 
 
 def _chunks(
@@ -161,18 +163,18 @@ def _stored_chunks(
     """Yield the stretches of stored chunks that make up a box; None where they are too short to be worth it."""
     entry, table = catalog.tensors[name], catalog.chunks
     is_same = _without_ones(piece.part.sizes) == _without_ones(piece.region.sizes)
-    for row, held in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
+    for row, region in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
         if (
-            is_same and held == piece.part and 0 not in held.sizes
+            is_same and region == piece.part and 0 not in region.sizes
         ):  # a whole tensor in one stretch, as in every Hub model
             yield table.file[row], table.start[row], piece.part.num_elements * itemsize, piece.region
             continue
-        part = intersect(piece.part, held)
+        part = intersect(piece.part, region)
         if part is None:
             continue
-        inner, file = relative_to(part, held.offsets), table.file[row]
+        inner, file = relative_to(part, region.offsets), table.file[row]
         box = relative_to(part, piece.part.offsets)
-        spans = list(islice(runs(inner, held.sizes), _MAX_RUNS + 1))
+        spans = list(islice(runs(inner, region.sizes), _MAX_RUNS + 1))
         is_one_box = is_same and len(spans) == 1
         is_worth = len(spans) == 1 or (len(spans) <= _MAX_RUNS and catalog.files[file].is_raw)
         if not is_worth or not (is_one_box or is_contiguous(box, piece.part.sizes)):
@@ -208,41 +210,41 @@ def _moved(box: Region, piece: FilledBox) -> Region:
 class View:
     """Puts the elements of an expression in their places; a `Codec`."""
 
-    made: Expression
+    expression: Expression
     dtype: DType
     needs_torch: ClassVar[bool] = False
 
     @property
     def of(self) -> tuple[str, ...]:
         """The stored tensors of the expression."""
-        return tuple(dict.fromkeys(leaf.name for leaf in leaves(self.made)))
+        return tuple(dict.fromkeys(leaf.name for leaf in leaves(self.expression)))
 
     @property
     def shape(self) -> Shape:
         """Of the expression."""
-        return self.made.shape
+        return self.expression.shape
 
     def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
         """Return a box of the elements."""
-        return self._read(parts, self.made, region)
+        return self._read(parts, self.expression, region)
 
-    def _read(self, parts: StoredParts, made: Expression, region: Region) -> numpy.ndarray:
+    def _read(self, parts: StoredParts, expression: Expression, region: Region) -> numpy.ndarray:
         """Return a box of an expression as an array of elements of the item size."""
         import numpy
 
-        match made:
+        match expression:
             case Stored():
-                return parts.box(made.name, region)
+                return parts.box(expression.name, region)
             case Cut():
-                return self._read(parts, made.of, shifted(region, made.region.offsets))
+                return self._read(parts, expression.of, shifted(region, expression.region.offsets))
             case Permuted():
-                back = [made.dims.index(dim) for dim in range(len(made.dims))]
+                back = [expression.dims.index(dim) for dim in range(len(expression.dims))]
                 below = Region(tuple(region.offsets[d] for d in back), tuple(region.sizes[d] for d in back))
-                turned: numpy.ndarray = self._read(parts, made.of, below).transpose(made.dims)
+                turned: numpy.ndarray = self._read(parts, expression.of, below).transpose(expression.dims)
                 return turned
             case Reshaped():
-                below, whole = cover(made.of.shape, made.shape, region)
-                values = self._read(parts, made.of, below)
+                below, whole = cover(expression.of.shape, expression.shape, region)
+                values = self._read(parts, expression.of, below)
                 if not values.flags.c_contiguous:
                     straight = numpy.empty(values.shape, values.dtype)
                     copy_array(values, straight)
@@ -253,7 +255,7 @@ class View:
                 return numpy.zeros(region.sizes, kind_of(self.dtype.itemsize))
             case Concat():
                 joined = numpy.empty(region.sizes, kind_of(self.dtype.itemsize))
-                for part, place in made.placed():
+                for part, place in expression.placed():
                     inner = intersect(place, region)
                     if inner is not None:
                         values = self._read(parts, part, relative_to(inner, place.offsets))

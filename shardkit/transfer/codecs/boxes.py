@@ -69,25 +69,25 @@ class _ReadParts:
         return self.values(name, full_region(self.catalog.tensors[name].shape))
 
 
-def computed_box(made: Computed, reader: SourceReader, region: Region, fqn: str) -> numpy.ndarray:
+def computed_box(computed: Computed, reader: SourceReader, region: Region, fqn: str) -> numpy.ndarray:
     """Return a box of what a codec makes, as unsigned integers of its item size (void above 8 bytes)."""
-    known = reader if made.numbers is None else _OtherNumbers(reader, made.numbers)
-    return made.codec.box(_ReadParts(made.catalog, known, fqn), region)
+    renumbered = reader if computed.numbers is None else _OtherNumbers(reader, computed.numbers)
+    return computed.codec.box(_ReadParts(computed.catalog, renumbered, fqn), region)
 
 
-def fill_computed(made: Computed, reader: SourceReader, start: int, buffer: memoryview, fqn: str) -> None:
+def fill_computed(computed: Computed, reader: SourceReader, start: int, buffer: memoryview, fqn: str) -> None:
     """Fill a buffer with what a codec makes, row-major, from byte `start` on.
 
     Both `start` and the buffer's length are multiples of the item size.
     """
     import numpy
 
-    itemsize, done = made.codec.dtype.itemsize, 0
+    itemsize, done = computed.codec.dtype.itemsize, 0
     stop = start + len(buffer)
-    for box in flat_range_boxes(made.codec.shape, start // itemsize, stop // itemsize):
+    for box in flat_range_boxes(computed.codec.shape, start // itemsize, stop // itemsize):
         nbytes = box.num_elements * itemsize
         target = numpy.frombuffer(buffer[done : done + nbytes], kind_of(itemsize))
-        copy_array(computed_box(made, reader, box, fqn), target.reshape(box.sizes))
+        copy_array(computed_box(computed, reader, box, fqn), target.reshape(box.sizes))
         done += nbytes
 
 
@@ -107,18 +107,19 @@ def read_box(
 
     entry, table, shown = catalog.tensors[name], catalog.chunks, name if fqn is None else fqn
     itemsize = entry.dtype.itemsize
-    box, left = numpy.empty(region.sizes, kind_of(itemsize)), region.num_elements
-    for row, held in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
-        part = intersect(region, held)
+    box, num_missing = numpy.empty(region.sizes, kind_of(itemsize)), region.num_elements
+    for row, chunk in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
+        part = intersect(region, chunk)
         if part is None:
             continue
-        inner = relative_to(part, held.offsets)
-        place = _ChunkPlace(table.file[row], table.start[row], held.sizes)
+        inner = relative_to(part, chunk.offsets)
+        place = _ChunkPlace(table.file[row], table.start[row], chunk.sizes)
         place_in = window(relative_to(part, region.offsets))
-        made = catalog.files[place.file].derivation
-        if isinstance(made, Computed) and made.codec.shape == held.sizes:  # one box costs less than its runs
-            box[place_in] = computed_box(made, reader, inner, shown)
-            left -= part.num_elements
+        derivation = catalog.files[place.file].derivation
+        # One box costs less than its runs.
+        if isinstance(derivation, Computed) and derivation.codec.shape == chunk.sizes:
+            box[place_in] = computed_box(derivation, reader, inner, shown)
+            num_missing -= part.num_elements
             continue
         if part == region:
             _read_part(reader, place, inner, box, shown)
@@ -126,10 +127,10 @@ def read_box(
         values = numpy.empty(part.sizes, kind_of(itemsize))
         _read_part(reader, place, inner, values, shown)
         box[place_in] = values
-        left -= part.num_elements
-    if left:
+        num_missing -= part.num_elements
+    if num_missing:
         raise IntegrityError(
-            f"{escape(name)}: {left} elements that {escape(shown)} is made of are in no chunk"
+            f"{escape(name)}: {num_missing} elements that {escape(shown)} is made of are in no chunk"
         )
     return box
 

@@ -35,9 +35,9 @@ Raises:
 def opaque_groups(targets: Mapping[str, Expression]) -> list[dict[str, Opaque]]:
     """Return the targets that are made together, by name, a group at a time."""
     groups: dict[object, dict[str, Opaque]] = {}
-    for name, made in targets.items():
-        if isinstance(made, Opaque):
-            groups.setdefault((made.group, made.parts), {})[name] = made
+    for name, expression in targets.items():
+        if isinstance(expression, Opaque):
+            groups.setdefault((expression.group, expression.parts), {})[name] = expression
     return list(groups.values())
 
 
@@ -57,7 +57,7 @@ class GroupConverter:
     convert: Convert
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _group: object = None
-    _made: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    _tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def value(self, codec: GroupMember, parts: StoredParts) -> torch.Tensor:
         """Return a tensor of a group, which is made if the last one was another.
@@ -69,18 +69,18 @@ class GroupConverter:
 
         with self._lock:
             if self._group != codec.group:
-                self._group, self._made = None, {}
+                self._group, self._tensors = None, {}
                 wholes = [
                     as_tensor(part.box(parts, full_region(part.shape)), part.dtype) for part in codec.parts
                 ]
-                self._group, self._made = codec.group, self.convert(codec.made, wholes)
-            value = self._made.get(codec.made.target)
-        wanted = getattr(torch, codec.dtype.name)
-        if value is None or value.dtype is not wanted or tuple(value.shape) != codec.shape:
-            said = "nothing" if value is None else f"{list(value.shape)} in {value.dtype}"
+                self._group, self._tensors = codec.group, self.convert(codec.expression, wholes)
+            value = self._tensors.get(codec.expression.target)
+        dtype = getattr(torch, codec.dtype.name)
+        if value is None or value.dtype is not dtype or tuple(value.shape) != codec.shape:
+            result = "nothing" if value is None else f"{list(value.shape)} in {value.dtype}"
             raise LayoutError(
-                f"{escape(codec.target)}: transformers' own code makes {said} of what is stored, not "
-                f"{list(codec.shape)} in {wanted}",
+                f"{escape(codec.target)}: transformers' own code makes {result} of what is stored, not "
+                f"{list(codec.shape)} in {dtype}",
                 hint="the files and the config do not fit each other, or shardkit has a defect: please report it",
             )
         return value
@@ -91,7 +91,7 @@ class GroupMember:
     """A tensor of a group; a `Codec`, but for its memory."""
 
     converter: GroupConverter
-    made: Opaque
+    expression: Opaque
     parts: tuple[Codec, ...]
     """Make the tensors that the converter sees."""
     target: str
@@ -111,12 +111,12 @@ class GroupMember:
     @property
     def shape(self) -> Shape:
         """Of the tensor."""
-        return self.made.shape
+        return self.expression.shape
 
     @property
     def group(self) -> object:
         """Equal for all tensors that are made together."""
-        return self.made.group, self.made.parts
+        return self.expression.group, self.expression.parts
 
     def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
         """Return a box of the tensor, of which all of the group is made."""

@@ -86,7 +86,7 @@ class ScaledNames(NamedTuple):
     """Empty if they are missing."""
     second: str = ""
     """The scale of all scales; empty if there is none."""
-    beside: tuple[str, ...] = ()
+    activation_scales: tuple[str, ...] = ()
     """Names that scales of activations would have, which a plain model does without."""
 
     @property
@@ -269,7 +269,7 @@ def is_said(writers: Mapping[str, str], method: str, described: Any) -> bool:
     return is_plain and re.search(str(mark), repr(described).lower()) is not None
 
 
-def _beside(plain: str) -> tuple[str, ...]:
+def _activation_scales(plain: str) -> tuple[str, ...]:
     return tuple(f"{plain.rpartition('.')[0]}.{last}" for last in _OF_ACTIVATIONS)
 
 
@@ -278,12 +278,12 @@ def _claim_fp8(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
         return None
     stem, _, last = name.rpartition(".")
     replaced = _LAST if last == "weight" else ()  # a norm may have a `scale` of its own, in fp8 too
-    wanted = (*(name + end for end in ADDED), *(f"{stem}.{end}" for end in replaced))
-    scales = next((scales for scales in wanted if scales in tensors), "")
-    return ScaledNames(name, name, scales, beside=_beside(name))
+    candidates = (*(name + end for end in ADDED), *(f"{stem}.{end}" for end in replaced))
+    scales = next((scales for scales in candidates if scales in tensors), "")
+    return ScaledNames(name, name, scales, activation_scales=_activation_scales(name))
 
 
-def _fit_fp8(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str, Any]) -> Blocks:
+def _fit_fp8(claim: ScaledNames, tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Blocks:
     if not claim.scales:
         raise ValueError("fp8, and there are no scales of it")
     layer = claim.numbers.rpartition(".")[0]
@@ -293,7 +293,7 @@ def _fit_fp8(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str,
     shape, scales = tensors[claim.numbers].shape, tensors[claim.scales]
     if scales.dtype.name not in _SCALE_DTYPES:
         raise ValueError(f"its scales {escape(claim.scales)} are {scales.dtype.name}")
-    size = _block_size(said.get("weight_block_size"))
+    size = _block_size(config.get("weight_block_size"))
     return Blocks(shape, _block(shape, scales.shape, size, claim.scales))
 
 
@@ -315,8 +315,8 @@ def _block(shape: Shape, grid: Shape, block: tuple[int, int] | None, scales: str
             return whole
         if all(size % n == 0 for size, n in zip(shape, grid, strict=True)):
             return tuple(max(size // n, 1) for size, n in zip(shape, grid, strict=True))
-    said = "the config tells no size of blocks" if block is None else f"blocks are {list(block)}"
-    raise ValueError(f"it is {list(shape)}, its scales {escape(scales)} are {list(grid)}, and {said}")
+    reason = "the config tells no size of blocks" if block is None else f"blocks are {list(block)}"
+    raise ValueError(f"it is {list(shape)}, its scales {escape(scales)} are {list(grid)}, and {reason}")
 
 
 def _claim_mxfp4(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
@@ -324,10 +324,10 @@ def _claim_mxfp4(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
     scales = tensors.get(f"{plain}_scales")
     if plain == name or scales is None or {tensors[name].dtype.name, scales.dtype.name} != {"uint8"}:
         return None
-    return ScaledNames(plain, name, f"{plain}_scales", beside=_beside(plain))
+    return ScaledNames(plain, name, f"{plain}_scales", activation_scales=_activation_scales(plain))
 
 
-def _fit_mxfp4(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str, Any]) -> Blocks:
+def _fit_mxfp4(claim: ScaledNames, tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Blocks:
     stored, grid = tensors[claim.numbers].shape, tensors[claim.scales].shape
     if claim.numbers.endswith(_GROUPED):
         fits = len(grid) == _NUM_DIMS and stored == (*grid, _BLOCK_NBYTES)
@@ -344,11 +344,11 @@ def _claim_pairs(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
     layer, _, last = plain.rpartition(".")
     if last != "weight" or tensors[name].dtype.name not in _NUMBERS_OF_4_BITS:
         return None
-    wanted = (*(plain + end for end in ADDED), f"{layer}.scale")
-    scales = next((at for at in wanted if at in tensors and tensors[at].dtype.name in _EXPONENTS), None)
+    candidates = (*(plain + end for end in ADDED), f"{layer}.scale")
+    scales = next((at for at in candidates if at in tensors and tensors[at].dtype.name in _EXPONENTS), None)
     if scales is None or any(f"{layer}.{end}" in tensors for end in INCOMPLETE):
         return None
-    return ScaledNames(plain, name, scales, beside=_beside(plain))
+    return ScaledNames(plain, name, scales, activation_scales=_activation_scales(plain))
 
 
 FP8 = Method("fp8", Product, _claim_fp8, _fit_fp8, partial(is_said, _WRITERS))

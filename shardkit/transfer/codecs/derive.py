@@ -16,7 +16,7 @@ from shardkit.core.regions import full_region
 Path = tuple[str | int, ...]
 
 
-def derive(catalog: Catalog, made: Mapping[str, Codec], gone: Collection[str] = ()) -> Catalog:
+def derive(catalog: Catalog, codecs: Mapping[str, Codec], gone: Collection[str] = ()) -> Catalog:
     """Return a catalog with tensors that are made, each in the place of what it is made of.
 
     Args:
@@ -27,22 +27,22 @@ def derive(catalog: Catalog, made: Mapping[str, Codec], gone: Collection[str] = 
         gone: stored names that the result does not have, and for which nothing stands.
     """
     derived = replace(catalog, files=list(catalog.files), tensors={}, chunks=type(catalog.chunks)())
-    place = replaced(made, gone)
+    place = replaced(codecs, gone)
     for stored in catalog.tensors:
         if stored not in place and stored not in gone:
             derived.copy_tensor(catalog, stored, stored)
         for name in place.get(stored, ()):
             if name not in derived.tensors:
-                add_computed(derived, catalog, name, made[name])
+                add_computed(derived, catalog, name, codecs[name])
     if catalog.paths is not None:
-        derived.paths = _paths(catalog.paths, made, place, gone)
+        derived.paths = _paths(catalog.paths, codecs, place, gone)
     return derived
 
 
-def replaced(made: Mapping[str, Codec], gone: Collection[str]) -> dict[str, list[str]]:
+def replaced(codecs: Mapping[str, Codec], gone: Collection[str]) -> dict[str, list[str]]:
     """Return the stored names that tensors stand for: stored name -> all that is made of it."""
     place = dict[str, list[str]]()
-    for name, codec in made.items():
+    for name, codec in codecs.items():
         for stored in codec.of:
             if stored not in gone:
                 place.setdefault(stored, []).append(name)
@@ -90,15 +90,15 @@ def made_by(catalog: Catalog, name: str, codec: type) -> bool:
     rows = catalog.tensors[name].chunk_ids
     computed = (catalog.files[file].derivation for file in set(catalog.chunks.file[rows.start : rows.stop]))
     return any(
-        isinstance(made.codec, codec) or any(made_by(made.catalog, part, codec) for part in made.codec.of)
-        for made in computed
-        if isinstance(made, Computed)
+        isinstance(each.codec, codec) or any(made_by(each.catalog, part, codec) for part in each.codec.of)
+        for each in computed
+        if isinstance(each, Computed)
     )
 
 
 def _paths(
     paths: Mapping[str, Path],
-    made: Mapping[str, Codec],
+    codecs: Mapping[str, Codec],
     place: Mapping[str, Sequence[str]],
     gone: Collection[str],
 ) -> dict[str, Path]:
@@ -110,7 +110,7 @@ def _paths(
         for name in place.get(stored, ()):
             if name == stored:
                 derived[name] = path
-            elif path and stored == made[name].of[0]:
+            elif path and stored == codecs[name].of[0]:
                 before = stored.removesuffix(str(path[-1]))
                 derived[name] = (*path[:-1], name.removeprefix(before))
     return derived

@@ -80,7 +80,7 @@ def _claim(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
     return ScaledNames(plain, name, scales, second, tuple(layer + last for last in _BESIDE))
 
 
-def _fit(claim: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str, Any]) -> Blocks:
+def _fit(claim: ScaledNames, tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Blocks:
     stored, grid = tensors[claim.numbers].shape, tensors[claim.scales].shape
     # The dim of the inputs, which is not the last one of experts in one (ModelOpt, Llama 4 and gpt_oss).
     packed = [dim for dim, sizes in enumerate(zip(stored, grid, strict=False)) if sizes[0] != sizes[1]]
