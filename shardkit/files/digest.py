@@ -101,11 +101,11 @@ class FileBytes:
     @property
     def read_bytes(self) -> int:
         """Bytes that a full check reads."""
-        other = sum(s.nbytes for s, _ in self.packed)
+        packed_bytes = sum(s.nbytes for s, _ in self.packed)
         if self.has_digest:
-            return self.size + other
+            return self.size + packed_bytes
         recorded = sum(s.nbytes for s in self.stretches if s.crc32 is not None)
-        return recorded + sum(a.nbytes for a in self.archives) + other
+        return recorded + sum(a.nbytes for a in self.archives) + packed_bytes
 
 
 def place_of(path: str) -> str:
@@ -159,10 +159,10 @@ class ByteReader:
         ahead: read whole blocks, for what follows.
     """
 
-    def __init__(self, fd: int, name: str, size: int, told: Callable[[int], None], *, ahead: bool) -> None:
-        self._fd, self._name, self.size, self._told, self._ahead = fd, name, size, told, ahead
+    def __init__(self, fd: int, name: str, size: int, on_read: Callable[[int], None], *, ahead: bool) -> None:
+        self._fd, self._name, self.size, self._on_read, self._ahead = fd, name, size, on_read, ahead
         self._buffer = memoryview(bytearray(_BLOCK_BYTES))
-        self._offset, self._held = 0, 0
+        self._offset, self._buffered_bytes = 0, 0
         if ahead:
             storage.will_read(fd, [(0, size)], is_soon=True)
 
@@ -219,23 +219,23 @@ class ByteReader:
     def _part(self, start: int, nbytes: int) -> memoryview:
         """Return some bytes from `start` on, at most `nbytes`; valid until the next call."""
         skip = start - self._offset
-        if not 0 <= skip < self._held:
+        if not 0 <= skip < self._buffered_bytes:
             self._fill(start, _BLOCK_BYTES if self._ahead else min(nbytes, _BLOCK_BYTES))
             skip = 0
-        part = self._buffer[skip : min(self._held, skip + nbytes)]
-        self._told(len(part))
+        part = self._buffer[skip : min(self._buffered_bytes, skip + nbytes)]
+        self._on_read(len(part))
         return part
 
     def _fill(self, start: int, nbytes: int) -> None:
         try:
-            self._held = storage.preadv(self._fd, [self._buffer[:nbytes]], start)
+            self._buffered_bytes = storage.preadv(self._fd, [self._buffer[:nbytes]], start)
         except OSError as error:
             raise ResourceError(
                 f"{escape(self._name)}: reading at byte {start}: {error.strerror}",
                 hint="the disk may be failing: copy what can be read, and use another copy of the rest",
             ) from error
         self._offset = start
-        if not self._held:
+        if not self._buffered_bytes:
             raise SourceError(f"it ended at byte {start} while it was read")
 
 

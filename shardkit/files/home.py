@@ -31,7 +31,7 @@ _DATA = re.compile(rb"data-[0-9a-f]{16}/|model-[0-9a-f]{8}-(?=\d{5}-of-)")
 _PLACED = re.compile(rb"(?s:\x8c(.)|X(.{4}))((data-[0-9a-f]{16})/[\w.-]{1,255}?\.distcp)")
 _MAX_KNOWN = 256
 
-_known: dict[tuple[str | int, ...], str | None] = {}
+_folders: dict[tuple[str | int, ...], str | None] = {}
 
 
 def is_data_folder(name: str) -> bool:
@@ -98,12 +98,12 @@ def names_in(directory: str) -> list[str]:
 
 def known() -> list[object]:
     """Return the homes that were looked up, as JSON, for other processes to `learn`."""
-    return [[list(state), folder] for state, folder in _known.items()]
+    return [[list(state), folder] for state, folder in _folders.items()]
 
 
-def learn(said: Iterable[tuple[Sequence[str | int], str | None]]) -> None:
+def learn(entries: Iterable[tuple[Sequence[str | int], str | None]]) -> None:
     """Take what another process knows of homes. It counts where a `.metadata` is the very same file."""
-    _known.update((tuple(state), folder) for state, folder in said)
+    _folders.update((tuple(state), folder) for state, folder in entries)
 
 
 def _listed(directory: str) -> list[str]:
@@ -123,12 +123,12 @@ def _named_folder(directory: str) -> str | None:
     try:
         status = (storage.stat if FOLLOWS_LINKS.get() else storage.lstat)(path)
         state = (storage.realpath(directory), status.st_ino, status.st_size, status.st_mtime_ns)
-        if state not in _known:
+        if state not in _folders:
             data = read_small(path, METADATA, MAX_METADATA, follow=False)
-            if len(_known) >= _MAX_KNOWN:
-                _known.clear()
-            _known[state] = _only_folder(data)
-        return _known[state]
+            if len(_folders) >= _MAX_KNOWN:
+                _folders.clear()
+            _folders[state] = _only_folder(data)
+        return _folders[state]
     except (OSError, ShardkitError):
         return None
 

@@ -116,9 +116,9 @@ def unlike(
         The listed order; None where there is no such regular file.
     """
     return {
-        file.name: held
+        file.name: size
         for file in files
-        if (held := file_size(directory, file.name, follow=follow)) != file.size
+        if (size := file_size(directory, file.name, follow=follow)) != file.size
     }
 
 
@@ -128,13 +128,13 @@ def unlisted(directory: str, content: manifest.Manifest) -> Iterator[str]:
     Folders with a manifest of their own are left to that manifest.
     """
     listing = list_files(directory, follow=manifest.follows_links(content))
-    known = {*(file.name for file in manifest.every_file(content)), manifest.NAME}
+    listed_names = {*(file.name for file in manifest.every_file(content)), manifest.NAME}
     folders: tuple[str, ...] = ()
     if isinstance(content, manifest.FileList):
-        known.update(content.unlisted)
+        listed_names.update(content.unlisted)
         folders = tuple(f"{folder}/" for folder in content.folders or ())
     else:
-        known.update(_UPLOADED)
+        listed_names.update(_UPLOADED)
     for name in sorted((*listing.files, *listing.unlisted)):
-        if name not in known and not name.startswith(folders):
+        if name not in listed_names and not name.startswith(folders):
             yield name

@@ -486,8 +486,8 @@ def sidecar_of(path: str) -> str:
 
 def all_files(manifest: Manifest) -> tuple[SavedFile, ...]:
     """Return every file that a manifest lists, those beside the weights last."""
-    others = None if isinstance(manifest, FileList) else manifest.others
-    return (*manifest.files, *(others or ()))
+    other_files = None if isinstance(manifest, FileList) else manifest.others
+    return (*manifest.files, *(other_files or ()))
 
 
 def every_file(manifest: Manifest) -> Iterator[SavedFile]:
@@ -741,13 +741,13 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
         SourceError: naming each field that is missing or of another type.
     """
     shown, kind = escape(name), content.get("kind", Presharded.kind)
-    known: dict[str, Any] = {cls.kind: cls for cls in KINDS}
-    if not isinstance(kind, str) or kind not in known:
+    kinds: dict[str, Any] = {cls.kind: cls for cls in KINDS}
+    if not isinstance(kind, str) or kind not in kinds:
         raise SourceError(
-            f"{shown}: kind: expected one of {', '.join(known)}, found {_found(kind)}", hint="update shardkit"
+            f"{shown}: kind: expected one of {', '.join(kinds)}, found {_found(kind)}", hint="update shardkit"
         )
     try:
-        manifest: Manifest = _decoder(known[kind])(content)
+        manifest: Manifest = _decoder(kinds[kind])(content)
     except _WrongFields as wrong:
         problems = [problem.removeprefix(".") for problem in wrong.problems]
         what = problems[0] if len(problems) == 1 else count(len(problems), "field")
@@ -793,8 +793,8 @@ def _decoder(hint: Any) -> _Decoder:
     if origin is tuple:
         return _rows([_decoder(argument) for argument in arguments])
     if NoneType in arguments:
-        (given,) = {*arguments} - {NoneType}
-        return _optional(_decoder(given))
+        (inner,) = {*arguments} - {NoneType}
+        return _optional(_decoder(inner))
     return _SCALARS[hint]
 
 
@@ -810,8 +810,8 @@ def _records(kind: Any) -> _Decoder:
     def decode(value: Any) -> Any:
         if type(value) is not dict:
             raise _expected("an object", value)
-        record, given = object.__new__(kind), value.get
-        decoded = _decode_all(((key, part, given(key, absent)) for key, part, absent in parts), ".{}".format)
+        record, get = object.__new__(kind), value.get
+        decoded = _decode_all(((key, part, get(key, absent)) for key, part, absent in parts), ".{}".format)
         for set_field, (_, item) in zip(setters, decoded, strict=True):
             set_field(record, item)
         return record

@@ -23,26 +23,26 @@ _State = tuple[str | int, ...]
 CONTENT, HEADER, SIZES = "content", "header", "sizes"
 _MOST_NBYTES = 64 * MIB
 
-_known: dict[_State, bytes] = {}
+_shared_data: dict[_State, bytes] = {}
 
 
 class SharedReads:
     """What is read meanwhile, for other processes to `learn`."""
 
     def __init__(self) -> None:
-        self._found: dict[_State, bytes] = {}
+        self._noted: dict[_State, bytes] = {}
         self._nbytes = 0
 
     def add(self, state: _State, data: bytes) -> None:
         """Note something, unless it would be too much."""
-        if self._nbytes + len(data) <= _MOST_NBYTES and state not in self._found:
+        if self._nbytes + len(data) <= _MOST_NBYTES and state not in self._noted:
             self._nbytes += len(data)
-            self._found[state] = data
+            self._noted[state] = data
 
     def plain(self) -> list[tuple[_State, str]]:
         """Return all of it as plain data."""
         return [
-            (state, base64.b64encode(zlib.compress(data, 1)).decode()) for state, data in self._found.items()
+            (state, base64.b64encode(zlib.compress(data, 1)).decode()) for state, data in self._noted.items()
         ]
 
 
@@ -60,10 +60,10 @@ def noted() -> Iterator[SharedReads]:
         _noting.remove(notes)
 
 
-def learn(said: Iterable[tuple[Sequence[str | int], str]]) -> None:
+def learn(entries: Iterable[tuple[Sequence[str | int], str]]) -> None:
     """Take what another process has noted, as `SharedReads.plain` has it. Each counts once, for the very same file."""
-    _known.clear()
-    _known.update((tuple(state), zlib.decompress(base64.b64decode(text))) for state, text in said)
+    _shared_data.clear()
+    _shared_data.update((tuple(state), zlib.decompress(base64.b64decode(text))) for state, text in entries)
 
 
 def read(path: str, name: str, limit: int) -> bytes:
@@ -72,15 +72,15 @@ def read(path: str, name: str, limit: int) -> bytes:
     Raises:
         SourceError, ResourceError: as `read_small`.
     """
-    known = take(CONTENT, path)
-    if known is None:
+    content = take(CONTENT, path)
+    if content is None:
         with open_regular(path, name, follow=False) as (fd, size):
             if size > limit:
                 raise SourceError(f"{escape(name)}: expected at most {limit} bytes, found {size}")
-            known = read_exactly(fd, 0, size, name), stamp_of(fd)
-            refuse_pointer(known[0], name)
-    note(CONTENT, path, *known)
-    return known[0]
+            content = read_exactly(fd, 0, size, name), stamp_of(fd)
+            refuse_pointer(content[0], name)
+    note(CONTENT, path, *content)
+    return content[0]
 
 
 def note(what: str, path: str, data: bytes, stamp: FileStamp) -> None:
@@ -104,14 +104,14 @@ def take(what: str, path: str) -> tuple[bytes, FileStamp] | None:
         what: CONTENT, HEADER or SIZES.
         path: of the file.
     """
-    if not _known:
+    if not _shared_data:
         return None
     try:
         stamp = FileStamp.of(storage.stat(path))
     except OSError:
         return None
     state = _state(what, path, stamp)
-    data = _known.pop(state, None)
+    data = _shared_data.pop(state, None)
     return None if data is None else (data, stamp)
 
 

@@ -136,13 +136,13 @@ def listdir(path: _Path) -> list[str]:
     """As `os.listdir`."""
     if is_remote(path):
         return stores.names(str(path))
-    known = _listed.get()
-    if known is None:
+    listings = _listed.get()
+    if listings is None:
         return os.listdir(path)
     place = _place(path)
-    if place not in known:
-        known[place] = os.listdir(path)
-    return list(known[place])
+    if place not in listings:
+        listings[place] = os.listdir(path)
+    return list(listings[place])
 
 
 @contextlib.contextmanager
@@ -162,9 +162,9 @@ def listed_once() -> Iterator[None]:
 
 def list_again() -> None:
     """Forget what `listed_once` has listed: something was written."""
-    known = _listed.get()
-    if known is not None:
-        known.clear()
+    listings = _listed.get()
+    if listings is not None:
+        listings.clear()
 
 
 def _place(path: _Path) -> str:
@@ -208,18 +208,18 @@ def will_need(fd: int, start: int, nbytes: int) -> None:
 
 
 def will_read(
-    fd: int, wanted: Iterable[tuple[int, int]], *, num_places: int = 1, is_soon: bool = False
+    fd: int, extents: Iterable[tuple[int, int]], *, num_places: int = 1, is_soon: bool = False
 ) -> None:
     """Tell what will be read of an object of a store, so that few requests fetch it; of a file nothing has to be told.
 
     Args:
         fd: its number.
-        wanted: (first byte, byte after the last) of all that will be read of it, in any order.
+        extents: (first byte, byte after the last) of all that will be read of it, in any order.
         num_places: how many places of all objects are read in turn.
         is_soon: begin to fetch it now.
     """
     if fd >= FIRST_NUMBER:
-        stores.plan_reads(fd, wanted, num_places, is_soon=is_soon)
+        stores.plan_reads(fd, extents, num_places, is_soon=is_soon)
 
 
 def hold_at_most(nbytes: int) -> AbstractContextManager[None]:
@@ -243,8 +243,8 @@ def lexists(path: _Path) -> bool:
     """As `os.path.lexists`."""
     if is_remote(path):
         return stores.exists(str(path))
-    known, (above, name) = _listed.get(), os.path.split(path)
-    names = known.get(_place(above)) if known and name not in ("", os.curdir, os.pardir) else None
+    listings, (above, name) = _listed.get(), os.path.split(path)
+    names = listings.get(_place(above)) if listings and name not in ("", os.curdir, os.pardir) else None
     return os.path.lexists(path) if names is None else os.fspath(name) in names
 
 
@@ -402,9 +402,9 @@ def local_config(directory: str) -> str:
     """
     if not is_remote(directory) or not isdir(directory):
         return directory
-    wanted = {name: os.path.join(directory, name) for name in listdir(directory) if name.endswith(_CONFIGS)}
-    found = {name: (path, stat(path)) for name, path in wanted.items() if isfile(path)}
-    small = {name: (path, is_at) for name, (path, is_at) in found.items() if is_at.st_size <= _MAX_CONFIG}
+    paths = {name: os.path.join(directory, name) for name in listdir(directory) if name.endswith(_CONFIGS)}
+    statuses = {name: (path, stat(path)) for name, path in paths.items() if isfile(path)}
+    small = {name: (path, is_at) for name, (path, is_at) in statuses.items() if is_at.st_size <= _MAX_CONFIG}
     state = (stores.plain(directory), frozenset((name, is_at.st_ino) for name, (_, is_at) in small.items()))
     if state not in _copies:
         copy = tempfile.mkdtemp(prefix="shardkit-")

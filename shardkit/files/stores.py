@@ -58,9 +58,9 @@ def is_other_address(path: str) -> bool:
     return "://" in path and not is_remote(path)
 
 
-def as_path(given: str | os.PathLike[str]) -> str:
+def as_path(path_like: str | os.PathLike[str]) -> str:
     """Return a path that a person gave; for the address of a page of the Hub, the `hf://` address of what it shows."""
-    path = os.fspath(given)
+    path = os.fspath(path_like)
     return hub.address_of(path) or path
 
 
@@ -89,7 +89,7 @@ class _OpenObject:
     """An open object."""
 
     path: str
-    said: ObjectStat
+    state: ObjectStat
     ranges: Ranges
 
 
@@ -134,13 +134,13 @@ def known() -> dict[str, Any]:
         }
 
 
-def learn(said: Mapping[str, Any]) -> None:
+def learn(listings: Mapping[str, Any]) -> None:
     """Take what another process knows of directories, so that this one need not list them."""
     with _lock:
-        _pins.update(said["pins"])
-        for path, found in said["directories"].items():
-            objects = {name: ObjectStat(*each) for name, each in found["objects"].items()}
-            _listings[path] = Listing(objects, set(found["folders"]))
+        _pins.update(listings["pins"])
+        for path, listing in listings["directories"].items():
+            objects = {name: ObjectStat(*each) for name, each in listing["objects"].items()}
+            _listings[path] = Listing(objects, set(listing["folders"]))
 
 
 def plain(path: str) -> str:
@@ -223,13 +223,13 @@ def status(path: str) -> os.stat_result:
     return _status(entry if isinstance(entry, ObjectStat) else None, plain(path))
 
 
-def _status(said: ObjectStat | None, path: str) -> os.stat_result:
+def _status(state: ObjectStat | None, path: str) -> os.stat_result:
     """Return a status whose inode number stands for the path and the version."""
-    version = hashlib.sha256(f"{path}\n{said.etag if said else ''}".encode("utf-8", "surrogateescape"))
+    version = hashlib.sha256(f"{path}\n{state.etag if state else ''}".encode("utf-8", "surrogateescape"))
     inode = int.from_bytes(version.digest()[:7], "little")
-    mode = stat.S_IFREG | 0o444 if said else stat.S_IFDIR | 0o555
-    size, seconds = (said.size, said.modified_ns // 10**9) if said else (0, 0)
-    times = (said.modified_ns if said else 0,) * 3
+    mode = stat.S_IFREG | 0o444 if state else stat.S_IFDIR | 0o555
+    size, seconds = (state.size, state.modified_ns // 10**9) if state else (0, 0)
+    times = (state.modified_ns if state else 0,) * 3
     return os.stat_result((mode, inode, 0, 1, 0, 0, size, *(seconds,) * 3, *(float(seconds),) * 3, *times))
 
 
@@ -270,10 +270,10 @@ def scan(path: str) -> contextlib.AbstractContextManager[Iterator[StoreEntry]]:
     Raises:
         FileNotFoundError, NotADirectoryError: it is none.
     """
-    there = names(path)
+    entry_names = names(path)
     folders = _listing(path).folders
     return contextlib.nullcontext(
-        StoreEntry(name, os.path.join(path, name), name in folders) for name in there
+        StoreEntry(name, os.path.join(path, name), name in folders) for name in entry_names
     )
 
 
@@ -313,12 +313,12 @@ def open_number(path: str, flags: int) -> int:
     return number
 
 
-def _fetch(path: str, said: ObjectStat) -> Callable[[int, int], memoryview]:
+def _fetch(path: str, state: ObjectStat) -> Callable[[int, int], memoryview]:
     """Return a function that fetches bytes of one version of an object."""
     store, key = store_of(path)
 
     def once(start: int, nbytes: int) -> memoryview:
-        data = store.fetch(key, said, start, nbytes)
+        data = store.fetch(key, state, start, nbytes)
         if len(data) != nbytes:
             raise short_body()
         return data
@@ -356,7 +356,7 @@ def close_number(number: int) -> None:
 def status_of_number(number: int) -> os.stat_result:
     """Return the status of an open object, of the version that is read."""
     opened = _opened(number)
-    return _status(opened.said, opened.path)
+    return _status(opened.state, opened.path)
 
 
 def read(number: int, nbytes: int, start: int) -> bytes:
@@ -381,9 +381,9 @@ def read_into(number: int, buffers: Sequence[Any], start: int) -> int:
     return _opened(number).ranges.read_into([memoryview(buffer).cast("B") for buffer in buffers], start)
 
 
-def plan_reads(number: int, wanted: Iterable[tuple[int, int]], num_places: int, *, is_soon: bool) -> None:
+def plan_reads(number: int, extents: Iterable[tuple[int, int]], num_places: int, *, is_soon: bool) -> None:
     """Tell what will be read of an open object; see `storage.will_read`."""
     ranges = _opened(number).ranges
-    ranges.plan(wanted, num_places)
+    ranges.plan(extents, num_places)
     if is_soon:
         ranges.ahead()

@@ -167,7 +167,7 @@ def test_what_is_held_is_bounded_and_let_go(served: servers.Served) -> None:
             assert ranges._memory.used <= 20 * MIB
         stores.close_number(number)
         settle()
-    assert not ranges._memory.held
+    assert not ranges._memory.filled_spans
 
 
 def settle() -> None:

@@ -209,8 +209,8 @@ def emulator() -> str:
 
 def _no_account(address: str) -> str:
     """Return a key file for an emulator, which takes any. Source: object_store, ServiceAccountCredentials."""
-    said = {"gcs_base_url": address, "disable_oauth": True}
-    return json.dumps({**said, "client_email": "", "private_key": "", "private_key_id": ""})
+    settings = {"gcs_base_url": address, "disable_oauth": True}
+    return json.dumps({**settings, "client_email": "", "private_key": "", "private_key_id": ""})
 
 
 def _from_boto3() -> dict[str, Any]:
@@ -261,8 +261,8 @@ def answer_of(error: Exception) -> StoreAnswer:
     from obstore import exceptions
 
     text = str(error)
-    said, number = _CODE.search(text), _STATUS.search(text)
-    code, status = said.group(1) if said else "", int(number.group(1) or number.group(2)) if number else 0
+    match, number = _CODE.search(text), _STATUS.search(text)
+    code, status = match.group(1) if match else "", int(number.group(1) or number.group(2)) if number else 0
     for kind, means in (
         (FileNotFoundError, 404),
         (exceptions.PreconditionError, 412),

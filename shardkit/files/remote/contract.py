@@ -161,12 +161,12 @@ def explain(answer: StoreAnswer, path: str) -> RequestFailure:
     """
     meaning, where = _meaning(answer), escape(path)
     shown = (escape(answer.code[:60]), f"HTTP {answer.status}" if answer.status else "")
-    said = ", ".join(filter(None, shown)) or answer.kind
+    detail = ", ".join(filter(None, shown)) or answer.kind
     if answer.code in _REFUSALS:
         problem, hint = _REFUSALS[answer.code]
-        return RequestFailure(ResourceError(f"{where}: {problem} ({said})", hint=hint), may_pass=False)
+        return RequestFailure(ResourceError(f"{where}: {problem} ({detail})", hint=hint), may_pass=False)
     if meaning in (_Meaning.PASSING, _Meaning.LASTING):
-        return RequestFailure(unanswered(path, said), may_pass=meaning is _Meaning.PASSING)
+        return RequestFailure(unanswered(path, detail), may_pass=meaning is _Meaning.PASSING)
     credentials = _CREDENTIALS.get(path.partition("://")[0], "the store's own tools")
     unsigned = ", or AWS_SKIP_SIGNATURE=true for a public bucket" if path.startswith("s3://") else ""
     errors = {
@@ -176,14 +176,14 @@ def explain(answer: StoreAnswer, path: str) -> RequestFailure:
             hint="start again once the source is at rest; nothing that was made of it is kept",
         ),
         _Meaning.NO_BUCKET: ResourceError(
-            f"{where}: there is no such bucket ({said})", hint="check the name of the bucket"
+            f"{where}: there is no such bucket ({detail})", hint="check the name of the bucket"
         ),
         _Meaning.EXPIRED: ResourceError(
-            f"{where}: the credentials have expired ({said})",
+            f"{where}: the credentials have expired ({detail})",
             hint="get new ones as you do for the store's own tools, such as aws sso login; then start again",
         ),
         _Meaning.DENIED: ResourceError(
-            f"{where}: the store denies access ({said})",
+            f"{where}: the store denies access ({detail})",
             hint=f"give credentials that may do it: what the store's own tools take, such as {credentials}",
         ),
         _Meaning.NO_CREDENTIALS: ResourceError(
@@ -199,10 +199,10 @@ def unusable(root: str, error: Exception) -> ResourceError:
     The error's own words may hold what is in a file, so they are not shown.
     """
     scheme = root.partition("://")[0]
-    others = ", AWS_ENDPOINT_URL (with http:// or https://) and ~/.aws" if scheme == "s3" else ""
+    endpoint = ", AWS_ENDPOINT_URL (with http:// or https://) and ~/.aws" if scheme == "s3" else ""
     return ResourceError(
         f"{escape(root)} cannot be used with the settings of this machine ({type(error).__name__})",
-        hint=f"check the name, {_CREDENTIALS[scheme]}{others}",
+        hint=f"check the name, {_CREDENTIALS[scheme]}{endpoint}",
     )
 
 
@@ -267,15 +267,15 @@ def short_body() -> OSError:
     return OSError(errno.EIO, "a body of another length")
 
 
-def unanswered(path: str, said: str) -> Unanswered:
+def unanswered(path: str, detail: str) -> Unanswered:
     """Return the error of a store that does not answer.
 
     Args:
         path: of what was wanted.
-        said: a code or a status, or the kind of the error; nothing that may hold a secret.
+        detail: a code or a status, or the kind of the error; nothing that may hold a secret.
     """
     elsewhere = ", and AWS_ENDPOINT_URL if the store is not Amazon's" if path.startswith("s3://") else ""
     return Unanswered(
-        f"{escape(path)}: the store cannot be reached or fails ({said})",
+        f"{escape(path)}: the store cannot be reached or fails ({detail})",
         hint=f"check the network{elsewhere}; then start again",
     )

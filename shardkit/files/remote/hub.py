@@ -93,12 +93,12 @@ def at_revision(root: str, revision: str | None) -> str:
     Raises:
         UsageError: it has another one.
     """
-    repo_id, theirs = named(root)
+    repo_id, root_revision = named(root)
     if revision is None:
         return root
-    if theirs not in (None, revision):
+    if root_revision not in (None, revision):
         raise UsageError(
-            f"{escape(root)} is of revision {escape(str(theirs))}, and --revision is {escape(revision)}",
+            f"{escape(root)} is of revision {escape(str(root_revision))}, and --revision is {escape(revision)}",
             hint="leave out one of the two",
         )
     return f"{SCHEME}{repo_id}@{quote(revision, safe='')}"
@@ -179,19 +179,19 @@ class HubStore:
     def _place(self, key: str, version: ObjectStat) -> tuple[str, bool]:
         """Return the address where a file's bytes lie, and whether the Hub was asked for it just now."""
         with self._lock:
-            known = self._places.get(key)
-        if known is not None:
-            return known, False
+            address = self._places.get(key)
+        if address is not None:
+            return address, False
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-        said = get_hf_file_metadata(hf_hub_url(self._id, key, revision=self._revision))
-        if said.size not in (None, version.size) or said.etag not in (None, version.etag):
+        metadata = get_hf_file_metadata(hf_hub_url(self._id, key, revision=self._revision))
+        if metadata.size not in (None, version.size) or metadata.etag not in (None, version.etag):
             raise IntegrityError(
                 f"{escape(key)}: the Hub gives another version than it listed", hint="start again"
             )
         with self._lock:
-            self._places[key] = said.location
-        return said.location, True
+            self._places[key] = metadata.location
+        return metadata.location, True
 
     def explain(self, error: Exception, path: str) -> RequestFailure:
         """Say why a call failed."""
@@ -205,12 +205,12 @@ class HubStore:
             offline = f"{escape(path)}: the Hub must be asked, and HF_HUB_OFFLINE is set"
             hint = "unset it; a model that is in the cache is named without hf://"
             return RequestFailure(ResourceError(offline, hint=hint), may_pass=False)
-        known = explain(error, self._id, self._revision)
-        if known is not None:
-            return RequestFailure(known, may_pass=False)
+        explained = explain(error, self._id, self._revision)
+        if explained is not None:
+            return RequestFailure(explained, may_pass=False)
         status = next((code for cause in causes(error) if (code := status_of(cause)) is not None), None)
-        said = f"HTTP {status}" if status else type(error).__name__
-        problem = ResourceError(f"{escape(path)}: the Hub cannot be reached or fails ({said})", hint=_REACH)
+        detail = f"HTTP {status}" if status else type(error).__name__
+        problem = ResourceError(f"{escape(path)}: the Hub cannot be reached or fails ({detail})", hint=_REACH)
         return RequestFailure(problem, may_pass=status is None or may_status_pass(status))
 
 
@@ -221,9 +221,9 @@ def _fetch(url: str, start: int, nbytes: int, size: int) -> memoryview:
     stop, done, into = start + nbytes, 0, memoryview(bytearray(nbytes))
     with _stream(url, {**_headers(url), "Range": f"bytes={start}-{stop - 1}"}) as (response, pieces):
         utils.hf_raise_for_status(response)  # type: ignore[attr-defined, arg-type]
-        said = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+        content_range = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if response.status_code == _PARTIAL:
-            if said is None or (int(said[1]), int(said[2]) + 1) != (start, stop):
+            if content_range is None or (int(content_range[1]), int(content_range[2]) + 1) != (start, stop):
                 raise short_body()
         elif (start, stop) != (0, size):
             raise ResourceError(

@@ -53,16 +53,16 @@ class _FetchedSpan:
         "is_planned",
         "is_read_to_end",
         "is_under_way",
-        "left",
         "owner",
         "request",
         "start",
         "stop",
+        "unread_bytes",
         "was_held",
     )
 
-    def __init__(self, owner: Ranges, start: int, stop: int, wanted: int, request: int | None) -> None:
-        self.owner, self.start, self.stop, self.left = owner, start, stop, wanted
+    def __init__(self, owner: Ranges, start: int, stop: int, unread_bytes: int, request: int | None) -> None:
+        self.owner, self.start, self.stop, self.unread_bytes = owner, start, stop, unread_bytes
         self.data: memoryview | None = None
         self.request, self.is_planned = request, request is not None
         self.is_under_way = self.was_held = self.is_begun = self.is_read_to_end = self.is_ahead = False
@@ -73,7 +73,7 @@ class _FetchedSpan:
     @property
     def is_used_up(self) -> bool:
         """True if nobody is likely to want it again."""
-        return self.left <= 0 and self.is_read_to_end
+        return self.unread_bytes <= 0 and self.is_read_to_end
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +87,7 @@ class _Memory:
     def __init__(self) -> None:
         self.limit = DEFAULT_LIMIT_NBYTES
         self.changed = threading.Condition()
-        self.held: OrderedDict[_FetchedSpan, None] = OrderedDict()
+        self.filled_spans: OrderedDict[_FetchedSpan, None] = OrderedDict()
         """Spans with data; the first was used longest ago."""
         self.used = 0
         """Bytes held and under way."""
@@ -121,12 +121,12 @@ class _Memory:
 
     def _drop_one(self, *, must: bool) -> bool:
         """Drop what was used up; of the rest what costs least to fetch again. What nobody has begun goes last."""
-        dropped = next((span for span in self.held if span.is_used_up), None)
+        dropped = next((span for span in self.filled_spans if span.is_used_up), None)
         if dropped is None and must:
-            begun = (span for span in self.held if span.is_begun)
-            dropped = min(begun, key=lambda span: span.left, default=None)
+            begun = (span for span in self.filled_spans if span.is_begun)
+            dropped = min(begun, key=lambda span: span.unread_bytes, default=None)
             if dropped is None and not self.num_under_way:
-                dropped = next(iter(self.held), None)
+                dropped = next(iter(self.filled_spans), None)
         if dropped is not None:
             self.drop(dropped)
         return dropped is not None
@@ -137,7 +137,7 @@ class _Memory:
         self.used -= len(span.data)
         self.is_wanted(span)
         span.data, span.was_held = None, True
-        del self.held[span]
+        del self.filled_spans[span]
         span.owner.was_dropped(span)
         self.changed.notify_all()
 
@@ -206,11 +206,11 @@ class Ranges:
             self._nbytes, self._piece_nbytes = self._nbytes // _PIECE_NBYTES * _PIECE_NBYTES, _PIECE_NBYTES
         self._ahead_nbytes = max(self._memory.limit - num_places * self._nbytes, 0)
 
-    def plan(self, wanted: Iterable[tuple[int, int]], num_places: int = 1) -> None:
+    def plan(self, extents: Iterable[tuple[int, int]], num_places: int = 1) -> None:
         """Tell what will be read, instead of what was told before.
 
         Args:
-            wanted: (first byte, byte after the last) of each range, in any order; they may overlap.
+            extents: (first byte, byte after the last) of each range, in any order; they may overlap.
             num_places: how many places, in all open objects, are read in turn: each needs its own request.
         """
         with self._memory.changed:
@@ -218,7 +218,7 @@ class Ranges:
             self._spans = [span for span in self._spans if span.data is not None or span.is_under_way]
             self._is_planned = True
             request, end = 0, -1
-            for start, stop, nbytes in _coalesce(wanted, self._piece_nbytes, self.size):
+            for start, stop, nbytes in _coalesce(extents, self._piece_nbytes, self.size):
                 if start != end or stop - request > self._nbytes:
                     request = start
                 self._add_planned(start, stop, nbytes, request)
@@ -227,15 +227,15 @@ class Ranges:
     def _add_planned(self, start: int, stop: int, nbytes: int, request: int) -> None:
         """Plan a span, but for what is there already."""
         offset = start
-        for other in self._overlapping(start, stop):
-            if offset < other.start:
-                self._add(offset, other.start, min(nbytes, other.start - offset), request)
-            offset = other.stop
+        for span in self._overlapping(start, stop):
+            if offset < span.start:
+                self._add(offset, span.start, min(nbytes, span.start - offset), request)
+            offset = span.stop
         if offset < stop:
             self._add(offset, stop, min(nbytes, stop - offset), request)
 
-    def _add(self, start: int, stop: int, wanted: int, request: int | None = None) -> _FetchedSpan:
-        span = _FetchedSpan(self, start, stop, wanted, request)
+    def _add(self, start: int, stop: int, unread_bytes: int, request: int | None = None) -> _FetchedSpan:
+        span = _FetchedSpan(self, start, stop, unread_bytes, request)
         insort(self._spans, span)
         return span
 
@@ -291,11 +291,11 @@ class Ranges:
         batch = [span]
         if span.is_planned:
             for index in range(self._index(span.start) + 1, len(self._spans)):
-                other = self._spans[index]
-                is_there = other.data is not None or other.is_under_way or other.left <= 0
-                if is_there or other.request != span.request or other.start != batch[-1].stop:
+                following = self._spans[index]
+                is_there = following.data is not None or following.is_under_way or following.unread_bytes <= 0
+                if is_there or following.request != span.request or following.start != batch[-1].stop:
                     break
-                batch.append(other)
+                batch.append(following)
         return batch
 
     def _bytes_at(self, offset: int, stop: int) -> tuple[_FetchedSpan, memoryview, int]:
@@ -328,11 +328,11 @@ class Ranges:
     def _count(self, span: _FetchedSpan, start: int, stop: int) -> None:
         """Count what was taken of a span; once its end was, the next ones are fetched."""
         with self._memory.changed:
-            span.left -= stop - start
+            span.unread_bytes -= stop - start
             span.is_begun = True
             span.is_read_to_end |= stop >= span.stop - BLOCK
             if span.data is not None:
-                self._memory.held.move_to_end(span)
+                self._memory.filled_spans.move_to_end(span)
             if span.is_read_to_end:
                 self._fetch_ahead(self._next_after(span, stop))
 
@@ -345,16 +345,16 @@ class Ranges:
         end = min(offset + self._guess(offset, stop - offset), follows, self.size)
         return self._add(offset, end, min(stop, end) - offset)
 
-    def _guess(self, offset: int, wanted: int) -> int:
-        """Return how much to fetch from byte `offset` on, of which `wanted` bytes are needed now."""
+    def _guess(self, offset: int, needed_bytes: int) -> int:
+        """Return how much to fetch from byte `offset` on, of which `needed_bytes` bytes are needed now."""
         before = self._spans[index].stop if (index := self._index(offset)) >= 0 else -1
         goes_on = not self._is_planned and any(
             end <= offset <= end + MAX_GAP_NBYTES for end in (before, *self._ends) if end >= 0
         )
         self._streak = self._streak + 1 if goes_on else 0
-        if goes_on or wanted > self._nbytes:
+        if goes_on or needed_bytes > self._nbytes:
             return self._nbytes
-        return wanted if wanted >= _LARGE_NBYTES else min(_FIRST_NBYTES, self._nbytes)
+        return needed_bytes if needed_bytes >= _LARGE_NBYTES else min(_FIRST_NBYTES, self._nbytes)
 
     def _next_after(self, span: _FetchedSpan, stop: int) -> list[_FetchedSpan]:
         """Return the spans to fetch while one is in use: the rest of a large read, then the spans that come next."""
@@ -378,7 +378,7 @@ class Ranges:
         spans, room, requests = list[_FetchedSpan](), self._ahead_nbytes, set[int | None]()
         while index < len(self._spans) and len(requests) < MAX_CONNECTIONS:
             span = self._spans[index]
-            if span.is_planned and span.left > 0:
+            if span.is_planned and span.unread_bytes > 0:
                 room -= span.nbytes
                 if room < 0:
                     break
@@ -441,7 +441,7 @@ class Ranges:
                     index = self._index(span.start)
                     if part is not None and index >= 0 and self._spans[index] is span:
                         span.data = part
-                        memory.held[span] = None
+                        memory.filled_spans[span] = None
                     else:  # it failed, or the object was closed meanwhile
                         memory.is_wanted(span)
                         memory.used -= span.nbytes
@@ -480,14 +480,14 @@ def _start_of(span: _FetchedSpan) -> int:
     return span.start
 
 
-def _coalesce(wanted: Iterable[tuple[int, int]], nbytes: int, size: int) -> Iterator[tuple[int, int, int]]:
+def _coalesce(extents: Iterable[tuple[int, int]], nbytes: int, size: int) -> Iterator[tuple[int, int, int]]:
     """Yield (first byte, byte after the last, bytes wanted of it) of requests for ranges.
 
     A gap is read through if it is small, or if at least as much was wanted just before it. Requests begin and end with
     whole blocks, since small things are read with the blocks around them.
     """
     group, last = list[tuple[int, int]](), 0
-    for start, stop in sorted(wanted):
+    for start, stop in sorted(extents):
         start, stop = max(start, group[-1][1] if group else 0), min(stop, size)
         if stop <= start:
             continue
