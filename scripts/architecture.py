@@ -6,7 +6,8 @@
 A room is a folder of the package. Imports point down: from a room to one that stands below it in FLOORS, never up, and
 never in a circle. An import inside a function counts as any other. A class name means one thing in the whole package.
 No module outside `files` asks what kind of path it has: `files/location` says what can be done there. OSFT is known
-outside `osft` at its seams alone.
+outside `osft` at its seams alone. A name has a noun: words that say nothing by themselves, such as `said`, name no
+variable, parameter or attribute.
 """
 
 from __future__ import annotations
@@ -93,6 +94,27 @@ OSFT_SEAMS = {
     "training/wrap.py": {"modules"},
 }
 """Modules outside `osft` that import from it, and what; nothing may be added. Names and shapes are in `core/factored`."""
+
+BARE_WORDS = frozenset(
+    "said told asked given held taken made known beside own other others theirs ours wanted left found there".split()
+)
+"""No names, with or without underscores around them: they do not say what a value is."""
+BARE_COUNTS: dict[str, int] = {
+    "files/output": 6,
+    "formats": 179,
+    "keys": 100,
+    "layout": 150,
+    "operations": 321,
+    "training": 232,
+}
+"""How often a folder still binds them; it may only shrink. A folder counts for all below it that are not listed."""
+PUBLIC_NAMES = {
+    "files/manifest.py": {"others"},  # a field of shardkit.json
+    "operations/parts/results.py": {"found"},  # a field of the JSON of a part
+    "operations/parts/part.py": {"found"},  # which becomes that field
+    "operations/verify/result.py": {"found"},  # a field of the JSON of a problem
+}
+"""Bare words that users see. Besides, methods such as `__or__` call their second operand `other`."""
 
 WIDTH = 900
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">
@@ -219,6 +241,51 @@ def osft_imports(package: Path, seams: Mapping[str, Collection[str]] = OSFT_SEAM
             yield f"{file} imports osft/{module}.py no more: take it out of OSFT_SEAMS"
 
 
+def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield each name that a module binds, and its line: variables, parameters, attributes, and imported names."""
+    nodes = [*ast.walk(tree)]
+    methods = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("__")]
+    operands = {arg for method in methods for arg in method.args.args if arg.arg == "other"}
+    for node in nodes:
+        name: str | None = None
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.arg) and node not in operands:
+            name = node.arg
+        elif isinstance(node, ast.alias):
+            name = node.asname or node.name
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+            name = node.name
+        if name is not None:
+            yield name, node.lineno
+
+
+def bare_words(
+    package: Path,
+    counts: Mapping[str, int] = BARE_COUNTS,
+    public: Mapping[str, Collection[str]] = PUBLIC_NAMES,
+) -> Iterator[str]:
+    """Yield a line for each folder that binds more or fewer bare words than it is allowed, and each public one that is not there."""
+    places: dict[str, list[str]] = {folder: [] for folder in counts}
+    unused = {(file, name) for file, names in public.items() for name in names}
+    for path in modules(package).values():
+        file = path.relative_to(package)
+        folders = [folder.as_posix() for folder in file.parents if folder.as_posix() in counts]
+        folder = folders[0] if folders else file.parent.as_posix()
+        for name, line in bound_names(ast.parse(path.read_text(encoding="utf-8"))):
+            if name in public.get(file.as_posix(), ()):
+                unused.discard((file.as_posix(), name))
+            elif name.strip("_") in BARE_WORDS:
+                places.setdefault(folder, []).append(f"{file}:{line}: {name}")
+    for folder, lines in places.items():
+        most = counts.get(folder, 0)
+        if len(lines) > most:
+            yield f"{folder} binds bare words {len(lines)} times, {most} are allowed: {'; '.join(lines)}"
+        elif len(lines) < most:
+            yield f"{folder} binds bare words {len(lines)} times: write that into BARE_COUNTS, instead of {most}"
+    yield from (f"{file} has no name {name}: take it out of PUBLIC_NAMES" for file, name in sorted(unused))
+
+
 def arrows(package: Path) -> dict[str, set[str]]:
     """Return which rooms each room imports, `ground` aside."""
     known = modules(package)
@@ -316,7 +383,13 @@ def main() -> int:
     if sys.argv[1:] == ["--draw"]:
         PICTURE.write_text(draw(PACKAGE), encoding="utf-8")
         return 0
-    found = [*problems(PACKAGE), *shared_names(PACKAGE), *kind_questions(PACKAGE), *osft_imports(PACKAGE)]
+    found = [
+        *problems(PACKAGE),
+        *shared_names(PACKAGE),
+        *kind_questions(PACKAGE),
+        *osft_imports(PACKAGE),
+        *bare_words(PACKAGE),
+    ]
     if not found and (not PICTURE.exists() or PICTURE.read_text(encoding="utf-8") != draw(PACKAGE)):
         found.append(f"docs/{PICTURE.name} is old: python scripts/architecture.py --draw")
     print("\n".join(found), end="\n" * bool(found))

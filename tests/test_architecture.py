@@ -117,6 +117,38 @@ def test_a_module_that_asks_what_kind_of_path_it_has_is_found(tmp_path: Path) ->
     assert list(architecture.kind_questions(inside)) == [f"keys/{name}.py{said}" for name in "bce"]
 
 
+def test_names_say_what_they_are() -> None:
+    """The counts only shrink."""
+    assert list(architecture.bare_words(architecture.PACKAGE)) == []
+
+
+def test_names_that_say_nothing_are_found(tmp_path: Path) -> None:
+    inside = package(
+        tmp_path,
+        {
+            "core/a.py": "def f(said, *told, asked=0, **given): ...\nwhile held := f(taken=1):\n    made.known = beside",
+            "core/b.py": "class A:\n    own: int\n    def __eq__(self, other): ...\n    def f(self, other): self._others = 1",
+            "core/c.py": "from a import theirs, b as ours\nfor wanted in []:\n    with a as left: ...",
+            "core/d.py": "try: ...\nexcept A as found: ...\nmatch a:\n    case [*_there]: ...\n    case A() as said: ...",
+            "keys/e.py": "said_names = is_told = f(left=found.there)",
+            "keys/f/g.py": "others = said = 1",
+            "keys/h/i.py": "told = 1",
+            "cli/j.py": "said = found = 1",
+        },
+    )
+    public = {"cli/j.py": {"said", "told"}}
+    fewer, cli, core, public_one = architecture.bare_words(inside, {"keys": 2, "keys/h": 2, "cli": 0}, public)
+    assert fewer == "keys/h binds bare words 1 times: write that into BARE_COUNTS, instead of 2"
+    assert cli == "cli binds bare words 1 times, 0 are allowed: cli/j.py:1: found"
+    assert public_one == "cli/j.py has no name told: take it out of PUBLIC_NAMES"
+    assert core.startswith(
+        "core binds bare words 16 times, 0 are allowed: core/a.py:1: said; core/a.py:1: told; "
+    )
+    assert sorted(place.rpartition(" ")[2] for place in core.split("; ")) == sorted(
+        "said told asked given held known own other _others theirs ours wanted left found _there said".split()
+    )
+
+
 WRITING = (
     "files/output/*.py",
     "operations/write.py",
