@@ -1,9 +1,9 @@
-"""What a checkpoint holds: tensors, their chunks and where each chunk's bytes lie. No tensor data.
+"""Catalogs: the tensors of a checkpoint, their chunks, and the location of each chunk's bytes. No tensor data.
 
-Here too: a catalog of some of the tensors (`subset`), and several catalogs as one (`combine_catalogs` for the
-parts of a state dict, `join_catalogs` for folders).
+`subset` selects tensors of a catalog; `combine_catalogs` (parts of a state dict) and `join_catalogs` (folders) merge
+several catalogs into one.
 
-Chunks are kept in columns, one `array` for each property, and not as objects: a checkpoint of 1,024 ranks has
+Chunks are stored in columns, one `array` per property, rather than as objects: a checkpoint of 1,024 ranks has
 600,000 chunks.
 """
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     Ints = numpy.ndarray[Any, numpy.dtype[numpy.int64]]
 
 MIN_TOTAL = 16384
-"""Number of a catalog's chunks from which numpy pays: importing it takes as long as Python for so many."""
+"""Catalogs with at least this many chunks use numpy; for fewer, importing it costs more than it saves."""
 MIN_COLUMNS = 64
-"""Number of a tensor's chunks from which columns are quicker than one chunk after the other."""
+"""For tensors with at least this many chunks, columns are faster than processing chunks one by one."""
 
 # `Region(offsets, sizes)` from a pair, without a call of a Python function for each of 600,000 chunks.
 _new_region: Callable[[tuple[Shape, Shape]], Region] = partial(tuple.__new__, Region)
 
 
 class FileStamp(NamedTuple):
-    """Which file it was, and in what state, when its description was read."""
+    """Identity and state of a file at the time its description was read."""
 
     size: int
     modified_ns: int
@@ -47,46 +47,46 @@ class FileStamp(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStamp:
-        """Return the stamp of a file, given what the system says of it."""
+        """Return the stamp of a file from its `os.stat` result."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
 UNSEEN = -1
-"""In place of a recorded CRC-32 while the record is closed."""
+"""Placeholder for the CRC-32 of a record that has not been opened."""
 
 
 class OpenRecords(Protocol):
-    """Opens the records of some tensors of a catalog. Of several processes each opens those that it reads.
+    """Opens the records of some tensors of a catalog. Each process opens only the records that it reads.
 
-    Gives a catalog of raw extents, in which the other tensors have no chunks (`beside`).
+    Returns a catalog of raw extents in which all other tensors have no chunks (see `with_absent_tensors`).
 
     Raises:
         SourceError, IntegrityError, ResourceError: naming file and tensor; all problems of a kind at once.
     """
 
     def __call__(self, names: Collection[str], /, *, as_read: bool = False) -> Catalog:
-        """Do so; or, with `as_read`, perhaps leave that to the `late` of the catalog."""
+        """Open the records; with `as_read`, opening may be deferred to the returned catalog's `late`."""
         ...
 
 
 class LateRecords(Protocol):
-    """Records that are opened when they are read. In a store what describes one comes with its data, in the same requests.
+    """Records that are opened when they are read. In a store, header and data then arrive in the same requests.
 
-    The methods may be called from any thread. They take what gives the descriptor of a file.
+    The methods may be called from any thread. `descriptor` returns the descriptor of a file, given its number.
 
     Raises:
         SourceError, IntegrityError, ResourceError: as `OpenRecords`.
     """
 
     def open(self, fqn: str, descriptor: Callable[[int], int], /) -> None:
-        """Open those of a tensor: its chunks become raw extents."""
+        """Open the records of a tensor: its chunks become raw extents."""
 
     def opened(self, file: int, start: int, descriptor: Callable[[int], int], /) -> tuple[int, int]:
-        """Open one, and return the (file, first byte) of some of its data.
+        """Open a record, and return (file, first byte) of the data that `start` points to.
 
         Args:
-            file: of the record.
-            start: its first byte, and how far from their beginning the data lie.
+            file: number of the record's file.
+            start: first byte of the record, plus an offset into its data.
         """
         ...
 
@@ -94,7 +94,7 @@ class LateRecords(Protocol):
 class Checksums:
     """Stretches of a file with a recorded CRC-32, as in a zip's directory; in columns, sorted by first byte.
 
-    They do not overlap. A CRC-32 of 0 means that none was recorded, `UNSEEN` that nobody has looked: the stretch is a record.
+    Stretches do not overlap. A CRC-32 of 0 means that none is recorded; `UNSEEN` marks a record that was not opened yet.
     """
 
     __slots__ = ("crcs", "starts", "stops")
@@ -106,7 +106,7 @@ class Checksums:
     def of(cls, stretches: Iterable[tuple[int, int, int | None]]) -> Checksums:
         """Return the checksums of stretches in any order: (first byte, bytes, CRC-32 or None).
 
-        Equal stretches are taken once, empty ones are left out.
+        Duplicates and empty stretches are dropped.
         """
         rows = sorted({(start, nbytes, crc or 0) for start, nbytes, crc in stretches if nbytes})
         return cls(
@@ -117,7 +117,7 @@ class Checksums:
 
     @classmethod
     def of_columns(cls, starts: Ints, nbytes: Ints, crcs: Ints) -> Checksums:
-        """Return the same of columns; a CRC-32 of 0 stands for None."""
+        """Return the checksums of stretches in columns; a CRC-32 of 0 stands for None."""
         kept = nbytes > 0
         starts, nbytes, crcs = starts[kept], nbytes[kept], crcs[kept]
         if (starts[1:] <= starts[:-1]).any():
@@ -129,7 +129,7 @@ class Checksums:
         return len(self.starts)
 
     def __or__(self, other: Checksums) -> Checksums:
-        """Return the checksums of both, which are about one file."""
+        """Return the union of two sets of checksums of the same file."""
         if self is other:
             return self
         return Checksums.of((*self.rows(), *other.rows()))
@@ -144,11 +144,11 @@ class SourceReader(Protocol):
     """Reads the files of a catalog."""
 
     def read_into(self, file: int, buffer: memoryview, start: int, fqn: str, /) -> int | None:
-        """Fill a buffer from byte `start` of a file, for a tensor; return the CRC-32 where it was taken."""
+        """Fill a buffer from byte `start` of a file, for tensor `fqn`; return the CRC-32 if it was computed."""
 
 
 class StoredParts(Protocol):
-    """The stored tensors that something is made of, read as far as it needs them."""
+    """Read access to the stored tensors from which a codec computes."""
 
     def box(self, name: str, region: Region, /) -> numpy.ndarray:
         """Return a box of a tensor, as unsigned integers of its item size (void above 8 bytes)."""
@@ -161,62 +161,62 @@ class StoredParts(Protocol):
 
 
 class Codec(Protocol):
-    """Makes a tensor of stored ones, a box at a time.
+    """Computes a tensor from stored tensors, one box at a time.
 
-    It reads through `StoredParts` what a box needs, and takes memory for a few times that and the box, whatever the tensor's
-    size. A box begins and ends anywhere: a rank's rows, a buffer, a piece of either. It has the bytes that it has in the
-    whole tensor, whoever else is made and in whatever order.
+    Peak memory is a few times the size of the box and of the stored elements that it needs, which are read through
+    `StoredParts`, regardless of the tensor's size. A box may begin and end anywhere. Its bytes equal those of the whole
+    tensor at this place, whatever other boxes are computed and in whatever order.
     """
 
     @property
     def of(self) -> tuple[str, ...]:
-        """Names of the stored tensors that it needs, the one that messages are about first."""
+        """Names of the stored tensors that it needs; error messages name the first."""
 
     @property
     def dtype(self) -> DType:
-        """Of what is made."""
+        """Dtype of the computed tensor."""
 
     @property
     def shape(self) -> Shape:
-        """Of what is made."""
+        """Shape of the computed tensor."""
 
     @property
     def needs_torch(self) -> bool:
-        """True if torch computes it."""
+        """True if computing needs torch."""
 
     def box(self, parts: StoredParts, region: Region, /) -> numpy.ndarray:
-        """Return a box of what is made, as unsigned integers of its item size (void above 8 bytes)."""
+        """Return a box of the computed tensor, as unsigned integers of its item size (void above 8 bytes)."""
 
 
 OnRead = Callable[[str, int, memoryview], None]
-"""Told what was read for decoding: the path of the file, the first byte, and the bytes as they lie there."""
+"""Called with each read that decoding makes: path of the file, first byte, stored bytes."""
 
 
 def ignore_read(path: str, start: int, data: memoryview) -> None:
-    """Note nothing; an `OnRead`."""
+    """An `OnRead` that does nothing."""
 
 
 class Decoded(NamedTuple):
-    """Bytes that exist once all of them are decoded (legacy `.bin`, compressed records)."""
+    """Bytes that are only available after decoding all of them (legacy `.bin`, compressed records)."""
 
     decode: Callable[[OnRead], memoryview]
     span: tuple[int, int] | None = None
-    """(first byte, end) of the range of the file that decoding reads, if it is one range."""
+    """(first byte, end) of the file range that decoding reads, if it is a single range."""
     is_proved: bool = False
-    """Decoding compares a checksum, or the bytes come from something that was compared when the file was opened."""
+    """True if decoding verifies a checksum, or the source was verified when the file was opened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Computed:
-    """Bytes that a codec makes of other files of the catalog, a box at a time. These count where they are read from."""
+    """Bytes that a codec computes from other files of the catalog, one box at a time. Reads count for those files."""
 
     codec: Codec
     catalog: Catalog
-    """Of raw extents: what the codec reads."""
+    """The catalog that the codec reads; raw extents."""
     numbers: Sequence[int] | None = None
-    """The reader's number of each of its files; None if they are equal."""
+    """Maps file numbers of `catalog` to those of the reader; None if they are equal."""
     group: object = None
-    """What is made at once with it, whole, has an equal one; None if each box is made by itself."""
+    """Tensors of equal group are computed together, whole; None if each box is computed independently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,29 +226,29 @@ class SourceFile:
     name: str
     """Name relative to the checkpoint, for messages and manifests."""
     path: str
-    """Where to open it; empty while it is yet to be computed. Where the bytes are derived, a file that they are made of."""
+    """Path to open; empty if not determined yet. For derived bytes, one of the files that they are computed from."""
     size: int
     """Bytes."""
     derivation: Decoded | Computed | None = None
-    """How its bytes come to be, if they lie nowhere as they are. Such a file holds a single tensor, row-major."""
+    """How the bytes are obtained if they are not stored as such. Such a file holds a single tensor, row-major."""
     checksums: Checksums | None = None
     """Checksums to compare the bytes at `path` with; None if nothing is recorded."""
     stamp: FileStamp | None = None
-    """Stamp of the descriptor that the description was read from; None if nobody has looked."""
+    """Stamp of the descriptor that the description was read from; None if it was not recorded."""
 
     @property
     def is_raw(self) -> bool:
-        """True if its bytes lie at `path` as they are."""
+        """True if the bytes are stored at `path` as they are."""
         return self.derivation is None
 
     def decoded(self) -> memoryview:
-        """Return its bytes, which have to be decoded."""
+        """Decode the file, and return its bytes."""
         assert isinstance(self.derivation, Decoded)
         return self.derivation.decode(ignore_read)
 
     @property
     def is_proved(self) -> bool:
-        """True if what its bytes are decoded from is proved to be what was written."""
+        """True if decoding proves that the stored bytes are those that were written."""
         return isinstance(self.derivation, Decoded) and self.derivation.is_proved
 
 
@@ -307,7 +307,7 @@ class ChunkTable:
     def extend_columns(
         self, files: Sequence[int], starts: Sequence[int], nbytes: Sequence[int], boxes: array[int]
     ) -> None:
-        """Add chunks of one tensor, column by column. This is far faster than one by one.
+        """Add chunks of one tensor, column by column; much faster than one at a time.
 
         Args:
             files, starts, nbytes: one value for each chunk, in arrays or lists.
@@ -324,7 +324,7 @@ class ChunkTable:
         self._box_at.extend(range(first, stop, width) if width else [first] * num_chunks)
 
     def boxes(self, chunks: range) -> array[int]:
-        """Return the offsets and then the sizes of each of consecutive chunks of one tensor."""
+        """Return offsets, then sizes, of each of several consecutive chunks of one tensor."""
         if not chunks:
             return array("q")
         return self._boxes[self._box_at[chunks.start] : self._box_at[chunks.stop]]
@@ -343,7 +343,7 @@ class ChunkTable:
         return self._boxes[start : start + num_dims].tolist()
 
     def regions(self, chunks: range) -> list[Region]:
-        """Return the regions of consecutive chunks of one tensor. This is far faster than one by one."""
+        """Return the regions of consecutive chunks of one tensor; much faster than one at a time."""
         if not chunks:
             return []
         boxes = self.boxes(chunks)
@@ -361,7 +361,7 @@ class Catalog:
     format: str
     """"safetensors", "torch-bin" or "dcp"."""
     directory: str
-    """Where it lies. Relative names start here."""
+    """Path of the checkpoint. Names of files are relative to it."""
     encoding: str = "raw"
     """"raw": extents are the chunks' bytes. "torch-record": each extent is one `torch.save` zip."""
     files: list[SourceFile] = field(default_factory=list)
@@ -371,15 +371,15 @@ class Catalog:
     objects: tuple[str, ...] = ()
     """Names of entries that are not tensors. They are never decoded."""
     metadata_crc32: int | None = None
-    """Of the `.metadata` that describes it, which has an id of each save; None if there is none."""
+    """CRC-32 of `.metadata`, which contains an id of each save; None for other formats."""
     paths: dict[str, tuple[str | int, ...]] | None = None
     """Path of each name in the state dict that was saved, as in DCP's planner_data."""
     notes: tuple[str, ...] = ()
-    """What a person should know about this source."""
+    """Remarks about this source for the user."""
     open_records: OpenRecords | None = field(default=None, init=False)
-    """None where no record is closed. What is made of the catalog does not have it by itself."""
+    """None if all records are open. Catalogs derived from this one do not inherit it."""
     late: LateRecords | None = field(default=None, init=False)
-    """Opens records that are closed until they are read; None if there are none."""
+    """Opens records when they are read; None if all are open."""
 
     @property
     def nbytes(self) -> int:
@@ -421,7 +421,7 @@ class Catalog:
             source: the other catalog.
             fqn: the tensor's name there.
             name: its name here.
-            files: number here of each of the other's files; None if they are equal.
+            files: maps the source's file numbers to those of this catalog; None if they are equal.
         """
         entry, table, first = source.tensors[fqn], source.chunks, len(self.chunks)
         rows = slice(entry.chunk_ids.start, entry.chunk_ids.stop)
@@ -432,7 +432,7 @@ class Catalog:
 
 
 def renumber(file: SourceFile, numbers: Sequence[int]) -> SourceFile:
-    """Return a file of a catalog as one of another, which has the catalog's files under other numbers."""
+    """Return a file for a catalog in which file `n` of the original one has the number `numbers[n]`."""
     derivation = file.derivation
     if not isinstance(derivation, Computed):
         return file
@@ -463,7 +463,7 @@ def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
 def carry(
     catalog: Catalog, names: Collection[str], supplement: Catalog, sources: Mapping[str, str]
 ) -> Catalog:
-    """Return a catalog of some of its tensors, and some of another's: name here -> name there."""
+    """Return a catalog of some tensors of `catalog` and of `supplement`; `sources` maps new names to names there."""
     carried = subset(catalog, names)
     numbers = range(len(carried.files), len(carried.files) + len(supplement.files))
     carried.files += [renumber(file, numbers) for file in supplement.files]
@@ -477,7 +477,7 @@ def carry(
 
 
 def with_absent_tensors(chosen: Catalog, whole: Catalog) -> Catalog:
-    """Return a catalog with the tensors of another one beside its own, in the order of that one, and without chunks."""
+    """Return `chosen` with all tensors of `whole`, in its order; those that `chosen` lacks have no chunks."""
     tensors = {
         name: chosen.tensors.get(name) or replace(entry, first_chunk=0, num_chunks=0)
         for name, entry in whole.tensors.items()
@@ -488,7 +488,9 @@ def with_absent_tensors(chosen: Catalog, whole: Catalog) -> Catalog:
 
 
 def subset_within(catalog: Catalog, regions_of: Mapping[str, Sequence[Region]]) -> Catalog:
-    """Return the same without paths, with those chunks alone in which some regions lie: a tensor may have none.
+    """Return a catalog of some tensors with only the chunks that intersect given regions, and without paths.
+
+    A tensor may be left with no chunks.
 
     Args:
         catalog: with all chunks of the tensors.
@@ -508,9 +510,9 @@ def subset_within(catalog: Catalog, regions_of: Mapping[str, Sequence[Region]]) 
 
 
 def combine_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
-    """Return several catalogs of raw bytes as one: the parts of a nested state dict, each below its own key.
+    """Merge catalogs of raw bytes, the parts of a nested state dict, into one, each below its own key.
 
-    The key of each part goes in front of its names and paths. A file that several parts point into comes once.
+    The key is prepended to the names and paths of each part. Files that several parts share are listed once.
     """
     paths: dict[str, tuple[str | int, ...]] = {}
     whole = Catalog(format="dcp", directory="", paths=paths)
@@ -527,9 +529,9 @@ def combine_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
 
 
 def join_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
-    """Return one catalog of raw extents, with the folder of each in front of the names of tensors and files.
+    """Merge catalogs of raw extents into one; names of tensors and files are prefixed with the folder of each.
 
-    It has no objects, notes or paths.
+    The result has no objects, notes or paths.
     """
     joined = Catalog(format="dcp", directory="")
     for folder, catalog in catalogs.items():
@@ -543,12 +545,12 @@ def join_catalogs(catalogs: Mapping[str, Catalog]) -> Catalog:
 
 
 def join_name(folder: str, name: str) -> str:
-    """Return the name of something in a folder; "" is the directory itself."""
+    """Return a name prefixed with its folder; "" stands for the directory itself."""
     return f"{folder}/{name}" if folder else name
 
 
 def _number(whole: Catalog, number_of: dict[object, int], file: SourceFile) -> int:
-    """Return the file's number in the whole. Each file that is decoded is a file of its own."""
+    """Return the file's number in the merged catalog, adding it if needed. Derived files are never shared."""
     key = (file.path, file.stamp) if file.is_raw else id(file)
     if key not in number_of:
         whole.files.append(file)

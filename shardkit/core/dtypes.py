@@ -64,22 +64,22 @@ BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _ALL i
 OF_CODES: dict[str, DType] = {
     name: DType(name, size, "int", None) for name, size in (("qint8", 1), ("quint8", 1), ("qint32", 4))
 }
-"""Of torch's quantised tensors. They are described, never read: the values are made of codes and scales."""
+"""Dtypes of torch's quantised tensors: shown but never read, as values are computed from codes and scales."""
 
 CASTS: dict[str, DType] = {
     "bf16": BY_NAME["bfloat16"],
     "fp16": BY_NAME["float16"],
     "fp32": BY_NAME["float32"],
 }
-"""What `--dtype` may ask for, apart from `keep`."""
+"""Values of `--dtype`, apart from `keep`."""
 DTypeName = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
-"""The same for callers of the library, with torch's names too."""
+"""Values of `dtype=` in the library, which also accepts torch's names."""
 Cast = Literal["keep"] | DTypeName
 _SHORT = {dtype.name: short for short, dtype in CASTS.items()} | {"float64": "fp64"}
 
 
 def short_dtype(dtype: object) -> str:
-    """Return the short name of a dtype: "bf16" for "bfloat16" and torch.bfloat16; what has none as torch names it."""
+    """Return the short name of a dtype, "bf16" for "bfloat16" and torch.bfloat16; torch's name if there is none."""
     name = str(dtype).removeprefix("torch.")
     return _SHORT.get(name, name)
 
@@ -93,7 +93,7 @@ def wide_among_half(dtypes: Mapping[str, DType]) -> frozenset[str] | None:
 
 
 def most_bytes(tensors: Iterable[tuple[DType, int]]) -> DType | None:
-    """Return the dtype that most bytes of ordinary floating tensors have; None if there are no such tensors.
+    """Return the dtype that accounts for the most bytes of ordinary floating tensors; None without such tensors.
 
     Args:
         tensors: (dtype, bytes) of each.

@@ -1,13 +1,13 @@
-"""A weight that is stored as several tensors, its factors: their names, shapes, and places. Pure.
+"""Weights that are stored as several tensors (factors): names, shapes, and sharded dims. Pure.
 
-Of the singular value decomposition of a linear layer's weight W (N x M) at a module path P, with R = min(N, M), the
-first k triplets are frozen and the other R - k are trained:
+The weight W (N x M) of a linear layer at module path P is stored as its singular value decomposition. With
+R = min(N, M), the first k triplets are frozen and the other R - k are trained:
 
     P.osft_U_high  (N, k)     P.osft_params.U_low  (N, R-k)
     P.osft_S_high  (k)        P.osft_params.S_low  (R-k)
     P.osft_V_high  (k, M)     P.osft_params.V_low  (R-k, M)        V: rows of the transpose
 
-`P.weight` is gone, a bias stays. The names are those of mini_trainer, whose checkpoints are read too.
+`P.weight` is removed; a bias is kept. The names are those of mini_trainer, whose checkpoints can be read too.
 
 Source: "Sculpting Subspaces", arXiv 2504.07097; mini_trainer 0.9.0, osft_utils.py.
 """
@@ -26,14 +26,14 @@ from shardkit.errors import LayoutError
 HIGH = ("osft_U_high", "osft_S_high", "osft_V_high")
 LOW = ("osft_params.U_low", "osft_params.S_low", "osft_params.V_low")
 FACTORS = (*HIGH, *LOW)
-"""What stands for `weight` in a module; the first three are frozen."""
+"""Names that replace `weight` in a module; the first three are frozen."""
 _ENDS = tuple(f".{name}" for name in FACTORS)
 
 FACTOR_DTYPE = BY_NAME["float32"]
-"""Of factors that shardkit computes, and of weights folded from any."""
+"""Dtype of factors that shardkit computes, and of all folded weights."""
 
 Svd = Literal["exact", "fp32"]
-"""In which arithmetic factors are computed: float64, or float32."""
+"""Precision in which factors are computed: float64, or float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,13 @@ class Target:
     """A weight that is stored as factors, or becomes them."""
 
     path: str
-    """Of the linear module, e.g. "model.layers.0.mlp.up_proj"."""
+    """Path of the linear module, e.g. "model.layers.0.mlp.up_proj"."""
     rows: int
-    """N: what the layer returns."""
+    """N: output features."""
     columns: int
-    """M: what the layer takes."""
+    """M: input features."""
     rank: int
-    """k: directions that are frozen, at least 1 and less than min(N, M)."""
+    """k: number of frozen directions, at least 1 and less than min(N, M)."""
 
     @property
     def weight(self) -> str:
@@ -56,7 +56,7 @@ class Target:
 
     @property
     def num_directions(self) -> int:
-        """R: frozen and trained ones together."""
+        """R: frozen plus trained directions."""
         return min(self.rows, self.columns)
 
     @property
@@ -70,13 +70,13 @@ class Target:
 
 
 def factored_names(names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return the six names of each module that is factored, by its path.
+    """Return the six factor names of each factored module, by module path.
 
     Args:
         names: of a checkpoint's tensors.
 
     Raises:
-        LayoutError: a factor is missing, or the dense weight is there too; lists all.
+        LayoutError: a factor is missing, or the dense weight is present as well; lists all.
     """
     checkpoint_names, factored = frozenset(names), dict[str, tuple[str, ...]]()
     for path in dict.fromkeys(path for name in names if (path := factor_of(name)) is not None):
@@ -104,15 +104,15 @@ def _missing(factored: Mapping[str, Sequence[str]], checkpoint_names: Collection
 
 
 def stored_targets(shapes: Mapping[str, Shape]) -> dict[str, Target]:
-    """Return the targets whose factors a checkpoint holds, by path, in its order.
+    """Return the targets whose factors a checkpoint contains, by path, in its order.
 
-    Paths of which there are trained factors alone are passed over: they may be the names of an optimizer's state.
+    Paths with trained factors only are skipped: they may be names of an optimizer's state.
 
     Args:
         shapes: of all tensors, by name.
 
     Raises:
-        LayoutError: a factor is missing, the dense weight is there too, or shapes do not fit; lists all.
+        LayoutError: a factor is missing, the dense weight is present as well, or shapes do not match; lists all.
     """
     frozen = {path for name in shapes if name.endswith(HIGH) and (path := factor_of(name)) is not None}
     names = [name for name in shapes if weight_of(name).removesuffix(".weight") in frozen] if frozen else []
@@ -131,7 +131,7 @@ def stored_targets(shapes: Mapping[str, Shape]) -> dict[str, Target]:
 
 
 def factor_of(name: str) -> str | None:
-    """Return the path of the module that a tensor is a factor of; None if it is none."""
+    """Return the module path of a factor; None for any other tensor."""
     if "osft_" not in name:  # nearly every name: there may be a hundred thousand
         return None
     return next((name[: -len(end)] for end in _ENDS if name.endswith(end)), None)
@@ -140,8 +140,8 @@ def factor_of(name: str) -> str | None:
 def shard_dim(name: str, shape: Shape, num_shards: int) -> int:
     """Return the dim along which `fully_shard` cuts a parameter of an OSFT model.
 
-    V_* is cut along its second dim where that divides: then its projection sums r x k numbers over the shards, and
-    nobody gathers V_high. FSDP2 takes no uneven second dim.
+    V_* is sharded along its second dim if that is divisible: its projection then sums r x k numbers over the shards, and
+    V_high is never gathered. FSDP2 does not support an uneven second dim.
 
     Args:
         name: FQN.
@@ -153,16 +153,16 @@ def shard_dim(name: str, shape: Shape, num_shards: int) -> int:
 
 
 def weight_of(name: str) -> str:
-    """Return the name of the weight that a tensor is a factor of; a name of anything else as it is."""
+    """Return the weight's name for a factor; any other name unchanged."""
     path = factor_of(name)
     return name if path is None else f"{path}.weight"
 
 
 def target_of(path: str, shapes: Mapping[str, Shape]) -> Target:
-    """Return the target whose factors have these shapes, by FQN.
+    """Return the target at a path, from the shapes of its factors by FQN.
 
     Raises:
-        LayoutError: they do not fit each other.
+        LayoutError: the shapes do not match.
     """
     wide, kept, tall = (shapes[f"{path}.{factor}"] for factor in HIGH)
     if len(wide) == 2 and len(tall) == 2 and len(kept) == 1:

@@ -1,4 +1,4 @@
-"""Functions whose keywords are the fields of a class, and what Python says of a wrong keyword."""
+"""Functions whose keywords are the fields of a class, and suggestions for misspelled keywords."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _R = TypeVar("_R")
 def keywords_of(
     options: Callable[_P, _O], within: Callable[[_O], AbstractContextManager[object]] = nullcontext
 ) -> Callable[[Callable[[_O], _R]], Callable[_P, _R]]:
-    """Return a decorator: a function that takes an options object is called with the fields of its class instead.
+    """Return a decorator that lets callers pass the fields of an options class as keywords.
+
+    The decorated function takes an options object.
 
     Type checkers, `help` and `inspect.signature` show these as the function's own arguments.
 
     Args:
-        options: a dataclass. In the signature, what it inherits comes last.
-        within: makes of the options the context in which the function runs.
+        options: a dataclass. In the signature, inherited fields come last.
+        within: returns the context in which the function runs, from the options.
     """
     assert isinstance(options, type)
     inherited = {field.name for base in options.__bases__ if is_dataclass(base) for field in fields(base)}
@@ -39,7 +41,7 @@ def keywords_of(
             _refuse_unknown(function.__name__, signature, kwargs)
             try:
                 signature.bind(*args, **kwargs)
-            except TypeError as error:  # that of the class would name the class
+            except TypeError as error:  # the original message would name the class
                 raise TypeError(f"{function.__name__}() {error}") from None
             filled = options(*args, **kwargs)
             with within(filled):
@@ -55,7 +57,7 @@ def keywords_of(
 
 
 def suggests_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return a function whose TypeError for a wrong keyword names the closest one, as Python does from 3.13 on."""
+    """Return a function whose TypeError for an unknown keyword suggests the closest one, as Python 3.13 does."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)

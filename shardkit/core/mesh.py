@@ -1,11 +1,11 @@
 """Device meshes: named axes over the ranks of a world, and which rank holds which region of a tensor.
 
-A mesh is a view of the ranks. The main mesh of a layout is described by axis names and sizes, outermost first, as
-`init_device_mesh` takes them. Further meshes look at the same ranks in another way: with expert parallelism, dense
-weights lie on (dp_shard, tp) and experts on (efsdp, ep). Ranks that no axis of a mesh tells apart hold copies.
+A mesh is a view of the ranks. The main mesh of a layout is given by axis names and sizes, outermost first, as for
+`init_device_mesh`. Other meshes are different views of the same ranks: with expert parallelism, dense weights are on
+(dp_shard, tp) and experts on (efsdp, ep). Ranks with equal positions on all axes of a mesh hold copies.
 
-With pipeline parallelism each stage is a run of ranks with a mesh of its own, all of them alike; a tensor lies on the
-mesh of one stage.
+With pipeline parallelism each stage is a range of consecutive ranks with its own mesh, and all these meshes are alike. A
+tensor is on the mesh of one stage.
 
 Each distinct region of a tensor is stored once, in the file of the lowest rank that holds it. Replicate axes are
 outermost in a stage, so files belong to the ranks of its first replica.
@@ -38,9 +38,9 @@ ROLES: dict[str, Role] = {
 }
 _STAGES, _CONTEXT = "pp", "cp"
 MAIN_AXES = (_STAGES, *ROLES)
-"""What a main mesh may be made of."""
+"""Axis names that are allowed in a main mesh without a role."""
 
-_MAX_RANKS = 1 << 17  # every rank is a file, and a typing error should not cost hours of planning
+_MAX_RANKS = 1 << 17  # each rank is a file, and a typo should not cause hours of planning
 
 _AXIS = re.compile(r"([A-Za-z_]\w{0,63})(?::(replicate|shard|tensor))?=(\d{1,9})", re.ASCII)
 
@@ -55,7 +55,7 @@ class Axis:
 
 
 Digits = tuple[tuple[int, int], ...]
-"""(size, stride) of what an axis is made of, outermost first: one, or several if it is flattened from several."""
+"""(size, stride) of each part of an axis, outermost first; several if the axis was flattened from several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,13 @@ class Mesh:
 
     axes: tuple[Axis, ...]
     steps: tuple[Digits, ...] = ()
-    """For each axis, how far apart its ranks are; empty if the axes number the ranks of the world row-major."""
+    """Digits of each axis; empty if the axes number the ranks of the world row-major."""
     ep: int = 1
-    """Of a main mesh: the number of ranks that hold distinct experts. Those of `experts` are its ranks too."""
+    """Main mesh only: number of ranks that hold distinct experts; `experts` is the corresponding mesh."""
     pp: int = 1
-    """Of a main mesh: the number of pipeline stages. The axes are those of a stage."""
+    """Main mesh only: number of pipeline stages. The axes describe one stage."""
     ranks: range | None = None
-    """The ranks that it is about, where they are those of one stage; None if they are all."""
+    """Ranks of the stage that this mesh covers; None for all ranks."""
 
     @property
     def size(self) -> int:
@@ -79,7 +79,7 @@ class Mesh:
 
     @property
     def num_shards(self) -> int:
-        """Number of ranks in a replica of a stage. Each has a file, and files of other ranks there are none."""
+        """Number of ranks in one replica of a stage; only these ranks have files."""
         return prod(axis.size for axis in self.axes if axis.role != "replicate")
 
     @property
@@ -103,7 +103,7 @@ class Mesh:
 
     @property
     def digits(self) -> tuple[Digits, ...]:
-        """What each axis is made of."""
+        """(size, stride) pairs of each axis."""
         return self.steps or tuple(
             ((axis.size, prod(self.shape[index + 1 :])),) for index, axis in enumerate(self.axes)
         )
@@ -139,7 +139,7 @@ class Mesh:
         return tuple(coord)
 
     def held(self, shape: Shape, placements: Placements, rank: int) -> list[HeldRegion]:
-        """Return the parts of a tensor that a rank holds: one, or several if a dim is packed; none on other stages.
+        """Return the parts of a tensor that a rank holds: one, several if a dim is packed, none on other stages.
 
         Args:
             shape: global shape in elements.
@@ -151,7 +151,7 @@ class Mesh:
         return held_regions(shape, cuts(placements, self.shape), self.coord(rank))
 
     def is_read_by_stock(self, shape: Shape, placements: Placements) -> bool:
-        """True if stock `dcp.load` and `dcp.save` take each rank's memory for the region that it holds."""
+        """True if stock `dcp.load` and `dcp.save` assign to each rank's memory the region that it really holds."""
         return all(placement.split_factor == 1 for placement in placements) or _is_read_by_stock(
             self, shape, placements
         )
@@ -159,8 +159,8 @@ class Mesh:
     def owners(self, shape: Shape, placements: Placements) -> Iterator[tuple[int, Region]]:
         """Yield (lowest rank that holds it, region) for every distinct region, in row-major order of the regions.
 
-        A tensor that no axis cuts comes once, at the first rank. Trailing empty regions share their offsets, so
-        they are one region and also come once, as `dcp.save` writes them.
+        A tensor that no axis cuts is yielded once, for the first rank. Trailing empty regions share their offsets and are
+        therefore yielded once, as `dcp.save` writes them.
         """
         ordered = cuts(placements, self.shape)
         if not ordered:
@@ -171,7 +171,7 @@ class Mesh:
             yield from _owners(self, shape, placements)
 
     def _owners_along(self, shape: Shape, dim: int, axis: int) -> Iterator[tuple[int, Region]]:
-        """Yield the regions of one axis without a call for each: a thousand ranks have 600,000."""
+        """Yield the regions along a single axis; optimised, as a thousand ranks have 600,000 regions."""
         size, before, after = shape[dim], shape[:dim], shape[dim + 1 :]
         zeros_before, zeros_after = (0,) * len(before), (0,) * len(after)
         ranks = _lowest_ranks(self, axis)
@@ -235,10 +235,10 @@ def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
 
     Args:
         text: such as "dp_replicate=2,dp_shard=16", "dp_shard=4,tp=2", "pp=2,dp_shard=4", or
-            "dp_shard=4,ep=2", where `ep` is no axis beside the others but says how the same ranks share experts.
-            Unknown names state their role, as in "replica:replicate=2,fsdp:shard=8". None for one axis `dp_shard` of
+            "dp_shard=4,ep=2", where `ep` is not an additional axis but the way in which the same ranks share experts.
+            Unknown names need a role, as in "replica:replicate=2,fsdp:shard=8". None for one axis `dp_shard` of
             `world_size`.
-        world_size: number of ranks; None takes the mesh's.
+        world_size: number of ranks; None for the size of the mesh.
 
     Raises:
         MeshError: neither is given, the text cannot be read, the two disagree, an axis is repeated or
@@ -270,7 +270,7 @@ def parse_mesh(text: str | None, world_size: int | None) -> Mesh:
 
 
 def _with_context(axes: list[Axis]) -> list[Axis]:
-    """Return axes of which the one that shards has the ranks of context parallelism too, as `fully_shard` is given them.
+    """Merge the context-parallel axis into the sharding axis, as trainers do before calling `fully_shard`.
 
     Source: torchtitan, parallel_dims.py, and accelerate 1.15, parallelism_config.py: dp_shard and cp are flattened,
     dp_shard outermost.
@@ -293,7 +293,7 @@ def _with_context(axes: list[Axis]) -> list[Axis]:
 
 
 def _with_experts(mesh: Mesh, ep: int) -> Mesh:
-    """Return a mesh whose ranks share experts too.
+    """Return a mesh with expert parallelism.
 
     Source: transformers 5.23, DistributedConfig: ep covers whole tp groups, and a replica is ep times efsdp.
     """
@@ -307,10 +307,10 @@ def _with_experts(mesh: Mesh, ep: int) -> Mesh:
 
 
 def check_size(num_ranks: int) -> None:
-    """Refuse a world of more ranks than anything is planned for.
+    """Refuse a world with too many ranks.
 
     Raises:
-        MeshError: it is.
+        MeshError: the number exceeds the limit.
     """
     if num_ranks > _MAX_RANKS:
         raise MeshError(f"{num_ranks} ranks are more than shardkit plans for: the limit is {_MAX_RANKS}")

@@ -1,10 +1,10 @@
 """Placements: how the axes of a mesh cut a tensor, and which regions of it a rank then holds.
 
-A placement says what one axis does: `R` copies, `S(dim)` cuts a dim as `torch.chunk` does. `SS(dim,factor)` is
-torch's `_StridedShard`. Mostly it tells the order: axes further right, which make `factor` parts, cut the dim
-*before* this one (`fully_shard` on a tensor-parallel parameter). If no axes further right make so many parts, the
-dim is *packed*: it holds `factor` blocks (gate and up), and the axis cuts each of them. So a rank holds one range of
-each block, which are several regions of the tensor that lie one after the other in its memory.
+A placement describes one mesh axis: `R` replicates, `S(dim)` cuts a dim like `torch.chunk`. `SS(dim,factor)` is torch's
+`_StridedShard`. Usually it encodes the order of cuts: axes further right, with `factor` parts in total, cut the dim
+*before* this one (`fully_shard` on a tensor-parallel parameter). If no axes further right make that many parts, the
+dim is *packed*: it consists of `factor` blocks (gate and up), each of which the axis cuts. A rank then holds one range
+of each block: several regions of the tensor that are consecutive in its memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _TEXT = re.compile(r"R|S\(([0-9]{1,3})\)|SS\(([0-9]{1,3}),([0-9]{1,9})\)")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one axis does to a tensor: it cuts `shard_dim`, or replicates where that is None."""
+    """Effect of one axis on a tensor: it cuts `shard_dim`, or replicates if that is None."""
 
     shard_dim: int | None = None
     split_factor: int = 1
-    """How many parts there are before this axis cuts, but for those that axes further left make. At least 1."""
+    """Number of parts before this axis cuts, not counting cuts of axes further left. At least 1."""
 
     def __str__(self) -> str:
         if self.shard_dim is None:
@@ -42,7 +42,7 @@ class Placement:
         """Return the placement that `str()` wrote.
 
         Raises:
-            LayoutError: not a placement that shardkit knows.
+            LayoutError: not a supported placement.
         """
         match = _TEXT.fullmatch(text)
         if match is None or (match.group(3) is not None and int(match.group(3)) < 2):
@@ -59,7 +59,7 @@ Placements = tuple[Placement, ...]
 
 
 class DimSplit(NamedTuple):
-    """What one axis does to a dim."""
+    """The cut of a dim by one axis."""
 
     axis: int
     dim: int
@@ -77,7 +77,7 @@ class HeldRegion(NamedTuple):
 
 
 def cuts(placements: Sequence[Placement], sizes: Sequence[int]) -> list[DimSplit]:
-    """Return the splits of a tensor's dims, in the order of the axes that make them; axes that replicate make none.
+    """Return the cuts of a tensor's dims, in the order in which they apply; axes that replicate are left out.
 
     Args:
         placements: one for each axis.
@@ -110,8 +110,8 @@ def held_regions(shape: Shape, ordered: Sequence[DimSplit], coord: Sequence[int]
         coord: the rank's position on each axis.
 
     Returns:
-        One part, or several that make up a box in the rank's memory. Where the rank holds nothing, it is one empty
-        part that starts at the end of each dim without elements, as torch's offsets do.
+        One part, or several that together form a box in the rank's memory. A rank that holds nothing has one empty part,
+        which starts at the end of each dim without elements, like torch's offsets.
     """
     ranges: dict[int, list[tuple[int, int]]] = {}
     for axis, dim, num_parts, num_blocks in ordered:
@@ -135,7 +135,7 @@ def held_regions(shape: Shape, ordered: Sequence[DimSplit], coord: Sequence[int]
 
 
 def _cut(ranges: list[tuple[int, int]], num_parts: int, index: int, num_blocks: int) -> list[tuple[int, int]]:
-    """Return part `index` of each block of a dim; a range is (start, length), none is empty."""
+    """Return part `index` of each block of a dim as (start, length) ranges, none of them empty."""
     total = sum(length for _, length in ranges)
     kept: list[tuple[int, int]] = []
     for block in range(num_blocks):
@@ -150,7 +150,7 @@ def _cut(ranges: list[tuple[int, int]], num_parts: int, index: int, num_blocks: 
 
 
 def _narrow(ranges: list[tuple[int, int]], begin: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield elements `begin .. begin + length` of what some ranges hold, counted through all of them."""
+    """Yield the ranges that cover elements `begin .. begin + length` of the concatenation of `ranges`."""
     for start, size in ranges:
         first, stop = max(begin, 0), min(begin + length, size)
         if first < stop:
@@ -161,9 +161,9 @@ def _narrow(ranges: list[tuple[int, int]], begin: int, length: int) -> Iterator[
 def stock_region(
     shape: Shape, placements: Sequence[Placement], sizes: Sequence[int], coord: Sequence[int]
 ) -> Region:
-    """Return the one region that stock `dcp.load` and `dcp.save` take a rank's memory for.
+    """Return the region that stock `dcp.load` and `dcp.save` assume for a rank's memory.
 
-    For packed placements, and for some uneven sizes under `_StridedShard`, it is not what the rank holds.
+    For packed placements, and for some uneven sizes with `_StridedShard`, the rank actually holds other elements.
 
     Args:
         shape: of the whole tensor, in elements.

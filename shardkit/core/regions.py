@@ -59,7 +59,7 @@ def relative_to(region: Region, origin: Shape) -> Region:
 
 
 def shifted(region: Region, origin: Shape) -> Region:
-    """Return a region within a part as one of the whole, given where the part begins."""
+    """Return `region` with `origin` added to its offsets."""
     return Region(tuple(o + base for o, base in zip(region.offsets, origin, strict=True)), region.sizes)
 
 
@@ -107,7 +107,7 @@ def flat_offset(offsets: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def flat_offsets(corners: Sequence[Shape], shape: Shape) -> list[int]:
-    """Return `flat_offset` of each corner within a tensor of `shape`. This is far faster than one by one."""
+    """Return `flat_offset` of each corner within a tensor of `shape`; much faster than one at a time."""
     if len(shape) == 1:
         return [corner[0] for corner in corners]
     if len(shape) == 2:
@@ -126,7 +126,7 @@ def runs(region: Region, shape: Shape) -> Iterator[ElementRun]:
     if region.num_elements == 0:
         return
     first_whole = contiguous_suffix(region.sizes, shape)
-    outer = max(first_whole - 1, 0)  # the dim just before the whole ones is part of the run
+    outer = max(first_whole - 1, 0)  # the dim before those that are spanned whole is part of the run
     length = prod(region.sizes[outer:])
     corner = region.offsets[outer:]
     target = 0
@@ -140,9 +140,8 @@ def runs(region: Region, shape: Shape) -> Iterator[ElementRun]:
 def blocks(sizes: Shape, limit: int) -> Iterator[Region]:
     """Cut a box into contiguous sub-boxes of at most `limit` elements, in row-major order.
 
-    Every block fixes the leading dims to single indexes, takes a range of one dim and spans the rest whole.
-    So it is one run of the box, and its part of any other box spans that box's trailing dims as far as the
-    two overlap.
+    A block has a single index in each leading dim, a range of one dim, and all of each remaining dim. It is therefore
+    one run of the box, and its overlap with another box spans the trailing dims of that overlap.
 
     Args:
         sizes: the box. A scalar gives one block, a box without elements none.
@@ -169,8 +168,7 @@ def blocks(sizes: Shape, limit: int) -> Iterator[Region]:
 def flat_range_boxes(shape: Shape, start: int, stop: int) -> list[Region]:
     """Cut a range of a row-major tensor's elements into contiguous boxes, in order.
 
-    There are at most 2 * ndim - 1 boxes: at every level the rows where the range begins or ends, around the
-    rows that lie whole in the range.
+    At most 2 * ndim - 1 boxes: at each level the partial rows at both ends, and the complete rows between them.
 
     Args:
         shape: the tensor's sizes.
@@ -205,8 +203,8 @@ def _in_row(row: int, boxes: list[Region]) -> list[Region]:
 def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
     """Return why `regions` do not tile a tensor of `shape` exactly once, or None if they do.
 
-    Empty regions are ignored. The cost is O(n log n) for regions that make a grid, as trainers write them, and
-    for those that one dim, whichever it is, separates.
+    Empty regions are ignored. The cost is O(n log n) for grids, which trainers write, and for regions that are
+    disjoint along a single dim.
     """
     whole = full_region(shape)
     if len(regions) == 1 and regions[0] == whole and min(shape, default=0) >= 0:
@@ -235,8 +233,8 @@ def find_tiling_error(shape: Shape, regions: Sequence[Region]) -> str | None:
 def _is_grid(shape: Shape, regions: list[Region]) -> bool:
     """True if regions with elements are the cells of a grid.
 
-    Each dim is cut into ranges, and every combination is there. Where no two regions begin at one place, counting
-    the cells is enough.
+    In a grid each dim is cut into ranges, and every combination is present. If no two regions have the same offsets,
+    counting the cells suffices.
     """
     if len(set(map(itemgetter(0), regions))) != len(regions):
         return False

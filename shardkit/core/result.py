@@ -1,4 +1,4 @@
-"""What every verb's result can do: give plain data to a program, and show itself to a person who calls the library."""
+"""The base class of results: plain data for programs, and text, HTML and `repr` for interactive use."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _MAX_SHOWN = 5
 _TOLD = ("notes", "warnings")
 
 AsLines = Callable[[object], Sequence[str] | None]
-"""Returns a result as lines for people; None if there are none for its kind."""
+"""Returns a result as lines of text; None for results without a text form."""
 
 lines_of: AsLines | None = None
-"""What the command line prints of a result. That stands above this module, so `shardkit` itself puts it here."""
+"""The command line's text for a result. `shardkit/__init__` sets it, as this module may not import `cli`."""
 
 html_of: Callable[[object], str] | None = None
-"""The page of a result, as `--html` writes it; from there too."""
+"""Returns the page that `--html` writes; set by `shardkit/__init__`."""
 save_page: Callable[[object, str], None] | None = None
-"""Writes that page to a path."""
+"""Writes that page to a path; set by `shardkit/__init__`."""
 
 
 class Result:
@@ -37,7 +37,7 @@ class Result:
         cls.__repr__ = Result.__repr__  # type: ignore[method-assign]
 
     def headline(self) -> str:
-        """Return what came out, in one line."""
+        """Return a one-line summary."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
@@ -55,19 +55,19 @@ class Result:
         return "\n".join(self._lines())
 
     def _repr_html_(self) -> str:
-        """Return the same for a notebook. Nothing in it can act on the page, and a long line does not run off it."""
+        """Return the text as inert HTML for a notebook, with long lines wrapped."""
         text = html_escape("\n".join(self._lines()))
         return f'<pre style="white-space: pre-wrap; overflow-wrap: anywhere">{text}</pre>'
 
     def _lines(self) -> list[str]:
-        """Return what the command prints, or else everything that is not empty; then notes and warnings."""
+        """Return the lines that the command prints, or all non-empty fields; then notes and warnings."""
         lines = None if lines_of is None else lines_of(self)
         remarks = [f"{kind[:-1]}: {text}" for kind in _TOLD for text in getattr(self, kind, ())]
         return [_line(line) for line in (*(_listed(self) if lines is None else lines), *remarks)]
 
 
 class DrawnResult(Result):
-    """A result of which there is a page with pictures."""
+    """A result that can be shown as a page with pictures."""
 
     __slots__ = ()
 
@@ -75,16 +75,16 @@ class DrawnResult(Result):
         """Write the result as a page, in one file for any browser, as `--html` does. An older page is replaced.
 
         Raises:
-            UsageError: something else than a page is there; or nothing tells who holds what: call the verb with
+            UsageError: the path exists and is not a page; or the result has no holdings: call the verb with
                 `holdings=True`.
-            ResourceError: the system refuses.
+            ResourceError: the page cannot be written.
         """
         if save_page is None:
             raise UsageError("pages are made by `shardkit`: import it first")
         save_page(self, os.fspath(path))
 
     def _repr_html_(self) -> str:
-        """Return the text, and the page in a frame that can do nothing to the notebook; its script runs there alone."""
+        """Return the text, and the page in a sandboxed frame that cannot affect the notebook."""
         text = Result._repr_html_(self)
         with suppress(ShardkitError, OSError):
             if html_of is not None:
@@ -95,12 +95,12 @@ class DrawnResult(Result):
 
 
 def wrote(path: str, *, dry_run: bool = False) -> str:
-    """Return the headline of what writes."""
+    """Return the headline of a verb that writes."""
     return f"{'dry run: nothing was written to' if dry_run else 'wrote'} {escape(path)}"
 
 
 def _line(text: str) -> str:
-    """Return a line whose names are escaped already."""
+    """Escape unprintable characters of a line, whose names are already escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 

@@ -14,20 +14,20 @@ from shardkit.errors import UsageError
 
 _MAX_SHOWN = 200
 _MAX_CANDIDATES = 20_000
-_MAX_CLOSE = 10  # of which the best that may be meant is taken
+_MAX_CLOSE = 10  # candidates of difflib; the best plausible one is used
 _MAX_SUGGESTIONS = 20  # each searches all names
 _ALIKE = 0.75  # of two parts of a name: `wieght` is `weight`, `up_proj` is not `gate_proj`
 _MAX_LISTED = 3
 _MAX_THERE = 5
 GLOBS_HINT = "globs are about whole names, and * matches dots too: '*.mlp.*'"
-"""What to do about globs that match nothing."""
+"""Hint for globs that match nothing."""
 LISTS_WHOLE: ContextVar[bool] = ContextVar("lists_whole", default=False)
-"""Whether whoever reads wants lists whole, however long."""
+"""If True, `listed` does not truncate."""
 _WILD = re.compile(r"[*?[]")
 
 
 def escape(name: str) -> str:
-    """Return `name` with an escape for everything that a terminal might act on.
+    """Return `name` with everything escaped that a terminal might interpret.
 
     Control characters, line and paragraph separators, bidirectional marks, lone surrogates and other
     unprintable characters become `\\xNN` or `\\uNNNN`. Very long names are cut in the middle.
@@ -38,7 +38,7 @@ def escape(name: str) -> str:
 
 
 def escape_command(name: str) -> str:
-    """As `escape`, for what is to be typed: it is never cut."""
+    """Like `escape`, for commands to be typed: never truncated."""
     if name.isprintable() and "\\" not in name:
         return name
     return "".join(
@@ -48,9 +48,9 @@ def escape_command(name: str) -> str:
 
 
 def in_shell(word: str) -> str:
-    """Return a path or another word as a shell takes it, for commands that are shown.
+    """Quote a path or another word for a shell, for commands that are shown.
 
-    What a terminal might act on becomes an escape that bash and zsh undo.
+    Characters that a terminal might interpret become escapes that bash and zsh decode.
     """
     if word.isprintable():
         return shlex.quote(word)
@@ -62,11 +62,11 @@ def in_shell(word: str) -> str:
 
 
 def in_directory(directory: str, command: str, *, here: str) -> str:
-    """Return a command that carries out another one in a directory.
+    """Return a command prefixed with a `cd` to the directory that it has to run in.
 
     Args:
-        directory: empty if it is not known; then the command itself is returned.
-        here: where the reader stands; there the command needs no `cd`.
+        directory: empty if unknown; no `cd` is added then.
+        here: the reader's directory, for which no `cd` is needed.
     """
     return command if directory in ("", here) else f"cd {in_shell(directory)} && {command}"
 
@@ -81,16 +81,16 @@ _FORMAT_NAMES = {
 
 
 def format_name(identifier: str) -> str:
-    """Return the name that people read for a format, or for whoever wrote it; documents keep what `identifier` is."""
+    """Return the display name of a format or a writer, given its identifier in JSON."""
     return _FORMAT_NAMES.get(identifier, escape(identifier))
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that `name` may have been meant to be, escaped, or None.
+    """Return the candidate that `name` is probably a misspelling of, escaped, or None.
 
-    Of names with dots it is the same one below another prefix, or one with the same numbers whose other parts are spelt
-    alike: never another layer's, nor another tensor of the same layer. For a glob that matches none it is the glob with
-    its parts spelt as those of the candidates: `layers.*` for `layer.*`.
+    A name with dots matches the same name below another prefix, or one with the same numbers and similarly spelt parts:
+    never one of another layer, nor another tensor of the same layer. For a glob that matches nothing, return the glob
+    with its parts corrected, such as `layers.*` for `layer.*`.
     """
     pool = [c for _, c in zip(range(_MAX_CANDIDATES), candidates, strict=False)]
     if _WILD.search(name):
@@ -116,7 +116,7 @@ def _may_be_meant(name: str, candidate: str) -> bool:
 def _nearest_glob(glob: str, pool: Sequence[str]) -> str | None:
     parts = sorted({part for name in pool for part in name.split(".")})
     spelt = ".".join(_nearest_part(part, parts) for part in glob.split("."))
-    # `*` matches dots too, but none matches nothing: `*.norm` is not `norm`.
+    # `*` matches dots too, but `*.norm` does not match `norm`.
     for better in (spelt, spelt.removeprefix("*."), f"*.{spelt}"):
         if better != glob and any(fnmatchcase(name, better) for name in pool):
             return escape(better)
@@ -131,7 +131,7 @@ def _nearest_part(part: str, parts: Sequence[str]) -> str:
 
 
 def unmatched(globs: Iterable[str], names: Collection[str]) -> list[str]:
-    """Return lines about globs that match no name: each with the closest one, then the names most like them, folded."""
+    """Return lines about globs that match no name: each with a suggestion, then the most similar names, folded."""
     patterns = list(globs)
     lines = [f"{escape(glob)}{suggestion(glob, names)}" for glob in patterns]
     existing_patterns = [
@@ -154,7 +154,7 @@ def match_nothing(option: str, number: int, what: str) -> str:
 
 
 def likeness(one: str, two: str) -> float:
-    """Return how much two names are spelt alike, from 0 to 1."""
+    """Return the similarity of two names, from 0 to 1."""
     return difflib.SequenceMatcher(None, one, two).ratio()
 
 
@@ -170,7 +170,7 @@ def _is_spelt_alike(one: str, two: str) -> bool:
 
 
 def suggestions(names: Iterable[str], candidates: Iterable[str]) -> dict[str, str]:
-    """Return `  (closest name: X)` for each name that has one, which is the same for the same tensor of all layers."""
+    """Return `  (closest name: X)` for each name that has one; consistent across layers."""
     candidate_names = set(candidates)
     forms = dict.fromkeys(without_numbers(name, "#") for name in candidate_names)
     near = dict[str, str | None]()
@@ -188,25 +188,25 @@ def suggestions(names: Iterable[str], candidates: Iterable[str]) -> dict[str, st
 
 
 def without_numbers(name: str, sign: str = "*") -> str:
-    """Return a name with a sign in place of each part that is a number: it is the same for all layers."""
+    """Return a name with its numeric parts replaced by a sign, so that all layers share one name."""
     return ".".join(sign if part.isdecimal() else part for part in name.split("."))
 
 
 def listed(names: Collection[str]) -> str:
-    """Return the first few of some names, escaped: "a, b, c, ..."; all where `LISTS_WHOLE` says so."""
+    """Return the first few names, escaped: "a, b, c, ..."; all of them if `LISTS_WHOLE` is set."""
     most = len(names) if LISTS_WHOLE.get() else _MAX_LISTED
     shown = [escape(name) for _, name in zip(range(most), names, strict=False)]
     return ", ".join([*shown, "..."] if len(names) > most else shown)
 
 
 def few(shown: Sequence[str], most: int, between: str = ", ") -> str:
-    """Return the first of some texts, at most `most` of them, and how many more there are: "a, b and 3 more"."""
+    """Join at most `most` texts, and say how many more there are: "a, b and 3 more"."""
     more = len(shown) - most
     return between.join(shown[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
-    """Return "1 file" or "2 files". Give the plural where it is not made with an s."""
+    """Return "1 file" or "2 files". Pass `plural` if it is irregular."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 

@@ -1,4 +1,4 @@
-"""Jobs in a few threads, while the main thread still hears signals; and how a long job reports progress."""
+"""Jobs in a few threads while the main thread keeps handling signals, and progress of long jobs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _UNHEARD_S = 0.5
-# One thread waits for the disk while another computes a checksum. More than a few wait for the same memory and disk.
+# One thread waits for the disk while another computes a checksum. More threads compete for the same memory and disk.
 _FEWEST, _MOST = 2, 8
 _NUM_WAITING = 16
 
@@ -31,7 +31,7 @@ def choose_jobs(jobs: int | None) -> int:
     """Return how many threads move bytes.
 
     Args:
-        jobs: what a person asked for; None for the cores that this process may use, but at least 2 and at most 8.
+        jobs: the user's choice; None for the number of cores that this process may use, but at least 2 and at most 8.
 
     Raises:
         UsageError: fewer than one.
@@ -52,18 +52,18 @@ def run_all(
     """Run jobs in their order, several at a time. The first error, or Ctrl-C, stops the others.
 
     Args:
-        jobs: each ends soon once `stop` is set, with CancelledError if need be.
-        num_threads: most threads that run jobs at the same time.
+        jobs: each ends soon after `stop` is set, by CancelledError if necessary.
+        num_threads: maximum number of concurrent jobs.
         stop: set when a job fails.
         name: name of the threads.
 
     Raises:
-        BaseException: what a job raised, or Ctrl-C, once no job runs any more.
+        BaseException: the first error of a job, or KeyboardInterrupt, after all jobs have ended.
     """
     if not jobs:
         return
-    # A signal that comes while threads are started would leave one that nobody waits for. So that is done where no
-    # signal is heard. Inside `extend` none is heard either: whoever manages the threads is known once it has begun.
+    # A signal that arrives while threads are being started could leave a thread that nobody waits for. Another thread
+    # therefore starts them: only the main thread handles signals, and it does not while it is inside `extend`.
     over, stopped, begun = Outcome[None](), Outcome[None](), list[int]()
     manage = partial(_manage, jobs, min(num_threads, len(jobs)), stop, name, copy_context())
     try:
@@ -81,7 +81,7 @@ def run_all(
 def _manage(
     jobs: Sequence[Callable[[], None]], num_threads: int, stop: threading.Event, name: str, context: Context
 ) -> None:
-    """Run jobs, in a thread that hears no signals; arguments and errors as for `run_all`."""
+    """Run jobs from a thread that receives no signals; arguments and errors as for `run_all`."""
     waiting, lock = iter(jobs), threading.Lock()
 
     def work() -> None:
@@ -94,7 +94,7 @@ def _manage(
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix=name) as pool:
         try:
-            # What the run allows, such as following links, it allows in its threads too.
+            # Context variables, such as the permission to follow links, apply in the threads too.
             futures = [pool.submit(context.copy().run, work) for _ in range(num_threads)]
             wait(futures, return_when=FIRST_EXCEPTION)
         except BaseException:  # no thread can be started
@@ -109,22 +109,22 @@ def _manage(
 
 
 def heed(interrupt: threading.Event) -> None:
-    """Let `check_interrupt` raise in this thread, and in those of its `at_once`, once an event is set."""
+    """Make `check_interrupt` raise in this thread, and in threads of its `at_once`, once an event is set."""
     _INTERRUPT.set(interrupt)
 
 
 def check_interrupt() -> None:
-    """Raise CancelledError in a thread that somebody waits for who has heard Ctrl-C."""
+    """Raise CancelledError if Ctrl-C has interrupted the thread that waits for this one."""
     interrupt = _INTERRUPT.get()
     if interrupt is not None and interrupt.is_set():
         raise CancelledError
 
 
 def at_once(call: Callable[[T], R], items: Iterable[T], num_threads: int = _NUM_WAITING) -> list[R]:
-    """Return the result of a call for each item, in their order; several calls, which wait for a network, run at a time.
+    """Call a function for each item, concurrently, and return the results in order; for calls that wait for a network.
 
-    What the run allows, such as following links, it allows in the threads too. With one thread this is a loop. Ctrl-C
-    ends calls at their next `check_interrupt`.
+    Context variables, such as the permission to follow links, apply in the threads too. With one thread this is a plain
+    loop. Ctrl-C ends calls at their next `check_interrupt`.
     """
     items = list(items)
     num_threads = min(num_threads, len(items))
@@ -149,23 +149,23 @@ def at_once(call: Callable[[T], R], items: Iterable[T], num_threads: int = _NUM_
 
 
 def until_done(futures: Collection[Future[Any]]) -> None:
-    """Wait until all are done, or one has failed.
+    """Wait until all futures are done, or one has failed.
 
-    A signal that arrives just before the main thread waits does not wake it: CPython looks for signals before
-    and after the wait. So no wait is long.
+    CPython handles signals before and after a blocking wait, so one that arrives just before it does not end it. All
+    waits are therefore short.
 
-    Nor does the main thread take the locks of futures: a signal may come when it has just taken one, which nobody
-    gives back then, and a job that is done waits for it for ever. A thread takes them that hears no signals.
+    The main thread must not acquire locks of futures either: a signal just after acquiring one would leave it locked,
+    and a finished job would wait for it forever. Another thread, which receives no signals, waits for the futures.
     """
     if futures:
         over = Outcome[object]()
         watch = partial(wait, futures, return_when=FIRST_EXCEPTION)
-        _thread.start_new_thread(over.settle, (watch,))  # a Thread takes locks while it starts
+        _thread.start_new_thread(over.settle, (watch,))  # threading.Thread acquires locks while starting
         over.wait()
 
 
 class Outcome(Generic[T]):
-    """What a job in another thread comes to. The main thread may wait for it at any time; see `until_done`."""
+    """The result or error of a job in another thread. The main thread can wait for it safely; see `until_done`."""
 
     def __init__(self) -> None:
         self._over = SimpleQueue[None]()
@@ -174,7 +174,7 @@ class Outcome(Generic[T]):
         self._error: BaseException | None = None
 
     def settle(self, job: Callable[[], T]) -> T | None:
-        """Do the job, in the other thread; return what it gives, or None if it fails."""
+        """Run the job in the calling thread; return its result, or None if it fails."""
         try:
             self._value = job()
         except BaseException as error:
@@ -184,13 +184,13 @@ class Outcome(Generic[T]):
         return self._value
 
     def wait(self) -> None:
-        """Wait until the job is over."""
+        """Wait until the job has ended."""
         while not self._is_over:
             with contextlib.suppress(Empty):
                 self._over.get(timeout=_UNHEARD_S)
 
     def result(self) -> T:
-        """Wait, and return what the job gives or raise its error."""
+        """Wait for the job; return its result, or raise its error."""
         self.wait()
         if self._error is not None:
             raise self._error
@@ -198,29 +198,29 @@ class Outcome(Generic[T]):
 
 
 class Progress(Protocol):
-    """Shows how many bytes are done. Its methods may be called from any thread."""
+    """Shows the progress of moving bytes. All methods may be called from any thread."""
 
     def start(self, total_bytes: int, label: str) -> None:
-        """Begin a phase that moves `total_bytes`; 0 if it waits, such as for the disk."""
+        """Begin a phase that moves `total_bytes`; 0 for a phase that only waits, such as for the disk."""
 
     def advance(self, num_bytes: int) -> None:
-        """Count `num_bytes` more that are where they belong."""
+        """Report that `num_bytes` more have been moved."""
 
     def finish(self) -> None:
-        """End the phase; nothing happens if it has ended."""
+        """End the phase; no effect if it has already ended."""
 
 
 class TimedProgress:
-    """Hands on what it is told, and knows how long its phases took.
+    """Forwards to another progress, and measures the duration of phases.
 
     Args:
-        progress: is told the same.
+        progress: receives all calls.
     """
 
     def __init__(self, progress: Progress) -> None:
         self._progress, self._begun = progress, -1.0
         self.phases_s = 0.0
-        """Seconds of all phases that have ended."""
+        """Total seconds of all finished phases."""
 
     def start(self, total_bytes: int, label: str) -> None:
         """Begin a phase."""
@@ -240,11 +240,11 @@ class TimedProgress:
 
 
 OnStep = Callable[[str], None]
-"""Is told what takes seconds and moves no bytes."""
+"""Called with a description of each step that takes seconds but moves no bytes."""
 
 
 def silent(text: str) -> None:
-    """Tell nobody."""
+    """An `OnStep` that does nothing."""
 
 
 class NoProgress:
@@ -261,14 +261,14 @@ class NoProgress:
 
 
 ProgressOption = Progress | Literal[False] | None
-"""What a caller wants: something that is told of bytes, nothing with False, or with None a bar where a person watches."""
+"""A progress to report to; False for none; None for a bar if the output is a terminal."""
 
 bar: Callable[[], Progress] = NoProgress
-"""Makes that bar. What draws it stands above this module, so `shardkit` itself puts it here."""
+"""Creates that bar. `shardkit/__init__` sets it, as this module may not import `cli`."""
 
 
 def progress_for(option: ProgressOption) -> Progress:
-    """Return what is told of the bytes of a call."""
+    """Return the progress for a call, from its option."""
     if option is None:
         return bar()
     return NoProgress() if option is False else option
