@@ -1,4 +1,4 @@
-"""Pickles, read without being run: the interpreter, its two policies, and records taken in columns.
+"""Pickles, parsed without executing them: the interpreter, its two policies, and records decoded in columns.
 
 Internal: import from `shardkit`.
 """

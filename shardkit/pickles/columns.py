@@ -1,10 +1,10 @@
-"""The shortcut for `.metadata`: whole runs of records that are spelled alike, decoded in columns.
+"""A fast path for `.metadata`: runs of records with identical spelling, decoded in columns.
 
-A checkpoint of a thousand ranks repeats one unit hundreds of thousands of times: a chunk, or a storage entry
-with its index. The interpreter executes one unit. That gives the *form*: the bytes that all units share, and
-between them numbers, texts and corners. The form as a regular expression reads the units that follow, each
-where the one before ended. So what is taken is what the interpreter would have made, opcode by opcode. The
-run ends at the first unit that differs in any way.
+A checkpoint of a thousand ranks repeats one unit hundreds of thousands of times: a chunk, or a storage entry with its
+index. The interpreter executes one unit, which yields the *form*: the bytes that all units share, with numbers, texts
+and corners between them. The form, as a regular expression, then matches the units that follow without gaps. The result
+is therefore exactly what the interpreter would have built, opcode by opcode. The run ends at the first unit that
+differs in any way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INT = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8})" 
 _TEXT = rb"(?:%s|\x8c.[^\x94]{0,255}\x94)" % _GET  # or SHORT_BINUNICODE MEMOIZE, if 0x94 is not in it
 _CORNER = rb"(?:%s{1,3}[\x85-\x87]|\(%s{0,64}t)" % (_INT, _INT)  # TUPLE1 to TUPLE3, or MARK and TUPLE
 _OWN = (_INT, _TEXT, _CORNER, _GET)
-"""Parts of a unit that are its own."""
+"""Parts that vary between units."""
 _head = re.compile(rb"%s(\)\x81\x94\}\x94\(|\)\x81\}\()" % _GET, re.DOTALL)
 _key = re.compile(_GET, re.DOTALL)
 _int = re.compile(_INT, re.DOTALL)
@@ -37,19 +37,19 @@ _field = re.compile(
 _TAIL = b"ub"
 _MEMOIZE = b"\x94"
 _SHORT_TEXT, _MARK, _TUPLE1, _BININT, _LONG1 = 0x8C, 0x28, 0x85, 0x4A, 0x8A
-_MAX_UNIT = 4096  # bytes of a unit that may give the form
+_MAX_UNIT = 4096  # bytes; longer units yield no form
 _WINDOW = 1 << 17  # bytes that are matched at once
-_MIN_BYTES = 1 << 15  # of a pickle: compiling regular expressions has to pay
+_MIN_BYTES = 1 << 15  # smaller pickles do not justify compiling regular expressions
 _MAX_FORMS = 16  # of one kind in a file
 _MAX_PAUSE = 1024  # units
-_MAX_KNOWN = 4096  # decoded values that are kept
+_MAX_KNOWN = 4096  # cached decoded values
 
 
 class Numbers(NamedTuple):
     """A field that is an integer."""
 
     values: list[int]
-    """All fit into 64 bits."""
+    """All fit in 64 bits."""
 
 
 class Texts(NamedTuple):
@@ -59,7 +59,7 @@ class Texts(NamedTuple):
 
 
 class Corners(NamedTuple):
-    """A field that is made of a tuple of integers."""
+    """A field built from a tuple of integers."""
 
     values: list[bytes]
     """Each as native 64-bit integers."""
@@ -72,48 +72,48 @@ RecordFields = Sequence[Mapping[str, Column]]
 
 
 class RunKind(NamedTuple):
-    """Units that a vocabulary takes in columns."""
+    """A kind of unit that a vocabulary accepts in columns."""
 
     classes: tuple[type, ...]
-    """The records of a unit, one after the other on the stack."""
+    """Classes of a unit's records, in stack order."""
     holder: type
-    """What the units must be about to go into: list or dict."""
+    """Type of the container that the units go into: list or dict."""
     maker: Callable[[tuple[Any, ...]], tuple[int, ...]]
-    """What makes a corner."""
+    """Builds a corner."""
     corner_type: type[tuple[int, ...]]
     """What it returns."""
     make: Callable[[RecordFields], tuple[object, ...] | None]
-    """Makes the values that stand for a run, as many as a unit has records, and checks them as the records
-    would. None leaves this and all further runs to the interpreter."""
+    """Builds the values that represent a run, one for each record of a unit, with the checks of the records. None
+    leaves this run and all later ones to the interpreter."""
 
 
 class _Field(NamedTuple):
-    """What each unit has of its own."""
+    """A field whose value varies between units."""
 
     record: int
     name: str
     kind: str | None
-    """The group of `_field` that it matches, "made" if it fetches a corner; None if the field is None."""
+    """Name of the group of `_field`; "fetched_corner" for a corner from the memo; None if the field is None."""
     slot: int
-    """Memo slots that the form fills before it."""
+    """Number of memo slots that the form fills before it."""
 
 
 class _UnitForm(NamedTuple):
-    """What all units share."""
+    """The structure that all units share."""
 
     unit: re.Pattern[bytes]
     """A unit, with a group for each field that is not None."""
     run: re.Pattern[bytes]
-    """Units, each where the one before ends."""
+    """One or more units without gaps."""
     fields: tuple[_Field, ...]
     num_slots: int
-    """Memo slots that a unit fills, without those of texts in it."""
+    """Number of memo slots that a unit fills, not counting inline texts."""
     nbytes: int
-    """Bytes of a unit, without the groups."""
+    """Bytes of a unit outside of groups."""
 
 
 class _TakenRun(NamedTuple):
-    """A run: its values and what the interpreter has to know."""
+    """A run: its values, and the interpreter's state after it."""
 
     values: tuple[object, ...]
     stop: int
@@ -126,9 +126,9 @@ class RunFinder:
     Args:
         data: the pickle.
         kind: what to look for.
-        keep: a flag for each memo slot that is ever fetched.
-        memo: the interpreter's; strings of a run that are fetched later are put into it.
-        call_of: gives what REDUCE may call for a value, None if it may not.
+        keep: for each memo slot, whether it is ever fetched.
+        memo: of the interpreter; strings of a run that are fetched later are added to it.
+        call_of: returns the function that REDUCE may call for a value; None if it may not.
     """
 
     def __init__(
@@ -142,15 +142,15 @@ class RunFinder:
         self._data, self.kind, self._keep, self._memo, self._call_of = data, kind, keep, memo, call_of
         self._form: _UnitForm | None = None
         self._forms_left = _MAX_FORMS if len(data) >= _MIN_BYTES else 0
-        self._end = len(data)  # of the unit before
+        self._end = len(data)  # of the previous unit
         self._num_skips, self._pause = 0, 1
-        # Not bound to self: a cycle would keep the data until the collector comes.
+        # Not bound to self: a reference cycle would keep the data alive until garbage collection.
         self._text = lru_cache(_MAX_KNOWN)(partial(_text, memo))
         self._fetched_corner = lru_cache(_MAX_KNOWN)(partial(_fetched_corner, memo, kind.corner_type))
         self._corner = lru_cache(_MAX_KNOWN)(partial(_corner, kind.maker))
 
     def take(self, pos: int, num_memoized: int) -> _TakenRun | None:
-        """Return the run that begins at `pos`, just behind an executed unit; None if there is none."""
+        """Return the run that begins at `pos`, right after an executed unit, or None."""
         before, self._end = self._end, pos
         if self._num_skips:
             self._num_skips -= 1
@@ -168,11 +168,11 @@ class RunFinder:
         return run
 
     def _rest(self) -> None:
-        """Leave units to the interpreter, twice as many each time: what fails must not be tried at every unit."""
+        """Skip units, twice as many each time, so that a form that keeps failing is not retried at every unit."""
         self._num_skips, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
 
     def _learn(self, start: int, stop: int) -> _UnitForm | None:
-        """Return the form of a unit that was just executed, None if it has other parts than runs have."""
+        """Return the form of the unit that was just executed, or None if runs cannot have such parts."""
         data, parts, pos, record, num_slots = self._data, list[bytes](), start, -1, 0
         fields: dict[tuple[int, str], _Field] = {}
         while pos < stop:
@@ -205,7 +205,7 @@ class RunFinder:
         return _UnitForm(unit, run, tuple(fields.values()), num_slots, nbytes)
 
     def _pattern_of(self, field: re.Match[bytes]) -> tuple[str | None, tuple[bytes, ...]]:
-        """Return the kind and the pattern of all such fields, part by part; no part for what runs do not have."""
+        """Return the kind of a field and the pattern of such fields, in parts; no parts if runs cannot have it."""
         text, kind = field["text"], field.lastgroup
         if field["corner"] is not None:
             is_made = self._call_of(self._fetched(field[2])) is self.kind.maker
@@ -221,7 +221,7 @@ class RunFinder:
         return self._memo.get(int.from_bytes(text[1:], "little"))
 
     def _read(self, pos: int, num_memoized: int) -> _TakenRun | None:
-        """Read units up to the first that differs, or that the interpreter has to look at."""
+        """Decode units up to the first that differs or that the interpreter has to execute."""
         form = self._form
         run = form and form.run.match(self._data, pos, pos + _WINDOW)
         if form is None or run is None:
@@ -230,7 +230,7 @@ class RunFinder:
         count, num_memoized = self._memoize(form, units, num_memoized)
         if count == len(units):
             self._pause, stop = 1, run.end()
-        else:  # the others were matched for nothing
+        else:  # no unit matched completely
             self._rest()
             del units[count:]
             stop = pos + count * form.nbytes + sum(map(len, chain.from_iterable(units)))
@@ -243,10 +243,10 @@ class RunFinder:
         return _TakenRun(values, stop, num_memoized)
 
     def _memoize(self, form: _UnitForm, units: Sequence[tuple[bytes, ...]], first: int) -> tuple[int, int]:
-        """Put strings that are fetched later into the memo.
+        """Add strings that are fetched later to the memo.
 
-        Returns how many units are right, and the memo slot behind the last of those. A unit is not right if a
-        text field is no string, or if anything else of it is fetched later.
+        Return the number of valid units, and the memo slot after the last of them. A unit is invalid if a text field is
+        not a string, or if any other value of it is fetched later.
         """
         varying = [field for field in form.fields if field.kind]
         texts = [(column, field.slot) for column, field in enumerate(varying) if field.kind == "text"]
@@ -262,8 +262,8 @@ class RunFinder:
         raws = Counter(chain.from_iterable(map(itemgetter(column), units) for column, _ in texts))
         num_inline = sum(count for raw, count in raws.items() if raw[0] == _SHORT_TEXT)
         stop = first + num_slots * len(units) + num_inline
-        # `_text` keeps what it found, so it must not be asked for a string that is not there yet. The first
-        # half of the condition sees to that.
+        # `_text` caches its results, so it must not be called for a string that is not in the memo yet. The first
+        # half of the condition ensures that.
         if self._keep.find(1, first, stop) < 0 and None not in map(self._text, raws):
             return len(units), stop
         kept = self._keep.find(1, first, stop)
@@ -288,7 +288,7 @@ class RunFinder:
         return len(units), first
 
     def _fields(self, form: _UnitForm, units: Sequence[tuple[bytes, ...]]) -> RecordFields:
-        """Decode the columns, and put them under the names of their fields."""
+        """Return the decoded columns by field name."""
         fields: list[dict[str, Column]] = [{} for _ in self.kind.classes]
         columns = zip(*units, strict=True)
         for record, name, kind, _ in form.fields:
@@ -305,7 +305,7 @@ class RunFinder:
 
 
 def _text(memo: Mapping[int, Any], raw: bytes) -> str | None:
-    """Return a string that stands in the unit or is fetched, None for anything else."""
+    """Return a string that is inline or in the memo; None for anything else."""
     if raw[0] == _SHORT_TEXT:
         return raw[2:-1].decode() if len(raw) == raw[1] + 3 else None
     value = memo.get(int.from_bytes(raw[1:], "little"))
@@ -313,7 +313,7 @@ def _text(memo: Mapping[int, Any], raw: bytes) -> str | None:
 
 
 def _fetched_corner(memo: Mapping[int, Any], corner_type: type[tuple[int, ...]], raw: bytes) -> bytes | None:
-    """Return a corner that is fetched, None for anything else."""
+    """Return a corner from the memo; None for anything else."""
     value = memo.get(int.from_bytes(raw[1:], "little"))
     return array("q", value).tobytes() if isinstance(value, corner_type) else None
 

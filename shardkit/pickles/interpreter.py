@@ -1,8 +1,8 @@
-"""Interpret pickles with a table of opcodes, without `pickle` and without calling anything that a file names.
+"""A pickle interpreter with its own table of opcodes. It never calls anything that a file names.
 
-A pickle is a program for a small stack machine. `Interpreter` is that machine: its state, its loop, and the
-opcodes that mean the same in every pickle. A policy (`shardkit.pickles.policies`) completes the table. It
-decides what names, calls and dict keys are allowed, what the memo keeps, and how much there may be of all.
+A pickle is a program for a small stack machine. `Interpreter` is that machine: its state, its loop, and the opcodes
+that mean the same for all policies. A policy (`shardkit.pickles.policies`) completes the table. It decides which names,
+calls and dict keys are allowed, what the memo keeps, and the limits on size.
 
 Source: CPython 3.13, Lib/pickletools.py (opcodes of protocols 2 to 5).
 """
@@ -17,9 +17,9 @@ from shardkit.errors import SourceError
 from shardkit.files.strict_json import uncollected
 
 Handler = Callable[[Any, int], int]
-"""Executes an opcode on an `Interpreter`: takes the position behind it, returns that of the next one."""
+"""Executes an opcode on an `Interpreter`; takes the position after the opcode, returns that of the next one."""
 
-_MAX_NAME = 200  # bytes of a module or a name that GLOBAL may give
+_MAX_NAME = 200  # bytes of a module or a name in GLOBAL
 STOP = 0x2E
 _CUT = "it ends too early"
 
@@ -29,13 +29,13 @@ class Refusal(Exception):
 
 
 class Interpreter:
-    """Interprets one pickle. Policies are subclasses: an opcode finds all that it works on in one object.
+    """Interprets one pickle. Policies are subclasses, so that all state is in one object.
 
     Args:
         data: the whole pickle.
-        max_bytes: size beyond which it is not looked at.
-        names: (module, name) -> the inert value that it stands for; asked for every name.
-        persistent: what a persistent id stands for, None if that is refused.
+        max_bytes: larger pickles are refused.
+        names: returns the inert value for a (module, name).
+        persistent: returns the value for a persistent id; None if those are refused.
     """
 
     opcodes: ClassVar[tuple[Handler, ...]]
@@ -45,12 +45,12 @@ class Interpreter:
         KeyError: "a field or memo entry is missing",
         ValueError: "text that is not UTF-8, or a name without an end",  # UnicodeDecodeError is one
     }
-    """What it means that an opcode raises one of these."""
+    """Explanation of each exception that an opcode may raise."""
     max_opcodes: ClassVar[int] = 1 << 62
-    """No file that is looked at has more."""
+    """Limit on the number of opcodes."""
     max_int_bytes: ClassVar[int]
     passive: ClassVar[tuple[type, ...]] = ()
-    """Types of values that may get items, and keep none of them."""
+    """Types whose items are accepted and discarded."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Interpreter:
             where: the file, escaped, for messages.
 
         Raises:
-            SourceError: too large, damaged, or not allowed by the policy; names the byte.
+            SourceError: the pickle is too large, damaged, or not allowed by the policy; names the byte.
         """
         if len(self.data) > self.max_bytes:
             raise SourceError(
@@ -93,7 +93,7 @@ class Interpreter:
         ) from None
 
     def execute(self) -> object:
-        """Execute all opcodes and return the one value that they leave."""
+        """Execute all opcodes, and return the only value left on the stack."""
         self.step_to_stop()
         if self.pos + 1 != len(self.data):
             raise Refusal(f"{len(self.data) - self.pos - 1} bytes follow the end of the pickle")
@@ -116,21 +116,21 @@ class Interpreter:
             self.pos = pos
 
     def put_items(self, target: dict[Any, Any], items: list[Any]) -> None:
-        """Put [key, value, ...] into a dict; check the keys."""
+        """Add [key, value, ...] to a dict, checking the keys."""
         raise NotImplementedError
 
     def place(self) -> str:
-        """Return where in the result the value lies that is being made, for messages."""
+        """Return the position in the result of the value under construction, for messages."""
         return ""
 
     def take(self, pos: int, nbytes: int) -> bytes:
-        """Return bytes of the file."""
+        """Return `nbytes` of the file from `pos` on."""
         if pos + nbytes > len(self.data):
             raise Refusal(_CUT)
         return self.data[pos : pos + nbytes]
 
     def pop(self, num: int) -> list[Any]:
-        """Return the topmost values, and take them off the stack."""
+        """Remove the topmost values from the stack, and return them."""
         if num > len(self.stack):
             raise IndexError
         items = self.stack[-num:]
@@ -166,7 +166,7 @@ class Interpreter:
         self.stack.append(tuple(items))
 
     def set_items(self, items: list[Any]) -> None:
-        """Put [key, value, ...] into the topmost value."""
+        """Add [key, value, ...] to the topmost value."""
         target = self.stack[-1]
         if len(items) % 2:
             raise Refusal("a dict key without a value")
@@ -184,7 +184,7 @@ class Interpreter:
             raise Refusal("APPENDS to something that is not a list")
 
     def push_name(self, pos: int) -> int:
-        """Push what the name in the next two lines stands for."""
+        """Push the value of the name in the next two lines."""
         middle = self.data.index(b"\n", pos, pos + _MAX_NAME)
         stop = self.data.index(b"\n", middle + 1, middle + 1 + _MAX_NAME)
         self.stack.append(self.names(self.data[pos:middle].decode(), self.data[middle + 1 : stop].decode()))
@@ -217,7 +217,7 @@ class Interpreter:
 
 
 def plain(action: Callable[[Any], object]) -> Handler:
-    """Return a handler of an opcode that has nothing behind it."""
+    """Return a handler for an opcode without an argument."""
 
     def handle(vm: Interpreter, pos: int) -> int:
         action(vm)
@@ -227,13 +227,13 @@ def plain(action: Callable[[Any], object]) -> Handler:
 
 
 def sized(layout: str, action: Callable[[Any, int, int], int]) -> Handler:
-    """Return a handler that reads a number, which `struct` calls `layout`, and passes it to `action`."""
+    """Return a handler that reads a number in the `struct` format `layout`, and passes it to `action`."""
     size, unpack = struct.calcsize(layout), struct.Struct(layout).unpack_from
     return lambda vm, pos: action(vm, pos + size, unpack(vm.data, pos)[0])
 
 
 def number(layout: str) -> Handler:
-    """Return a handler that pushes the number behind the opcode, which `struct` calls `layout`."""
+    """Return a handler that pushes the opcode's argument, a number in the `struct` format `layout`."""
     size, unpack = struct.calcsize(layout), struct.Struct(layout).unpack_from
 
     def handle(vm: Interpreter, pos: int) -> int:
@@ -275,9 +275,9 @@ COMMON: Mapping[int, Handler] = {
     0x93: plain(lambda vm: vm.push_named(*vm.pop(2))),  # STACK_GLOBAL
     0x95: sized("<Q", _VM.check_frame),  # FRAME
 }
-"""The opcodes that every policy has."""
+"""Opcodes that all policies share."""
 
 
 def table(rows: Mapping[int, Handler]) -> tuple[Handler, ...]:
-    """Return the handlers of a policy: `rows` before COMMON; all other bytes are refused."""
+    """Return the handlers of a policy: `rows` override COMMON; all other bytes are refused."""
     return tuple(rows.get(op) or COMMON.get(op, Interpreter.refuse) for op in range(256))

@@ -1,16 +1,16 @@
-"""The two policies under which pickles are read. Every caller names the one that it needs.
+"""The two policies for parsing pickles. Every caller chooses one.
 
-`Strict` is for files whose contents are known. A `Vocabulary` lists the names that may occur; each stands for
-an inert value of ours and is never imported. Everything else in the file is an error.
+`Strict` is for files with known contents. A `Vocabulary` lists all allowed names; each maps to an inert value of ours
+and is never imported. Anything else in the file is an error.
 
-`Inert` is for what a training script puts beside its weights, which nobody can list. It refuses no name: what
-is not plain data becomes an `UnmadeObject`, and whatever is done to an `UnmadeObject` gives an `UnmadeObject`. Only a `Maker`
-gives anything else, and the makers are ours.
+`Inert` is for arbitrary objects that a training script saves with its weights. It accepts all names: anything but plain
+data becomes an `UnmadeObject`, and any operation on an `UnmadeObject` results in an `UnmadeObject`. The only exceptions
+are `Maker`s, which are part of shardkit.
 
-Neither lets a small file cost much. `Strict` hashes only strings, and records that the vocabulary takes care
-of; its memo has no slot that the file could not have filled, and keeps no value that is never fetched.
-`Inert` hashes only strings and 64-bit integers. It limits the number of opcodes and the memory of what they
-make, and refuses a result that contains itself, or that is long to walk through.
+Both bound the cost of small files. `Strict` hashes only strings, and records that the vocabulary handles; its memo has
+only slots that the file could have filled, and stores only values that are fetched later. `Inert` hashes only strings
+and 64-bit integers. It limits the number of opcodes and the memory of their results, and refuses results that contain
+themselves or take long to traverse.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from shardkit.pickles.interpreter import (
     table,
 )
 
-_SIZE = b"\x94\x85\x94R\x94"  # what follows the tuple of a torch.Size: MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE
-_STATE = b"\x94}\x94("  # what follows NEWOBJ of a record: MEMOIZE EMPTY_DICT MEMOIZE MARK
+_SIZE = b"\x94\x85\x94R\x94"  # follows the tuple of a torch.Size: MEMOIZE TUPLE1 MEMOIZE REDUCE MEMOIZE
+_STATE = b"\x94}\x94("  # follows NEWOBJ of a record: MEMOIZE EMPTY_DICT MEMOIZE MARK
 _NEWOBJ, _BUILD = 0x81, 0x62
 _MAX_KEYS_SHOWN = 4
 # MEMOIZE, BINPUT and LONG_BINPUT fill the slots, which are numbered from 0.
@@ -49,45 +49,45 @@ _LONG_GET = re.compile(rb"j(?=(....))", re.DOTALL)
 
 
 class Record:
-    """An inert object: NEWOBJ makes it empty and BUILD, at most once, gives it its fields."""
+    """An inert object: NEWOBJ creates it empty, and BUILD sets its fields, at most once."""
 
     __slots__ = ()
 
     def build(self, state: object) -> None:
-        """Check and take the fields.
+        """Check and set the fields.
 
         Raises:
-            Refusal: the class has no such state.
+            Refusal: the state is not valid for the class.
         """
         raise Refusal(f"{type(self).__name__} takes no fields")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Global:
-    """A name that a pickle may use in more ways than as a plain value."""
+    """A name that a pickle may call or instantiate."""
 
     name: str
     """For messages, e.g. "torch.Size"."""
     new: Callable[[], Record] | None = None
-    """What NEWOBJ with no arguments makes, None if that is refused."""
+    """Creates the object for NEWOBJ without arguments; None if that is refused."""
     call: Callable[[tuple[Any, ...]], object] | None = None
-    """What REDUCE makes of its arguments (it must check them), None if that is refused."""
+    """Computes the value for REDUCE, checking the arguments; None if that is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """What the pickles of one kind of file may say."""
+    """The names and values that are allowed in the pickles of one kind of file."""
 
     names: Mapping[tuple[str, str], object]
-    """(module, name) -> a `Global`, or the inert value that the name stands for."""
+    """(module, name) -> a `Global`, or an inert value."""
     max_bytes: int
-    """Size beyond which a file is not looked at."""
+    """Larger files are refused."""
     persistent: Callable[[object], object] | None = None
-    """What BINPERSID makes of its argument (it must check it), None if that is refused."""
+    """Computes the value for BINPERSID, checking the argument; None if that is refused."""
     set_records: Callable[[dict[Any, Any], list[Any]], None] | None = None
-    """Stores [key, value, ...] with records as keys in a dict; None if keys are strings only."""
+    """Stores [key, value, ...] in a dict with records as keys; None if all keys are strings."""
     runs: tuple[RunKind, ...] = ()
-    """Records that may come in columns: one value on the stack then stands for many."""
+    """Records that can be decoded in columns; one value on the stack then represents many records."""
 
 
 class Strict(Interpreter):
@@ -95,9 +95,9 @@ class Strict(Interpreter):
 
     Args:
         data: the whole pickle.
-        vocabulary: what it may say.
-        in_columns: take records in columns where the vocabulary has a way to. The same files are accepted,
-            but a refusal may be worded differently.
+        vocabulary: the allowed names and values.
+        in_columns: decode records in columns where the vocabulary supports it. The same files are accepted, but a
+            refusal may be worded differently.
     """
 
     hint = "nothing in it was executed; if it comes from another tool, its format is not supported"
@@ -105,7 +105,7 @@ class Strict(Interpreter):
     max_int_bytes = 9  # of an unsigned 64-bit value
 
     def __init__(self, data: bytes, vocabulary: Vocabulary, *, in_columns: bool) -> None:
-        # Not a method: a cycle would keep the data until the collector comes.
+        # Not a method: a reference cycle would keep the data alive until garbage collection.
         look_up = partial(_look_up, vocabulary.names)
         super().__init__(data, vocabulary.max_bytes, look_up, vocabulary.persistent)
         self.vocabulary, self.in_columns = vocabulary, in_columns
@@ -123,7 +123,7 @@ class Strict(Interpreter):
         return super().execute()
 
     def step_to_stop(self) -> None:
-        """Execute opcodes up to STOP; the most frequent ones of `.metadata` here, without a call for each."""
+        """Execute opcodes up to STOP; the most frequent ones of `.metadata` are inlined here."""
         data, opcodes, memo, keep = self.data, self.opcodes, self.memo, self.keep
         stack, pos = self.stack, 0
         try:
@@ -194,14 +194,14 @@ class Strict(Interpreter):
 
     def build(self) -> None:
         state, record = self.stack.pop(), self.stack[-1]
-        # A record is built once, before whatever holds it; BytesStorageMetadata never is.
+        # A record is built once, before its container; BytesStorageMetadata never is.
         while not self.unbuilt or self.unbuilt.pop() is not record:
             if not self.unbuilt:
                 raise Refusal(f"BUILD of {_describe(record)}")
         record.build(state)
 
     def set_marked_items(self, pos: int) -> int:
-        """Execute SETITEMS, and BUILD if it follows and builds the latest record from just these items."""
+        """Execute SETITEMS; also BUILD if it follows and builds the latest record from these items."""
         items = self.stack
         stack = self.stack = self.outer.pop()
         if self.data[pos] != _BUILD or stack[-1] != {} or self.unbuilt[-1] is not stack[-2]:
@@ -239,7 +239,7 @@ def _called(function: object, args: object) -> object:
 
 
 def _put(layout: str) -> Handler:
-    """Return a handler that fills the memo slot that `struct` reads as `layout`."""
+    """Return a handler that fills the memo slot whose number has the `struct` format `layout`."""
     size, unpack = struct.calcsize(layout), struct.Struct(layout).unpack_from
 
     def handle(vm: Strict, pos: int) -> int:
@@ -249,7 +249,7 @@ def _put(layout: str) -> Handler:
         last = vm.stack[-1]
         if keep[slot]:
             vm.memo[slot] = last
-        vm.num_memoized = len(keep)  # a MEMOIZE after it would have no number: no pickler mixes them
+        vm.num_memoized = len(keep)  # no pickler mixes these with MEMOIZE, which would have no slot number
         return pos + size
 
     return handle
@@ -262,7 +262,7 @@ def _text(vm: Strict, pos: int, nbytes: int) -> int:
 
 
 def _size_of(num_dims: int) -> Handler:
-    """Return a handler that makes a tuple, or a torch.Size at once if its opcodes follow."""
+    """Return a handler that pushes a tuple, or a torch.Size if its opcodes follow."""
 
     def handle(vm: Strict, pos: int) -> int:
         slot, stack = vm.num_memoized, vm.stack
@@ -301,15 +301,15 @@ Strict.opcodes = table(
 
 
 def parse_in_columns(data: bytes, vocabulary: Callable[[int], Vocabulary], where: str) -> object:
-    """Interpret a pickle as `Strict` does, but take records in columns, so that a large file is read sooner.
+    """Interpret a pickle like `Strict`, but decode records in columns, which is faster for large files.
 
     Args:
         data: the whole pickle.
-        vocabulary: given the number of bytes, makes one for a parse.
+        vocabulary: creates the vocabulary for one parse, given the number of bytes.
         where: the file, escaped, for messages.
 
     Raises:
-        SourceError: damaged, or anything that the vocabulary does not admit.
+        SourceError: the pickle is damaged, or the vocabulary does not allow it.
     """
     try:
         return Strict(data, vocabulary(len(data)), in_columns=True).run(where)
@@ -319,11 +319,11 @@ def parse_in_columns(data: bytes, vocabulary: Callable[[int], Vocabulary], where
 
 
 def fetched_slots(data: bytes) -> bytearray:
-    """Return a flag for each memo slot that a pickle could fill: whether it may ever be fetched.
+    """Return for each memo slot that a pickle could fill whether it may be fetched.
 
-    This look ahead bounds the memory of `Strict`: the memo of a million chunks would have twenty million
-    entries, and nearly none is fetched. Bytes that only look like a LONG_BINGET set flags too, which does no
-    harm. BINGET reaches the first 256 slots; they are all flagged.
+    This bounds the memory of `Strict`: the memo of a million chunks would have twenty million entries, hardly any of
+    which are fetched. Bytes that only look like a LONG_BINGET set flags as well, which is harmless. BINGET can reach the
+    first 256 slots; all of them are flagged.
     """
     if len(data) > _BLOCK:
         return _fetched_in_columns(data)
@@ -338,7 +338,7 @@ def fetched_slots(data: bytes) -> bytearray:
 
 
 def _fetched_in_columns(data: bytes) -> bytearray:
-    """Do the same with numpy, whose import pays for a large file: it saves seconds for a million chunks."""
+    """Like `fetched_slots`, with numpy: which saves seconds for a million chunks but takes time to import."""
     import numpy as np
 
     blocks = [
@@ -358,7 +358,7 @@ def _fetched_in_columns(data: bytes) -> bytearray:
 
 
 def _put_texts(target: dict[Any, Any], items: list[Any]) -> None:
-    """Put [key, value, ...] into a dict; a key is a string, given once."""
+    """Add [key, value, ...] to a dict; keys must be strings, without duplicates."""
     for i in range(0, len(items), 2):
         key = items[i]
         if type(key) is not str:
@@ -373,12 +373,12 @@ def _call_of(value: object) -> Callable[[tuple[Any, ...]], object] | None:
 
 
 def _describe(value: object) -> str:
-    """Say what a value is, without its contents."""
+    """Describe a value without revealing its contents."""
     return value.name if type(value) is Global else f"something of type {type(value).__name__}"
 
 
 def _may_begin(kind: RunKind, stack: list[Any], outer: list[list[Any]]) -> bool:
-    """True if whole units, the last of which was just made, are about to go into the right holder."""
+    """True if the stack has complete units, the last one just built, on top of the right container."""
     size = len(kind.classes)
     return (
         len(stack) % size == 0
@@ -389,30 +389,30 @@ def _may_begin(kind: RunKind, stack: list[Any], outer: list[list[Any]]) -> bool:
 
 
 class UnmadeObject:
-    """Something that is not plain data; nothing of it was made but its name."""
+    """A placeholder for anything but plain data; only the name is kept."""
 
     __slots__ = ("name", "value")
 
     def __init__(self, name: str, value: object = None) -> None:
         self.name = name
-        """As the file gives it, e.g. "argparse.Namespace"; not escaped."""
+        """As in the file, e.g. "argparse.Namespace"; not escaped."""
         self.value = value
-        """Its only argument where that was a string, a number or a bool: the value of an enum, a device."""
+        """Its only argument, if that is a string, a number or a bool: the value of an enum, a device."""
 
     def __repr__(self) -> str:
         return f"UnmadeObject({self.name!r})"
 
     def make(self, args: object) -> object:
-        """Return the result of calling it with a tuple of arguments, or of making an instance of it."""
+        """Return the result of calling or instantiating it with a tuple of arguments."""
         only = args[0] if type(args) is tuple and len(args) == 1 else None
         return UnmadeObject(self.name, only if type(only) in (str, int, float, bool) else None)
 
     def build(self, state: object) -> None:
-        """Take the state that the pickle gives it: not at all."""
+        """Ignore the state."""
 
 
 class Maker(UnmadeObject):
-    """A name that stands for a function of ours, which gets the arguments and must check them."""
+    """A name that maps to a function of shardkit, which must check its arguments."""
 
     __slots__ = ("_call",)
 
@@ -425,16 +425,16 @@ class Maker(UnmadeObject):
 
 
 class Fields(UnmadeObject):
-    """An instance whose state is kept, because the classes around it are known."""
+    """An instance of a known class, whose state is kept."""
 
     __slots__ = ("args", "items")
 
     def __init__(self, name: str, args: tuple[Any, ...]) -> None:
         super().__init__(name)
         self.args = args
-        """What it was made from."""
+        """Arguments of its constructor."""
         self.items: dict[str, Any] = {}
-        """Its attributes; a state that is not attributes is under ""."""
+        """Its attributes; any other state has the key ""."""
 
     def build(self, state: object) -> None:
         """Keep the state: a dict, or the pair (dict, dict of slots)."""
@@ -449,30 +449,30 @@ class Fields(UnmadeObject):
 
 
 MAX_INERT_BYTES = 1 << 25
-"""Size beyond which `Inert` does not look at a file."""
+"""`Inert` refuses larger files."""
 MAX_NODES = 1 << 22
-"""Most values that a walk through the result of `Inert` may come across."""
+"""Limit on the values that a traversal of the result of `Inert` visits."""
 MAX_THINGS = 1 << 17
-"""Most of these that may be no plain data, such as tensors: much is kept of each."""
+"""Limit on visited values that are not plain data, such as tensors, which take more memory."""
 MAX_DEPTH = 100
-_MAX_CHARGED = 208 << 20  # bytes; with the opcodes' pointers and what is made of the result, below 512 MiB
+_MAX_CHARGED = 208 << 20  # bytes; with pointers of opcodes and later copies of the result, less than 512 MiB
 _CONTAINERS = (list, tuple, dict)
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _INT64 = 1 << 63
 
-# Bytes that CPython 3.13 takes for a value, with its part of what is kept of it elsewhere.
+# Bytes per value in CPython 3.13, including its share of other structures.
 _NUMBER, _TEXT, _LIST, _TUPLE = 32, 56, 72, 56
 _DICT, _DICT_TABLE, _DICT_ITEM = 80, 100, 60
 _OPAQUE, _THING, _NAME, _SHARED = 80, 250, 600, 250
 
 
 class Inert(Interpreter):
-    """Refuses no name: the result is None, bool, int, float, str, bytes, list, tuple, dict and `UnmadeObject`.
+    """Accepts all names; results consist of None, bool, int, float, str, bytes, list, tuple, dict and `UnmadeObject`.
 
     Args:
         data: the whole pickle.
-        names: (module, name) -> the inert value that it stands for; asked for every name.
-        persistent: what a persistent id stands for.
+        names: returns the inert value for a (module, name).
+        persistent: returns the value for a persistent id.
     """
 
     hint = "nothing in it was executed; use another copy of the file"
@@ -484,12 +484,12 @@ class Inert(Interpreter):
         self, data: bytes, names: Callable[[str, str], object], persistent: Callable[[object], object]
     ) -> None:
         super().__init__(data, MAX_INERT_BYTES, names, persistent)
-        self.memo: list[Any] = []  # every pickler numbers slots from 0 on
-        self.odd_slots: dict[int, Any] = {}  # but `pickletools.optimize` leaves some out
+        self.memo: list[Any] = []  # picklers number slots from 0
+        self.odd_slots: dict[int, Any] = {}  # but `pickletools.optimize` skips some
         self.charged = 0
-        self.shared: set[int] = set()  # ids of containers that are put somewhere a second time
+        self.shared: set[int] = set()  # ids of containers that are referenced more than once
         self.num_dropped = 0
-        """Entries of dicts that were left out, because their keys are neither strings nor integers."""
+        """Number of dict entries that were dropped, as their keys are neither strings nor integers."""
 
     def execute(self) -> object:
         if self.data[:1] != b"\x80":
@@ -500,7 +500,7 @@ class Inert(Interpreter):
         return value
 
     def charge(self, nbytes: int) -> None:
-        """Count the memory of something that is about to be made; a pointer to it is that of an opcode."""
+        """Count the memory of a value before creating it; its pointer is counted with the opcode."""
         self.charged += nbytes
         if self.charged > _MAX_CHARGED:
             raise Refusal(f"what it describes takes more than {_MAX_CHARGED} bytes of memory")
@@ -536,7 +536,7 @@ class Inert(Interpreter):
         return pos
 
     def push_again(self, value: object) -> None:
-        """Push something that is already somewhere else."""
+        """Push a value that is already referenced elsewhere."""
         if type(value) in _CONTAINERS and id(value) not in self.shared:
             self.charge(_SHARED)
             self.shared.add(id(value))
@@ -567,7 +567,7 @@ class Inert(Interpreter):
         self.set_items(items)
 
     def push_set(self, items: list[Any]) -> None:
-        """Push what stands for a set; none is made, because nothing here hashes what a file says."""
+        """Push a placeholder for a set: values from a file are never hashed."""
         self.stack.append(UnmadeObject("builtins.set"))
 
     def pop_one(self) -> None:
@@ -591,18 +591,16 @@ class Inert(Interpreter):
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, UnmadeObject):
             target.build(state)
-        elif (
-            type(target) not in _CONTAINERS
-        ):  # their attributes are of no use; a tensor may get another value
+        elif type(target) not in _CONTAINERS:  # their attributes are not used; a tensor may be replaced
             raise Refusal(f"BUILD of {_describe(target)}")
 
 
 def _charged(nbytes: int, handler: Handler) -> Handler:
-    """Return a handler that charges for what another makes."""
+    """Return a handler that charges for the result of another one."""
 
     def handle(vm: Inert, pos: int) -> int:
         vm.charged += nbytes
-        if vm.charged > _MAX_CHARGED:  # most opcodes come here: a call of `charge` for each would be felt
+        if vm.charged > _MAX_CHARGED:  # a call of `charge` for each opcode would be slow
             vm.charge(0)
         return handler(vm, pos)
 
@@ -617,7 +615,7 @@ _PRICES = {
     0x51: _OPAQUE,  # BINPERSID
     0x7D: _DICT,  # EMPTY_DICT
 }
-"""Of the opcodes that every policy has."""
+"""Charges for the opcodes that all policies share."""
 
 Inert.opcodes = table(
     {
@@ -655,13 +653,13 @@ Inert.opcodes = table(
 
 
 class _Walk:
-    """Goes through a result as its user will, and refuses one that is not safe to go through.
+    """Traverses a result as its users will, and refuses results that are not safe to traverse.
 
-    The limits on opcodes and memory do not cover this: a few bytes can put one list into another a thousand
-    times, and that one into a third. So size is that of the walk, not of the memory.
+    The limits on opcodes and memory do not cover this: a few bytes can put a list into another one a thousand times, and
+    that one into a third. Sizes are therefore those of the traversal, not of the memory.
 
     Args:
-        shared: ids of the containers that may be come across more than once; all others are not kept in mind.
+        shared: ids of the containers that may be visited more than once; only these are remembered.
     """
 
     def __init__(self, shared: Collection[int]) -> None:
@@ -671,10 +669,10 @@ class _Walk:
         self._num_steps = 0
 
     def measure(self, container: Any, level: int) -> tuple[int, int, int]:
-        """Return how many values are in a container, how many of them are not plain data, and its depth.
+        """Return the number of values in a container, the number of those that are not plain data, and its depth.
 
         Raises:
-            Refusal: it contains itself, is too deep, too large, or shared too often; says which.
+            Refusal: the container contains itself, is too deep, or too large when shared values are counted each time.
         """
         if id(container) in self._open:
             raise Refusal("what it describes contains itself")

@@ -268,7 +268,7 @@ def test_a_shard_beside_the_folder_makes_it_no_home(made: Path) -> None:
 
 def test_names_of_tensors_that_look_like_paths_are_found_out(made: Path) -> None:
     """The bytes of `.metadata` say one folder; whoever parses it sees that it names others."""
-    known = home._known
+    known = home._folders
     inspected = shardkit.inspect(made)
     place(made, lambda name: name.replace(FOLDER, "elsewhere") if "__0_0" in name else name)
     status = os.lstat(made / ".metadata")
