@@ -13,7 +13,7 @@ from shardkit.core.text import count, escape, format_size
 from shardkit.errors import ShardkitError, UsageError
 
 _MAX_SHOWN = 5
-_TOLD = ("notes", "warnings")
+_REMARKS = ("notes", "warnings")
 
 AsLines = Callable[[object], Sequence[str] | None]
 """Returns a result as lines of text; None for results without a text form."""
@@ -62,7 +62,7 @@ class Result:
     def _lines(self) -> list[str]:
         """Return the lines that the command prints, or all non-empty fields; then notes and warnings."""
         lines = None if lines_of is None else lines_of(self)
-        remarks = [f"{kind[:-1]}: {text}" for kind in _TOLD for text in getattr(self, kind, ())]
+        remarks = [f"{kind[:-1]}: {text}" for kind in _REMARKS for text in getattr(self, kind, ())]
         return [_line(line) for line in (*(_listed(self) if lines is None else lines), *remarks)]
 
 
@@ -105,7 +105,7 @@ def _line(text: str) -> str:
 
 
 def _listed(result: Result) -> list[str]:
-    content = {name: value for name, value in result.to_json().items() if value and name not in _TOLD}
+    content = {name: value for name, value in result.to_json().items() if value and name not in _REMARKS}
     width = max(map(len, content), default=0)
     return [
         result.headline(),

@@ -1,7 +1,7 @@
-"""pictures: one self-contained page, or a few lines of block glyphs, made of what a verb found.
+"""pictures: the result of a verb as a self-contained page, or as a few lines of block glyphs.
 
-`page` is the frame of all pages, and alone puts text into HTML. `held`, `damage` and `changes` say what is on theirs; `page.js`
-draws it and `page.css` says how it looks. `glyphs` draws in a terminal.
+`page` renders all pages; no other module inserts text into HTML. `held`, `damage` and `changes` provide the contents,
+`page.js` draws them, `page.css` styles them. `glyphs` draws in a terminal.
 
 Internal: import from `shardkit`.
 """

@@ -22,16 +22,16 @@ _SAID = {"equal": "equal", "close": "within the tolerance", "tied": "tied", "fol
 
 
 class MapPosition(NamedTuple):
-    """Where a tensor stands in the map."""
+    """Position of a tensor in the map."""
 
     row: str
-    """Its name with `#` for the layer and `*` for other numbers."""
+    """The name with `#` for the layer and `*` for other numbers."""
     layer: int
     """-1 outside of layers."""
 
 
 def place_of(name: str) -> MapPosition:
-    """Return the module and the layer of a tensor, as its name tells: the first number between dots is the layer."""
+    """Return module and layer of a tensor, from its name: the first number between dots is the layer."""
     parts, layer = name.split("."), _OUTSIDE
     for index, part in enumerate(parts):
         if _NUMBER.fullmatch(part):
@@ -67,8 +67,8 @@ def changes_page(result: DiffResult, facts: Sequence[tuple[str, str]]) -> Page:
     """Return the page of a comparison.
 
     Args:
-        result: of any comparison; with figures, colours are relative errors.
-        facts: (label, text) of everything else that is to be said.
+        result: of any comparison; if it has figures, colours show relative errors.
+        facts: further (label, text) rows.
     """
     heat, experts = heat_of(result.tensors), experts_of(result.tensors)
     has_stats = any(t.stats is not None for t in result.tensors)
@@ -103,7 +103,7 @@ def _verdict(result: DiffResult) -> str:
 
 
 def _where(result: DiffResult) -> str:
-    """Return which layers differ, where not all do: ", in layers 4 to 19"."""
+    """Return the layers that differ, such as ", in layers 4 to 19"; empty if all do."""
     layers = {layer for tensor in result.tensors if (layer := place_of(tensor.name).layer) != _OUTSIDE}
     changed = sorted({place_of(tensor.name).layer for tensor in result.differences} & layers)
     outside = any(place_of(tensor.name).layer == _OUTSIDE for tensor in result.differences)
@@ -219,7 +219,7 @@ def _sections(
 
 
 def _peak(result: DiffResult) -> float:
-    """Return the amount of change that has the strongest colour."""
+    """Return the amount of change that is drawn in the strongest colour."""
     amounts = [amount for tensor in result.tensors if (amount := amount_of(tensor)) is not None]
     return max(amounts, default=0.0) or 1.0
 
@@ -231,7 +231,7 @@ def _row(tensor: TensorDiff, has_stats: bool) -> list[str | tuple[str, float]]:
         escape(tensor.name),
         " -> ".join(dict.fromkeys(dtypes)),
         " -> ".join(dict.fromkeys(shapes)),
-        _said(tensor),
+        _amount_text(tensor),
         ("", -1.0)
         if tensor.relative_error is None
         else (f"{tensor.relative_error:.3g}", tensor.relative_error),
@@ -242,8 +242,8 @@ def _row(tensor: TensorDiff, has_stats: bool) -> list[str | tuple[str, float]]:
     return row
 
 
-def _said(tensor: TensorDiff) -> tuple[str, float]:
-    """Return the text about the values, and a number to sort by."""
+def _amount_text(tensor: TensorDiff) -> tuple[str, float]:
+    """Return a text about the values, and a number to sort by."""
     if tensor.status in _ALONE:
         return _ALONE[tensor.status], 2.0
     if tensor.status in _SAID:
@@ -271,12 +271,12 @@ def _data(result: DiffResult, listed: Sequence[TensorDiff], heat: Heat) -> dict[
 
 
 def _numbers(experts: Experts) -> list[int]:
-    """Return the numbers that experts have in any layer."""
+    """Return the expert numbers of all layers."""
     return sorted({number for amounts in experts.values() for number in amounts})
 
 
 def _expert_data(experts: Experts) -> dict[str, Any]:
-    """Return the map of experts; a cell is an amount, "bad", or None where a layer has no such expert."""
+    """Return the map of experts; a cell is an amount, "bad", or None if the layer lacks the expert."""
     rows, columns = list(experts)[:_MAX_ROWS], _numbers(experts)[:_MAX_EXPERTS]
     cells: list[float | str | None] = []
     for row in rows:
@@ -294,7 +294,7 @@ def _expert_data(experts: Experts) -> dict[str, Any]:
 
 
 def _label(row: str) -> str:
-    """Return the label of a row: the name behind the layer, as the part before it is nearly always the same."""
+    """Return the label of a row: the name after the layer; the part before it hardly ever varies."""
     before, separator, after = row.removesuffix(".weight").partition(".#.")
     return (
         after
@@ -304,11 +304,11 @@ def _label(row: str) -> str:
 
 
 def _cell(tensors: Sequence[TensorDiff], number_of: dict[str, int]) -> list[object] | None:
-    """Return (amount or "bad", what is said, row of the table) of a place; None if nothing is there."""
+    """Return (amount or "bad", text, row of the table) of a cell; None if it is empty."""
     if not tensors:
         return None
     most = max(tensors, key=lambda tensor: tensor.magnitude)
-    amount, text = amount_of(most), _said(most)[0]
+    amount, text = amount_of(most), _amount_text(most)[0]
     if most.relative_error is not None and most.is_difference:
         text = f"relative norm {most.relative_error:.3g}, {text} differ"
     if len(tensors) > 1:

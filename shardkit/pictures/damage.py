@@ -1,4 +1,4 @@
-"""The page of `verify`: what is wrong, and where in files and tensors it lies."""
+"""The page of `verify`: the problems, and their positions in files and tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def damage_page(result: VerifyResult, facts: Sequence[tuple[str, str]]) -> Page:
 
     Args:
         result: with `holdings`.
-        facts: (label, text) of everything else that is to be said.
+        facts: further (label, text) rows.
     """
     holdings = result.holdings
     assert holdings is not None
@@ -40,7 +40,7 @@ def damage_page(result: VerifyResult, facts: Sequence[tuple[str, str]]) -> Page:
         verdict=_verdict(result),
         tone="good" if result.ok else "bad",
         figures=list(_figures(result)),
-        unusual=[*_bring_again(result), *result.warnings],
+        unusual=[*_files_to_copy(result), *result.warnings],
         sections=list(_sections(result, drawn)),
         facts=[("path", escape(result.path)), *facts, *(("note", note) for note in result.notes)],
         left_out=left_out,
@@ -61,7 +61,7 @@ def _verdict(result: VerifyResult) -> str:
     return f"No problem found: {format_size(result.read_bytes)} are what was written."
 
 
-def _bring_again(result: VerifyResult) -> Iterator[str]:
+def _files_to_copy(result: VerifyResult) -> Iterator[str]:
     if result.bring_again:
         names = [
             line.pattern for line in fold_lines([escape(name) for name in result.bring_again], spreads=True)
@@ -160,11 +160,11 @@ def _place(drawn: _Drawn) -> str:
 
 
 Tone = Literal["here", "somewhere", "missing"]
-"""How damage is drawn: these very bytes, somewhere among these, or bytes that are not there."""
+"""How damage is drawn: exactly these bytes, somewhere within these bytes, or missing bytes."""
 
 
 class _Extent(NamedTuple):
-    """The bytes of a file that a problem is about."""
+    """The bytes of a file that a problem concerns."""
 
     start: int
     nbytes: int
@@ -172,12 +172,12 @@ class _Extent(NamedTuple):
 
 
 def _extent(problem: VerifyProblem, size: int, whole: int) -> _Extent:
-    """Return where something is wrong: somewhere in the file, unless more is known.
+    """Return the bytes that a problem concerns: the whole file, unless more is known.
 
     Args:
         problem: about a file.
-        size: of what is there of it.
-        whole: of what should be there, as far as it is known.
+        size: current size of the file.
+        whole: its expected size, as far as it is known.
     """
     if problem.is_missing:
         return _Extent(0, problem.num_bytes or whole, "missing")
@@ -194,7 +194,7 @@ def _extent(problem: VerifyProblem, size: int, whole: int) -> _Extent:
 
 
 class _Drawn:
-    """Problems, sorted into the files and tensors in which they lie."""
+    """Problems by file and by tensor."""
 
     def __init__(self, problems: Sequence[VerifyProblem], holdings: Holdings) -> None:
         self.problems, self._holdings = problems, holdings
@@ -240,7 +240,7 @@ class _Drawn:
             text = f"{about}{_message(problem)[:300]}" + (
                 self._lost(size, strip) if tone == "missing" else ""
             )
-            # Of a file whose size nothing tells, all that can be drawn is the bar.
+            # For a file of unknown size, only the bar can be drawn.
             damage.append([start, nbytes or size, text, number, tone])
         return {
             "label": escape(name),
@@ -251,12 +251,12 @@ class _Drawn:
         }
 
     def _lost(self, size: int, strip: Strip | None) -> str:
-        """Return the size of a file, and how many tensors have bytes in it, as far as that is known."""
+        """Describe a lost file: its size, and how many tensors have bytes in it, as far as known."""
         tensors = "" if strip is None else f", {count(len(set(strip.tensors)), 'tensor')}"
         return f"; {format_size(size) if size else 'its size is not recorded'}{tensors}"
 
     def _place(self, problem: VerifyProblem) -> int | None:
-        """Return the index of the tensor's picture; None if a problem is about no part of a tensor that is known."""
+        """Return the index of the tensor's picture; None if the problem does not concern a known part of a tensor."""
         tensor = None if problem.tensor is None else self._tensors.get(problem.tensor)
         if tensor is None or problem.region is None or not self._holdings.cuts:
             return None
@@ -279,7 +279,7 @@ class _Drawn:
         return index
 
     def data(self) -> dict[str, Any]:
-        """Return the data that the script draws."""
+        """Return the data for the script."""
         first = next((number for number, place in enumerate(self._place_of) if place is not None), 0)
         return {
             "kind": "damage",

@@ -1,4 +1,4 @@
-"""The same pictures for a terminal: shades for how much, bars for totals. Colour means nothing here; there is none."""
+"""The same pictures for a terminal: shades show amounts, bars show totals. No colours are used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardkit.operations.holdings import Holdings
 from shardkit.pictures.changes import heat_of
 
 Amount = float | Literal["bad"] | None
-"""From 0 to 1; "bad" if there is no number for it; None where nothing is."""
+"""From 0 to 1; "bad" if it has no number; None for an empty cell."""
 
 _MAX_ROWS = 32
 _BAR, _MIN_COLUMNS, _MAX_LABEL = 16, 8, 40
@@ -38,11 +38,11 @@ class Row(NamedTuple):
     label: str
     amounts: Sequence[Amount]
     total: int | None = None
-    """Bytes of all of it, for a bar."""
+    """Total bytes, for a bar."""
 
 
 def glyphs_for(encoding: str | None) -> Glyphs:
-    """Return blocks where an encoding has them, else ASCII."""
+    """Return block characters if the encoding has them, else ASCII."""
     try:
         "".join(BLOCKS).encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -51,7 +51,7 @@ def glyphs_for(encoding: str | None) -> Glyphs:
 
 
 def held_lines(holdings: Holdings, width: int, glyphs: Glyphs) -> Iterator[str]:
-    """Yield ranks x units, and a bar for all bytes of each rank; neighbours that hold the same share a line.
+    """Yield the map of ranks x units, with a bar for each rank's bytes; neighbours with equal contents share a line.
 
     Args:
         holdings: what to draw.
@@ -72,7 +72,7 @@ def held_lines(holdings: Holdings, width: int, glyphs: Glyphs) -> Iterator[str]:
 
 
 def _runs(holdings: Holdings) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (first, last, cells, bytes of each) of neighbours that hold the same."""
+    """Yield (first, last, cells, bytes of each) of neighbours with equal contents."""
     first = 0
     for index, holder in enumerate(holdings.holders):
         following = holdings.holders[index + 1] if index + 1 < len(holdings.holders) else None
@@ -89,7 +89,7 @@ def _held_label(holdings: Holdings, first: int, last: int) -> str:
 
 
 def changed_lines(result: DiffResult, width: int, glyphs: Glyphs) -> Iterator[str]:
-    """Yield modules x layers; the stronger, the more a tensor differs.
+    """Yield the map of modules x layers; stronger shades are larger differences.
 
     Args:
         result: of a comparison.
@@ -120,13 +120,13 @@ def _drawn(rows: Sequence[Row], width: int, glyphs: Glyphs) -> Iterator[str]:
     label = min(
         max((len(row.label) for row in rows), default=0), _MAX_LABEL, max(width - rest - _MIN_COLUMNS, 8)
     )
-    if has_bars and width < label + rest + _MIN_COLUMNS:  # a narrow terminal: the numbers say it
+    if has_bars and width < label + rest + _MIN_COLUMNS:  # a narrow terminal: the numbers suffice
         has_bars, rest = False, 2 * len(_INDENT) + 12
     room = max(width - label - rest, _MIN_COLUMNS)
     peak = max((row.total or 0 for row in rows), default=0) or 1
     for row in rows[:_MAX_ROWS]:
         cells = "".join(_shade(amount, glyphs) for amount in _squeezed(row.amounts, room))
-        # Of a label that is too long the end is shown: names differ there.
+        # Long labels are cut at the front: names differ at their ends.
         shown = row.label if len(row.label) <= label else f"...{row.label[3 - label :]}"
         line = f"{_INDENT}{shown.ljust(label)}{_INDENT}{cells}"
         if row.total is not None:
@@ -138,7 +138,7 @@ def _drawn(rows: Sequence[Row], width: int, glyphs: Glyphs) -> Iterator[str]:
 
 
 def _squeezed(amounts: Sequence[Amount], room: int) -> Sequence[Amount]:
-    """Return at most so many amounts: of neighbours that share a character, the largest."""
+    """Return at most `room` amounts: the largest of neighbours that share a character."""
     step = -(-len(amounts) // room)
     if step <= 1:
         return amounts

@@ -1,4 +1,4 @@
-"""The page of `inspect` and of `preshard --dry-run`: who holds what, how tensors are cut, how files are filled."""
+"""The page of `inspect` and `preshard --dry-run`: contents of ranks, cuts of tensors, layout of files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from shardkit.operations.inspect import InspectResult
     from shardkit.operations.preshard import PreshardResult
 
-_UNEVEN = 1.01  # below, nobody would notice
+_UNEVEN = 1.01  # a smaller imbalance does not matter
 _HEAVY_UNIT = 0.25
 _MANY_GAPS = 0.2
-_MAX_DRAWN = 48  # of files and of readers in a flow
+_MAX_DRAWN = 48  # files, and readers, in a flow
 _MAX_LANES = 32
 _MAX_LISTED = 2000
 
@@ -27,13 +27,13 @@ _MAX_LISTED = 2000
 def held_page(
     result: InspectResult | PreshardResult, *, kicker: str, path: str, facts: Sequence[tuple[str, str]]
 ) -> Page:
-    """Return the page of who holds what.
+    """Return the page of a layout.
 
     Args:
         result: with `holdings`.
-        kicker: what kind of thing it is, in a few words.
-        path: where it is, or will be.
-        facts: (label, text) of everything else that is to be said.
+        kicker: the kind of checkpoint, in a few words.
+        path: of the checkpoint, which may not exist yet.
+        facts: further (label, text) rows.
     """
     holdings = result.holdings
     assert holdings is not None
@@ -67,12 +67,12 @@ def _num_tensors(holdings: Holdings) -> int:
 def _figures(holdings: Holdings, imbalance: float | None) -> Iterator[tuple[str, str]]:
     yield format_size(holdings.tensor_bytes), f"in {count(_num_tensors(holdings), 'tensor')}"
     if holdings.has_ranks:
-        # A rank may have a file without any record: the words count it, and nothing of it is drawn.
+        # A rank may have a file without records: it is counted, but not drawn.
         records = "" if all(holder.held_bytes for holder in holdings.holders) else " with records"
         yield f"{holdings.num_holders:,}", f"ranks, {count(len(holdings.files), 'file')}{records}"
     else:
         yield f"{len(holdings.files):,}", "files; no mesh is recorded" if len(holdings.files) > 1 else "file"
-    if len(holdings.holders) > 1 and imbalance is not None:  # as the command says it
+    if len(holdings.holders) > 1 and imbalance is not None:  # as in the command's output
         yield f"{imbalance:.2f} x", "largest file over the mean"
     if holdings.has_ranks:
         read, naive = _read_bytes(holdings), holdings.num_holders * holdings.tensor_bytes
@@ -104,7 +104,7 @@ def _notable(holdings: Holdings) -> Iterator[str]:
         if many:
             yield f"{count(many, 'rank')} of {len(holdings.holders)} read from more than one file."
     totals = [sum(cells) for cells in zip(*_rows(holdings), strict=True)]
-    # Layers that names tell are gathered by nobody.
+    # Layers guessed from names are not gathered.
     if holdings.has_units and len(totals) > 4 and max(totals) > _HEAVY_UNIT * sum(totals):
         unit = holdings.units[totals.index(max(totals))]
         name = _unit_name(holdings, unit)
@@ -118,7 +118,7 @@ def _notable(holdings: Holdings) -> Iterator[str]:
 
 
 def _without_experts(holdings: Holdings) -> Iterator[str]:
-    """Yield what to do where fused experts are fewer than the ranks over which they are cut."""
+    """Yield advice if there are fewer fused experts than ranks over which they are cut."""
     fused = [
         (tensor.num_without, holdings.cuts[tensor.cut].shape[0])
         for tensor in holdings.tensors
@@ -138,7 +138,7 @@ def _rows(holdings: Holdings) -> list[tuple[int, ...]]:
 
 
 def _gap_bytes(holdings: Holdings) -> tuple[int, int]:
-    """Return (bytes that are no tensor's, all bytes) of the files."""
+    """Return (bytes outside of tensors, all bytes) of the files."""
     total = sum(file.file_bytes or 0 for file in holdings.files)
     return max(total - holdings.tensor_bytes, 0), total
 
@@ -157,16 +157,13 @@ def _sections(holdings: Holdings) -> Iterator[Section]:
         yield _flow_section(holdings)
     yield _matrix_section(holdings)
     yield _tensor_section(holdings)
-    if _lanes(holdings):  # partitions that are decoded have no places of their own
+    if _lanes(holdings):  # decoded partitions have no position in a file
         yield _file_section(holdings)
 
 
 def _flow_section(holdings: Holdings) -> Section:
-    ranks, naive, read = (
-        holdings.num_holders,
-        holdings.num_holders * holdings.tensor_bytes,
-        _read_bytes(holdings),
-    )
+    ranks, read = holdings.num_holders, _read_bytes(holdings)
+    naive = ranks * holdings.tensor_bytes
     most = max(holder.held_bytes for holder in holdings.holders)
     shown = f" {min(ranks, _MAX_DRAWN)} of {ranks:,} ranks are drawn." if ranks > _MAX_DRAWN else ""
     body = (
@@ -260,7 +257,7 @@ def _file_section(holdings: Holdings) -> Section:
 
 
 def _lanes(holdings: Holdings) -> list[dict[str, Any]]:
-    """Return one lane for all files that are filled alike, the first few."""
+    """Return the first few lanes, one for all files with the same layout."""
     lanes: dict[tuple[int, int | None], list[int]] = {}
     for number, file in enumerate(holdings.files):
         if file.strip is not None:
@@ -288,7 +285,7 @@ def _column_title(holdings: Holdings) -> str:
 
 
 def _readers(holdings: Holdings) -> list[list[int]]:
-    """Return the ranks that read most from each file, the first few and one more."""
+    """Return for each file the ranks that read most of their bytes from it."""
     readers: list[list[int]] = [[] for _ in holdings.files]
     for rank, holder in enumerate(holdings.holders):
         if holder.reads:
@@ -297,22 +294,20 @@ def _readers(holdings: Holdings) -> list[list[int]]:
 
 
 def _spread(number: int) -> list[int]:
-    """Return so many of some things as can be drawn, evenly spread."""
+    """Return the indexes to draw of `number` items, evenly spread."""
     if number <= _MAX_DRAWN:
         return list(range(number))
     return [index * (number - 1) // (_MAX_DRAWN - 1) for index in range(_MAX_DRAWN)]
 
 
 def _flow(holdings: Holdings) -> dict[str, Any]:
-    ranks = _spread(len(holdings.holders))
-    files = list(dict.fromkeys(file for rank in ranks for file, _ in holdings.holders[rank].reads))[
-        :_MAX_DRAWN
-    ]
+    holders, ranks = holdings.holders, _spread(len(holdings.holders))
+    files = list(dict.fromkeys(file for rank in ranks for file, _ in holders[rank].reads))[:_MAX_DRAWN]
     index_of = {file: place for place, file in enumerate(files)}
     shard_links = [
         [index_of[file], place, nbytes]
         for place, rank in enumerate(ranks)
-        for file, nbytes in holdings.holders[rank].reads
+        for file, nbytes in holders[rank].reads
         if file in index_of
     ]
     right = [f"rank {rank}" for rank in ranks]
@@ -344,7 +339,7 @@ def _data(holdings: Holdings) -> dict[str, Any]:
         "kind": "held",
         "has_ranks": holdings.has_ranks,
         "units": [_unit_name(holdings, unit) for unit in holdings.units],
-        # The number of each layer, and short names of what is none.
+        # The number of each layer; short names for all else.
         "ticks": [unit.path.rpartition(".")[2] if unit.path else "rest" for unit in holdings.units],
         "column_title": _column_title(holdings),
         "holders": [
@@ -367,5 +362,5 @@ def _data(holdings: Holdings) -> dict[str, Any]:
 
 
 def strip_data(strip: Strip) -> dict[str, Any]:
-    """Return the records of a file as the script takes them."""
+    """Return the records of a file in the form that the script expects."""
     return {"starts": strip.starts, "nbytes": strip.nbytes, "tensors": strip.tensors, "counts": strip.counts}

@@ -1,7 +1,7 @@
-"""A page in one file: no network, no library, and nothing that a name in a checkpoint could make it do.
+"""A page in one file, without network requests or libraries, and safe against hostile names in a checkpoint.
 
-Text gets into the page in two ways: through `html.escape`, or as JSON in which no `<`, `>` and `&` are left. The content
-security policy allows the one script and the one style whose hashes it names, and no request at all.
+Text is inserted in two ways only: through `html.escape`, or as JSON with `<`, `>` and `&` escaped. The content security
+policy allows only the script and the style with the given hashes, and no requests.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ Tone = Literal["good", "bad", "plain"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A picture with what it shows. Text is plain; `body` is HTML."""
+    """A picture with its description. Text is plain; `body` is HTML."""
 
     title: str
     lead: str
-    """What one sees, and what the colours mean."""
+    """What the picture shows, and the meaning of colours."""
     body: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What a page says."""
+    """The contents of a page."""
 
     kicker: str
-    """What kind of thing it is about."""
+    """The kind of subject, in a few words."""
     title: str
     """Its name."""
     verdict: str
     """The answer in one sentence."""
     tone: Tone = "plain"
     figures: Sequence[tuple[str, str]] = ()
-    """(number, what it counts) of the few that matter."""
+    """The key figures: (number, what it counts)."""
     unusual: Sequence[str] = ()
-    """What needs a person."""
+    """Remarks that need attention."""
     notable: Sequence[str] = ()
-    """What is good to see first, and needs nothing."""
+    """Remarks that need no action."""
     usual: str = ""
-    """What is said where nothing is unusual."""
+    """Text to show if nothing is unusual."""
     sections: Sequence[Section] = ()
     facts: Sequence[tuple[str, str]] = ()
-    """(label, text) of everything else."""
+    """Further (label, text) rows."""
     left_out: Sequence[str] = ()
-    """What the page does not show."""
+    """Remarks on what the page leaves out."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """What the script draws."""
+    """Data for the script."""
 
 
 @cache
@@ -77,7 +77,7 @@ def _hash(text: str) -> str:
 
 
 def plain_json(data: Mapping[str, Any]) -> str:
-    """Return JSON that ends no script element, whatever is in it."""
+    """Return JSON that is safe inside a script element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -140,7 +140,7 @@ def _text(page: Page) -> str:
 
 
 def short_names(*paths: str) -> list[str]:
-    """Return names for a title, escaped: of absolute paths only the ends that tell them apart."""
+    """Return escaped names for a title: of absolute paths, only the distinguishing ends."""
     parts = [path.rstrip("/").split("/") for path in paths]
     most = max(map(len, parts))
     ends = (["/".join(split[-length:]) for split in parts] for length in range(1, most + 1))
@@ -149,11 +149,11 @@ def short_names(*paths: str) -> list[str]:
 
 
 def picture(name: str, label: str) -> str:
-    """Return the place of a picture that the script draws, with the line that tells what is under the pointer.
+    """Return the HTML of a canvas for the script, with a line for details of the element under the pointer.
 
     Args:
-        name: which one, for the script.
-        label: what somebody hears who cannot see it.
+        name: the picture's name in the script.
+        label: description for screen readers.
     """
     return (
         f'<div class="picture" data-picture="{html(name)}"><noscript><p>The picture needs JavaScript; the tables do not.'
@@ -163,7 +163,7 @@ def picture(name: str, label: str) -> str:
 
 
 def legend(*items: tuple[str, str]) -> str:
-    """Return the legend: (class in page.css, text) of each colour. The tables are for people who cannot see colours."""
+    """Return a legend from (class in page.css, text) pairs. Readers who cannot see colours use the tables."""
     entries = "".join(f'<li><i class="{html(kind)}"></i>{html(text)}</li>' for kind, text in items)
     return f'<ul class="legend" aria-hidden="true">{entries}</ul>'
 
@@ -181,11 +181,11 @@ def table(
 
     Args:
         name: its id.
-        caption: what it lists.
-        columns: their heads.
-        rows: cells; (text, number) sorts by the number, and stands on the right.
-        searchable: what the search field is called; "" for none.
-        row_class: of every row; "" for none.
+        caption: of the table.
+        columns: headings.
+        rows: cells; (text, number) is sorted by the number, and right-aligned.
+        searchable: label of the search field; "" for none.
+        row_class: CSS class of all rows; "" for none.
     """
     rows = list(rows)
     numbers = {index for row in rows[:1] for index, cell in enumerate(row) if isinstance(cell, tuple)}
@@ -214,19 +214,19 @@ def _cell(cell: str | tuple[str, float]) -> str:
 
 
 def details(summary: str, body: str) -> str:
-    """Return HTML that shows once a person asks for it."""
+    """Return HTML that is hidden until the user opens it."""
     return f"<details><summary>{html(summary)}</summary>{body}</details>"
 
 
 def check_page(path: str, *, outside: Sequence[str] = ()) -> str:
-    """Return the absolute path of a page that may be written. An older page may be replaced, and nothing else.
+    """Return the absolute path for a page. It may replace an older page, but no other file.
 
     Args:
-        path: as the user gave it.
-        outside: what the page is about; it must not lie in there.
+        path: as the user typed it.
+        outside: directories that the page must not be in, such as the checkpoint itself.
 
     Raises:
-        UsageError: something else is there, or it lies in what it is about.
+        UsageError: the path exists and is not a page, or is in one of these directories.
         ResourceError: its directory is missing or cannot be written.
     """
     directories = [directory for directory in outside if storage.isdir(directory)]
@@ -239,13 +239,13 @@ def _is_page(path: str) -> bool:
 
 
 def write_page(path: str, page: Page) -> None:
-    """Write a page, whole or not at all.
+    """Write a page atomically.
 
     Args:
         path: from `check_page`.
-        page: what it says.
+        page: its contents.
 
     Raises:
-        ResourceError: the system refuses.
+        ResourceError: the page cannot be written.
     """
     write_sidecar(path, render(page).encode("ascii"), overwrite=True, is_ours=_is_page)
