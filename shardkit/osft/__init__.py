@@ -1,4 +1,4 @@
-"""Orthogonal subspace fine-tuning: which weights become factors, how they are computed, stored, folded, and used by a layer.
+"""Orthogonal subspace fine-tuning: choosing, computing, storing and folding factors of weights, and the layer for them.
 
 Internal: import from `shardkit`.
 """

@@ -1,7 +1,7 @@
-"""Factors of a checkpoint: dense weights in their place, folded block by block in bounded memory, or the factors kept.
+"""Folding the factors of a checkpoint into dense weights, block by block in bounded memory; or keeping the factors.
 
-Rows of a weight need the same rows of U and all of V. So a block of rows holds its rows of U and its sums, in float64,
-and V passes by, a few directions at a time. The result is rounded once, to float32.
+Rows of a weight need the same rows of U, and all of V. For a block of rows, its rows of U and its sums are in memory in
+float64, while V is read a few directions at a time. The result is rounded once, to float32.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-_MIN_NBYTES = 8 * MIB  # a block takes as much at least: a few directions of V must fit
-_MAX_DIRECTIONS = 128  # of V at a time; with more the product is no faster
+_MIN_NBYTES = 8 * MIB  # lower bound for a block: a few directions of V must fit
+_MAX_DIRECTIONS = 128  # of V at a time; more do not make the product faster
 _UNLOADABLE = (
     "weights are written as factors of OSFT, which from_pretrained does not know; consolidate without --keep-factors "
     "folds them"
@@ -38,10 +38,10 @@ _UNLOADABLE = (
 
 
 def floating_targets(tensors: Mapping[str, Held]) -> dict[str, Target]:
-    """Return the targets whose factors are among tensors, by path, as `stored_targets` does.
+    """Return the targets whose factors are among tensors, by path, like `stored_targets`.
 
     Raises:
-        LayoutError: factors are missing, do not fit each other, or are no ordinary floating numbers; lists all.
+        LayoutError: factors are missing, do not match, or are not ordinary floating numbers; lists all.
     """
     targets = stored_targets({name: tensor.shape for name, tensor in tensors.items()})
     dtypes = {name: tensors[name].dtype for target in targets.values() for name in target.shapes}
@@ -54,10 +54,10 @@ def floating_targets(tensors: Mapping[str, Held]) -> dict[str, Target]:
 
 
 def take_folded(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint of dense weights, in float32; one without factors as it is.
+    """Return a checkpoint with factors folded to dense weights in float32; one without factors unchanged.
 
     Raises:
-        LayoutError: factors are missing, do not fit each other, or are no floating numbers; lists all.
+        LayoutError: factors are missing, do not match, or are not floating numbers; lists all.
     """
     targets = floating_targets(checkpoint.catalog.tensors)
     if not targets:
@@ -68,10 +68,10 @@ def take_folded(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def folded_base(base: Base) -> Base:
-    """Return a base as it would be with dense weights, in the dtype of most bytes of its other tensors.
+    """Return a base with its factors folded, in the dtype that accounts for most bytes of its other tensors.
 
     Raises:
-        LayoutError: its factors are not complete, or are no floating numbers.
+        LayoutError: its factors are incomplete, or are not floating numbers.
     """
     tensors = base.tensors or {}
     targets = floating_targets(tensors)
@@ -88,7 +88,7 @@ def _folds(targets: Mapping[str, Target]) -> dict[str, Fold]:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """The values of a weight in float32; a `Codec`."""
+    """Folds the factors of a weight, in float32; a `Codec`."""
 
     target: Target
     dtype: ClassVar[DType] = FACTOR_DTYPE
@@ -107,7 +107,7 @@ class Fold:
     def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
         """Return the values of a box, as unsigned integers of their size.
 
-        They are folded a block of rows at a time: two blocks' bytes hold what a block takes.
+        Rows are folded in blocks; the memory of a block is that of two blocks of results.
         """
         import numpy
 
@@ -120,7 +120,7 @@ class Fold:
         return values.view("u4")
 
     def _rows(self, parts: StoredParts, region: Region, directions: int) -> torch.Tensor:
-        """Return a box of few rows in float64."""
+        """Return the values of a few rows, in float64."""
         import torch
 
         whole = torch.zeros(region.sizes, dtype=torch.float64)
@@ -140,15 +140,15 @@ class Fold:
 
 
 def steps(target: Target, columns: int, max_nbytes: int) -> tuple[int, int]:
-    """Return how many directions and how many rows are taken at a time.
+    """Return the number of directions and the number of rows to process at a time.
 
-    The directions depend on the weight alone: stretches of V that are read again are the same each time, so that
-    their checksums can be compared.
+    The number of directions depends on the weight only, so that repeated reads of V cover the same stretches and their
+    checksums can be compared.
 
     Args:
         target: its weight is folded.
         columns: of the box.
-        max_nbytes: for the sums, rows of U and directions of V.
+        max_nbytes: limit for sums, rows of U and directions of V together.
     """
     directions = min(_MAX_DIRECTIONS, max(_MIN_NBYTES // (2 * 16 * columns), 1))
     row = 8 * columns + 8 * target.num_directions + 8 * directions
@@ -156,30 +156,30 @@ def steps(target: Target, columns: int, max_nbytes: int) -> tuple[int, int]:
 
 
 class Written(NamedTuple):
-    """What is written of a model, be its weights factors or not."""
+    """The tensors of a model to write, with or without factors."""
 
     tensors: tuple[OutputTensor, ...]
     """In the order of the output."""
     catalog: Catalog
     notes: tuple[str, ...] = ()
     unloadable: tuple[str, ...] = ()
-    """Why `from_pretrained` would not load it."""
+    """The reason why `from_pretrained` cannot load it."""
 
 
 def take_factors(
     tensors: Sequence[OutputTensor], catalog: Catalog, folded: Folded | None, *, keep: bool
 ) -> Written:
-    """Return the tensors to write: dense weights, or the factors in the place of each folded one.
+    """Return the tensors to write: dense weights, or factors in place of the folded ones.
 
     Args:
         tensors: with dense weights, in the order of the output.
-        catalog: of them.
-        folded: what is stored as factors.
+        catalog: of these tensors.
+        folded: the targets that are stored as factors.
         keep: write the factors.
 
     Raises:
         UsageError: there are no factors to keep.
-        LayoutError: the Hub has some of the weights in another form, or under a name of another kind; lists all.
+        LayoutError: the Hub's form or kind of name differs for some of the weights; lists all.
     """
     folds = made_among(catalog, (tensor.source for tensor in tensors), Fold)
     among = [tensor for tensor in tensors if tensor.source in folds]

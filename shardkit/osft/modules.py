@@ -18,7 +18,7 @@ from shardkit.osft.plan import Candidate
 
 
 class OsftParams(nn.Module):
-    """What is trained of a layer's factors."""
+    """The trained factors of a layer."""
 
     U_low: nn.Parameter
     S_low: nn.Parameter
@@ -29,9 +29,9 @@ class OsftLinear(nn.Module):
     """y = x W' + b with W = U_high S_high V_high + U_low S_low V_low; the first three are frozen.
 
     Args:
-        target: shapes.
-        bias: of the layer that it replaces, kept as it is; None if there is none.
-        device: of the factors, which are in float32.
+        target: gives the shapes.
+        bias: of the replaced layer, kept unchanged; None for a layer without bias.
+        device: for the factors, which are in float32.
     """
 
     osft_U_high: nn.Parameter
@@ -66,7 +66,7 @@ class OsftLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def __getattr__(self, name: str) -> Any:
-        """Return a parameter or a part, as every module does; who reads the weight itself is told why there is none."""
+        """Return a parameter or submodule; reading `weight` raises an error that explains why it does not exist."""
         if name == "weight":
             raise AttributeError(
                 f"{escape(self.path)} has OSFT factors and no weight, which the model's own code reads; leave it dense: "
@@ -75,7 +75,7 @@ class OsftLinear(nn.Module):
         return super().__getattr__(name)
 
     def extra_repr(self) -> str:
-        """Return the sizes, as `nn.Linear` does."""
+        """Return the sizes, like `nn.Linear`."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}, "
             f"bias={self.bias is not None}"
@@ -83,7 +83,7 @@ class OsftLinear(nn.Module):
 
 
 def candidates(model: nn.Module) -> dict[str, Candidate]:
-    """Return every parameter of a model by FQN, and what speaks against its being a target."""
+    """Return each parameter of a model by FQN, with the reason why it cannot be a target, if any."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(clean_name(name))
@@ -102,7 +102,7 @@ def candidates(model: nn.Module) -> dict[str, Candidate]:
 
 
 def factor_modules(model: nn.Module, targets: Iterable[Target]) -> dict[str, OsftLinear]:
-    """Put an `OsftLinear` in the place of each target's module; the factors are on meta, in float32.
+    """Replace each target's module by an `OsftLinear` with factors on meta, in float32.
 
     Args:
         model: not wrapped yet.
@@ -112,7 +112,7 @@ def factor_modules(model: nn.Module, targets: Iterable[Target]) -> dict[str, Osf
         The new modules by path.
 
     Raises:
-        LayoutError: a target's module is not there, or is no Linear of that size.
+        LayoutError: a target's module does not exist, or is not a Linear of that size.
     """
     layers: dict[str, OsftLinear] = {}
     problems = []
@@ -138,9 +138,9 @@ def factor_modules(model: nn.Module, targets: Iterable[Target]) -> dict[str, Osf
 
 
 def osft_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the factored layers of a model by clean path, in its order, whoever made them and whatever wraps them.
+    """Return the factored layers of a model by clean path, in its order, whatever library created or wrapped them.
 
-    Their parameters' names tell: a layer of mini_trainer is an `nn.Linear` with factors in the place of `weight`.
+    Parameter names identify them: a layer of mini_trainer is an `nn.Linear` with factors in place of `weight`.
     """
     names = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     paths = {
@@ -164,12 +164,12 @@ PlacementFn = Callable[[nn.Parameter], Shard | None]
 
 
 def placement_fn(model: nn.Module, num_shards: int, user_fn: PlacementFn | None = None) -> PlacementFn | None:
-    """Return `shard_placement_fn` of `fully_shard`: what somebody wants, else which dim of a factor, else None for dim 0.
+    """Return a `shard_placement_fn` for `fully_shard` that shards V along dim 1; `user_fn` if no factor needs it.
 
     Args:
-        model: its parameters are told apart by identity.
+        model: its parameters are compared by identity.
         num_shards: size of the shard axis.
-        user_fn: None, or what it returns, leaves a parameter to this.
+        user_fn: the caller's function, which has precedence where it does not return None.
     """
     cut = {
         id(parameter)

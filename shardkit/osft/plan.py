@@ -1,4 +1,4 @@
-"""Which weights of a model become factors (`core.factored`), and of which rank. Pure: names and shapes."""
+"""Choice of the weights that become factors (`core.factored`), and of their ranks. Pure: names and shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AUTO = "auto"
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _OF_GPT2 = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-# By how config.json's model_type begins; the first that fits counts. Source: mini_trainer 0.9.0, MODEL_CONFIGS.
+# By prefix of config.json's model_type; the first match counts. Source: mini_trainer 0.9.0, MODEL_CONFIGS.
 _BY_MODEL_TYPE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "gptj": ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj", "mlp.fc_in", "mlp.fc_out"),
@@ -43,12 +43,12 @@ _BY_MODEL_TYPE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "phi4": ("self_attn.o_proj", "self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj"),
     }
 )
-_USUAL = (*_ATTENTION, *_GATED)  # llama, mistral, qwen, gemma, granite, and what is not listed
+_USUAL = (*_ATTENTION, *_GATED)  # llama, mistral, qwen, gemma, granite, and unlisted types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OsftPlan:
-    """How a model is divided into what is frozen and what is trained."""
+    """How the weights of a model are divided into frozen and trained directions."""
 
     ratio: float
     """Share of each target's singular directions that is trained, above 0 and below 1."""
@@ -80,16 +80,16 @@ class OsftPlan:
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """`targets`, one by one."""
+        """`targets` as a tuple."""
         patterns = self.targets.split(",") if isinstance(self.targets, str) else self.targets
         return tuple(glob.strip() for glob in patterns if glob.strip())
 
 
 def as_plan(osft: float | OsftPlan | None) -> OsftPlan | None:
-    """Return the plan that a caller gave, for which a ratio may stand; None for None.
+    """Return the plan for an `osft=` option: a plan, a ratio, or None.
 
     Raises:
-        UsageError: it is no plan, or the ratio is not between 0 and 1.
+        UsageError: neither a plan nor a ratio, or the ratio is not between 0 and 1.
     """
     if osft is None or isinstance(osft, OsftPlan):
         return osft
@@ -119,9 +119,9 @@ class Candidate(NamedTuple):
 
     shape: Shape
     module_class: str
-    """Name of its module's class."""
+    """Name of the module's class."""
     why_not: str = ""
-    """Why it can be no target, e.g. "is tied to model.embed_tokens.weight"; empty if nothing is known against it."""
+    """Why it cannot be a target, e.g. "is tied to model.embed_tokens.weight"; empty if it can."""
 
 
 def choose_targets(
@@ -130,13 +130,13 @@ def choose_targets(
     """Return the targets of a plan, in the order of the weights, and notes.
 
     Args:
-        plan: what is wanted.
+        plan: the caller's plan.
         weights: all parameters of a model by FQN. Only `weight` of a linear layer can be a target.
-        model_type: from config.json, which tells the targets of "auto".
+        model_type: from config.json; determines the targets of "auto".
 
     Raises:
-        LayoutError: nothing matches; or matrices that match cannot be divided (each is named).
-        UsageError: some glob of `ranks` or `targets` matches nothing.
+        LayoutError: nothing matches, or matching weights cannot be divided; lists all.
+        UsageError: a glob of `ranks` or `targets` matches nothing.
     """
     chosen, dense_names = _matching(plan, weights, model_type)
     problems, targets = list[str](), list[Target]()
@@ -161,7 +161,7 @@ def choose_targets(
 def _matching(
     plan: OsftPlan, weights: Mapping[str, Candidate], model_type: str | None
 ) -> tuple[list[str], list[str]]:
-    """Return the weights that a plan's globs name, and those that it leaves dense although they are named."""
+    """Return the weights that a plan selects, and those that it explicitly leaves dense."""
     named_weights, negated_weights = dict[str, None](), dict[str, None]()
     unused = []
     for glob in plan.globs:
@@ -202,7 +202,7 @@ def _named(glob: str, weights: Collection[str], model_type: str | None) -> list[
 
 
 def auto_targets(model_type: str | None) -> tuple[str, ...]:
-    """Return how the paths of the modules end that are the targets of an architecture.
+    """Return the suffixes of module paths that are targets in an architecture.
 
     Source: mini_trainer 0.9.0, osft_utils.py, MODEL_CONFIGS.
     """
@@ -211,7 +211,7 @@ def auto_targets(model_type: str | None) -> tuple[str, ...]:
 
 
 def _unfit(name: str, weight: Candidate) -> str:
-    """Return why a weight can be no target; "" if it can."""
+    """Return why a weight cannot be a target; "" if it can."""
     if weight.why_not:
         return weight.why_not
     if len(weight.shape) != 2:
@@ -239,7 +239,7 @@ def _target(plan: OsftPlan, name: str, shape: Shape) -> Target:
 
 
 def _bad_division(target: Target) -> str:
-    """Return why a target's rank is none, or ""."""
+    """Return why a target's rank is invalid, or ""."""
     if not target.rank:
         return f"[{target.rows}, {target.columns}] has {target.num_directions} directions, and none would be kept"
     if target.rank >= target.num_directions:

@@ -1,9 +1,9 @@
-"""The singular value decomposition of a weight, measured; and the weight that its factors are.
+"""The singular value decomposition of a weight, with a measurement of its accuracy.
 
-All of a matrix' directions are needed, and half or more of them are frozen, so no approximation will do. The tall
-orientation's Gram matrix in float64 and its eigenvectors cost a fifth of a decomposition in float64 and are as exact,
-unless the matrix is nearly singular: then, and where the measurement says so, it is that decomposition. One thread
-computes a target, so that a result does not depend on how many there are.
+All directions of a matrix are needed, and at least half of them are frozen, so approximations are not an option. The
+eigenvectors of the Gram matrix (of the tall orientation, in float64) cost a fifth of a full decomposition in float64, and
+are as exact unless the matrix is nearly singular. In that case, or if the measurement fails, the full decomposition is
+used. Each target is computed in one thread, so that results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from shardkit.transfer.convert import one_thread_each
 if TYPE_CHECKING:
     import torch
 
-_BLOCK = 1 << 20  # numbers that are taken in float64 at a time
+_BLOCK = 1 << 20  # numbers in float64 at a time
 _NUM_VECTORS = 16
-_LEAST_RATIO = 1e-4  # of the smallest singular value to the largest, for the Gram matrix: its square is 1e-8
+_LEAST_RATIO = 1e-4  # smallest to largest singular value, for the Gram matrix: its square is 1e-8
 MAX_ERROR = 1e-6
-"""What is promised of factors: see `Factors.error` and `Factors.orthogonality`."""
+"""Limit for `Factors.error` and `Factors.orthogonality`."""
 PROMISED: dict[Svd, float] = {"exact": MAX_ERROR, "fp32": 1e-4}
-"""The same for each `svd`: rounding in float32 adds up with the size of the matrix."""
+"""The limit for each `svd`: rounding errors in float32 grow with the size of the matrix."""
 
 
 def num_operations(target: Target) -> int:
-    """Return about how many floating point operations a decomposition takes: measured for the Gram matrix' eigenvalues."""
+    """Estimate the floating point operations of a decomposition, from measurements for the Gram matrix."""
     small, large = target.num_directions, max(target.rows, target.columns)
     return 4 * large * small**2 + 9 * small**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """Factors of a weight, and how good they are."""
+    """Factors of a weight, and their accuracy."""
 
     tensors: dict[str, torch.Tensor]
-    """In float32, by the names of `core.factored.FACTORS`."""
+    """Float32 tensors by the names of `core.factored.FACTORS`."""
     algorithm: str
     """"gram", "svd" or "svd fp32"."""
     error: float
     """Frobenius norm of what folding misses, to the weight's; the norm itself if the weight is zero. An estimate by 16
     random vectors."""
     orthogonality: float
-    """Largest absolute value that U'U - I and VV' - I, over frozen and trained directions together, make of 16 vectors of
-    ones and minus ones: nearly always above their largest entry."""
+    """Largest absolute entry of (U'U - I) x and (VV' - I) x, over all directions, for 16 vectors x of ones and minus
+    ones; nearly always above the largest entry of the matrices."""
 
 
 def factorise(weight: torch.Tensor, target: Target, svd: Svd = "exact") -> Factors:
@@ -62,7 +62,7 @@ def factorise(weight: torch.Tensor, target: Target, svd: Svd = "exact") -> Facto
         svd: "exact" in float64; "fp32" in float32.
 
     Raises:
-        SourceError: the weight is not finite, or LAPACK does not get to an end with it.
+        SourceError: the weight is not finite, or LAPACK does not converge.
     """
     import torch
 
@@ -83,7 +83,7 @@ def factorise(weight: torch.Tensor, target: Target, svd: Svd = "exact") -> Facto
 
 
 def check_factors(factors: Factors, target: Target, svd: Svd = "exact") -> Factors:
-    """Return factors that keep what is promised of them.
+    """Return the factors if they are accurate enough.
 
     Raises:
         IntegrityError: they do not fold back to their weight, or are not orthogonal.
@@ -99,11 +99,11 @@ def check_factors(factors: Factors, target: Target, svd: Svd = "exact") -> Facto
 
 
 Triplets = list["torch.Tensor"]
-"""U (N, R), S (R) descending, rows of V' (R, M). Whoever takes one out frees its memory."""
+"""U (N, R), S (R) descending, rows of V' (R, M). A list, so that popping an item can free its memory."""
 
 
 def _by_gram(weight: torch.Tensor) -> Triplets | None:
-    """Decompose by the eigenvectors of the Gram matrix; None if the matrix is too near to a singular one."""
+    """Decompose by the eigenvectors of the Gram matrix; None if the matrix is nearly singular."""
     import torch
 
     is_wide = weight.shape[0] < weight.shape[1]
@@ -119,7 +119,7 @@ def _by_gram(weight: torch.Tensor) -> Triplets | None:
     del vectors
     left_vectors = (tall @ right_vectors).div_(sizes)
     del tall
-    # The length of what the weight makes of a direction is more exact than the eigenvalue's root.
+    # The norm of the weight times a direction is more exact than the root of the eigenvalue.
     lengths = torch.linalg.vector_norm(left_vectors, dim=0)
     sizes, left_vectors = sizes * lengths, left_vectors.div_(lengths)
     order = sizes.argsort(descending=True, stable=True)
@@ -130,7 +130,7 @@ def _by_gram(weight: torch.Tensor) -> Triplets | None:
 
 @contextlib.contextmanager
 def _named(target: Target) -> Iterator[None]:
-    """Say of which weight LAPACK tells that it has found nothing."""
+    """Name the weight in errors of LAPACK."""
     import torch
 
     try:
@@ -149,9 +149,9 @@ def _by_svd(weight: torch.Tensor) -> Triplets:
 
 
 def _rounded(triplets: Triplets, target: Target) -> dict[str, torch.Tensor]:
-    """Return triplets in float32, frozen and trained ones apart, with signs that do not depend on the algorithm.
+    """Split triplets into frozen and trained ones, in float32, with signs that do not depend on the algorithm.
 
-    The triplets are used up: two in float64 and their copies would be the peak of all.
+    The list is emptied: keeping the float64 triplets next to their copies would set the peak of memory.
     """
     right_vectors, sizes, left_vectors = triplets.pop(), triplets.pop(), triplets.pop()
     rows = _largest_rows(left_vectors)
@@ -166,7 +166,7 @@ def _rounded(triplets: Triplets, target: Target) -> dict[str, torch.Tensor]:
 
 
 def _largest_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the row of the largest entry of each column, some columns at a time."""
+    """Return the row of the largest absolute entry of each column, a few columns at a time."""
     import torch
 
     step = max(_BLOCK // matrix.shape[0], 1)
@@ -178,16 +178,16 @@ def _halves(whole: torch.Tensor, k: int, *, dim: int) -> tuple[torch.Tensor, tor
     import torch
 
     parts = whole.narrow(dim, 0, k), whole.narrow(dim, k, whole.shape[dim] - k)
-    # `contiguous` would keep the strides of a part with one element.
+    # `contiguous` does not change the strides of a part with one element.
     high, low = (part.clone(memory_format=torch.contiguous_format) for part in parts)
     return high, low
 
 
 def _measured(weight: torch.Tensor, tensors: dict[str, torch.Tensor], algorithm: str) -> Factors:
-    """Measure factors by what they make of random vectors of ones and minus ones.
+    """Measure factors by applying them to random vectors x of ones and minus ones.
 
-    All products would cost two thirds of the decomposition. The mean of the squares of E x is that of E's norm; and
-    where an entry of U'U - I is larger than what is allowed, one of 16 results is with probability 1 - 2^-16.
+    Complete products would cost two thirds of the decomposition. The expected square of the norm of E x is that of E's
+    norm; and if an entry of U'U - I exceeds the limit, one of 16 results does so with probability 1 - 2^-16.
     """
     import torch
 
@@ -211,7 +211,7 @@ def _measured(weight: torch.Tensor, tensors: dict[str, torch.Tensor], algorithm:
 
 
 def random_vectors(size: int) -> torch.Tensor:
-    """Return random vectors of ones and minus ones as columns (size, 16), always the same."""
+    """Return 16 fixed pseudo-random vectors of ones and minus ones, as columns (size, 16)."""
     import torch
 
     random = torch.Generator().manual_seed(size)
@@ -219,7 +219,7 @@ def random_vectors(size: int) -> torch.Tensor:
 
 
 def _distance(high: torch.Tensor, low: torch.Tensor) -> float:
-    """Return how far rows are from an orthonormal set: the largest entry that their products, less I, make of vectors."""
+    """Return the deviation of rows A from orthonormality: the largest entry of (AA' - I) x over random vectors x."""
     vectors = random_vectors(len(high) + len(low))
     sums = high.T @ vectors[: len(high)] + low.T @ vectors[len(high) :]
     return max(

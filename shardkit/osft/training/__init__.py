@@ -1,4 +1,4 @@
-"""OSFT in a training job: models with factors, factors computed by all ranks, and steps that stay out of what is frozen.
+"""OSFT in a training job: models with factors, factors computed by all ranks, steps outside the frozen subspace.
 
 Internal: import from `shardkit`.
 """

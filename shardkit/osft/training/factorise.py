@@ -1,8 +1,9 @@
-"""Factors of dense weights, computed by all ranks: each weight once in the world, its slices sent where they belong.
+"""Factors of dense weights, computed by all ranks: each weight by one rank, which sends slices to all others.
 
-The targets go by cost, largest first, in rounds of one for each rank. In a round a rank has its weight, read by itself
-or sent by its source rank, decomposes it in one thread, and sends every rank the slices that this holds. Costs within
-a round are alike, so that nobody waits for long. No rank has two weights, or the factors of two.
+Targets are sorted by cost, largest first, and processed in rounds of one target for each rank. In a round a rank gets
+its weight (read by itself or sent by its source rank), decomposes it in one thread, and sends to every rank the slices
+that it holds. Costs within a round are similar, so ranks do not wait for long. A rank never has two weights, or the
+factors of two, in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shardkit.training.ranks.agree import agreed, broadcast_json, device_for, ga
 from shardkit.training.ranks.local import LocalShard, flat_bytes
 
 _PHASE = "computing factors"
-_NUM_PEERS = 32  # whom a rank sends to at once
+_NUM_PEERS = 32  # ranks that a rank sends to concurrently
 
 Round = tuple[Target | None, ...]
 """The target of each rank."""
@@ -37,9 +38,9 @@ HeldFactors = Mapping[str, LocalShard]
 
 
 def deal(targets: Sequence[Target], num_ranks: int) -> list[Round]:
-    """Return which rank decomposes what, round by round: the most costly first.
+    """Assign targets to ranks, round by round, most expensive first.
 
-    All of it takes at most the largest target's time more than an equal share of the operations.
+    The total time exceeds an equal share of the operations by at most the time of the largest target.
     """
     order = sorted(targets, key=lambda target: -num_operations(target))  # stable: the model's order
     rounds = (order[first : first + num_ranks] for first in range(0, len(order), num_ranks))
@@ -54,15 +55,15 @@ def fill_factors(
     sources: Sequence[int] | None,
     check_source: bool,
 ) -> Filled:
-    """Fill the factors of targets, computed of a supply's dense weights; every rank calls it.
+    """Compute the factors of targets from dense weights, and fill the shards; every rank calls it.
 
     Args:
-        targets: all of them.
-        svd: how they are computed.
+        targets: all targets.
+        svd: the precision.
         shards: of this rank, materialised.
         supply: a rank that cannot open the source has no weights.
         sources: the source rank of every rank; None if each reads for itself.
-        check_source: compare what is read with the checksums in the source.
+        check_source: compare data with the checksums in the source.
 
     Returns:
         What this rank filled, by FQN.
@@ -76,7 +77,7 @@ def fill_factors(
     rounds = deal(targets, num_ranks)
     sources = range(num_ranks) if sources is None else sources
     with agreed(_PHASE):
-        factor_shards = _held(shards, targets)
+        factor_shards = _factor_shards(shards, targets)
     exchange = _Exchange(factor_shards, targets)
     measured, read = list[tuple[str, float, float]](), Filled()
     with contextlib.ExitStack() as stack:
@@ -109,11 +110,11 @@ def fill_factors(
     return filled
 
 
-def _held(shards: Sequence[LocalShard], targets: Sequence[Target]) -> HeldFactors:
+def _factor_shards(shards: Sequence[LocalShard], targets: Sequence[Target]) -> HeldFactors:
     """Return this rank's part of each factor.
 
     Raises:
-        LayoutError: it lacks some, as a stage of a pipeline would.
+        LayoutError: a factor is missing, as on a stage of a pipeline.
     """
     by_name = {name: shard for shard in shards for name in shard.names}
     lacking = [target.path for target in targets if not by_name.keys() >= target.shapes.keys()]
@@ -141,7 +142,7 @@ def _reader(
     *,
     check_source: bool,
 ) -> tuple[WeightReader | None, dict[str, TensorEntry]]:
-    """Return the reader of the weights for the ranks that this one serves, and these by path; None if it serves none."""
+    """Return a reader for the weights of the ranks that this one serves, or None, and the entries by module path."""
     rank, _ = world()
     if rank not in sources:
         return None, {}
@@ -160,7 +161,7 @@ def _reader(
 
 
 def _sent(target: Target, entry: TensorEntry | None, dtype: DType) -> Sent:
-    """Return how a weight is sent: as it is stored. The entry is that of a rank which reads it."""
+    """Return shape and dtype of a weight as it is sent, that is, as stored. Only reading ranks have an entry."""
     if entry is None:
         shape = (target.rows, target.columns)
         entry = TensorEntry(fqn=target.weight, dtype=dtype, shape=shape, first_chunk=0, num_chunks=0)
@@ -170,9 +171,9 @@ def _sent(target: Target, entry: TensorEntry | None, dtype: DType) -> Sent:
 def _deliver(
     reader: WeightReader | None, sources: Sequence[int], sent: Sequence[Sent], filled: Filled
 ) -> tuple[torch.Tensor | None, BaseException | None]:
-    """Return this rank's weight of a round, on the CPU in its stored dtype, or None, and what went wrong here.
+    """Return this rank's weight of a round, on the CPU in its stored dtype, or None, and the error of this rank.
 
-    It is read here, or sent by this rank's source.
+    The weight is read here, or received from this rank's source.
     """
     rank, _ = world()
     if rank >= len(sent):
@@ -186,11 +187,11 @@ def _deliver(
 
 
 class _Exchange:
-    """Sends each rank its slices of the factors of a round; every rank makes one and runs each round.
+    """Exchanges slices of factors; every rank creates one and runs each round.
 
     Args:
-        held: this rank's part of each factor.
-        targets: all of them.
+        factor_shards: this rank's part of each factor.
+        targets: all targets.
     """
 
     def __init__(self, factor_shards: HeldFactors, targets: Sequence[Target]) -> None:
@@ -201,11 +202,11 @@ class _Exchange:
         self._regions = _gather_regions(factor_shards, targets)
 
     def run(self, targets: Round, factors: Factors | None) -> None:
-        """Send this rank's factors, and take its slices of those of the others.
+        """Send this rank's factors, and receive its slices of all others.
 
         Args:
-            targets: of this round.
-            factors: the factors that this rank has computed.
+            targets: of this round, by rank.
+            factors: of this rank's target.
         """
         rank, num_ranks = world()
         target = targets[rank]
@@ -217,7 +218,7 @@ class _Exchange:
                     memory.copy_(factors.tensors[name][window(region)])
         for first in range(1, num_ranks, _NUM_PEERS):
             moves, staged = list[dist.P2POp](), list[tuple[torch.Tensor, torch.Tensor]]()
-            # Each rank sends to the one that is `shift` above it: every pair meets in the same step.
+            # Each rank sends to the rank `shift` above it, so that partners are in the same step.
             for shift in range(first, min(first + _NUM_PEERS, num_ranks)):
                 above, below = (rank + shift) % num_ranks, (rank - shift) % num_ranks
                 if target is not None and factors is not None:
@@ -232,7 +233,7 @@ class _Exchange:
             self._move(moves, staged)
 
     def _move(self, moves: list[dist.P2POp], staged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Carry out sends and receives, and put what arrived beside its place into it."""
+        """Run sends and receives, then copy staged slices to their destinations."""
         with wire(_PHASE):
             for work in dist.batch_isend_irecv(moves) if moves else ():
                 work.wait()
@@ -242,7 +243,7 @@ class _Exchange:
                     memory.copy_(arrived)
 
     def _parts(self, target: Target) -> Iterator[tuple[str, Region, torch.Tensor]]:
-        """Yield what this rank holds of a target's factors: factor, region, memory."""
+        """Yield this rank's parts of a target's factors: factor, region, memory."""
         for name in FACTORS:
             shard = self._factor_shards[f"{target.path}.{name}"]
             for part in shard.parts:
@@ -252,7 +253,7 @@ class _Exchange:
                     yield name, *cut
 
     def _memory(self, target: Target | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield where each slice arrives, and where it belongs: the same if it can be received there."""
+        """Yield receive buffer and destination of each slice; both are the same if it can be received in place."""
         for _, region, memory in self._parts(target) if target is not None else ():
             is_straight = (
                 memory.is_contiguous() and memory.dtype is torch.float32 and memory.device == self._device
@@ -261,11 +262,11 @@ class _Exchange:
 
 
 Slices = Mapping[str, Sequence[tuple[str, Region]]]
-"""What a rank holds of each target, by path: factors and regions of them, in the order in which they are sent."""
+"""(factor, region) pairs that a rank holds, by path of the target, in the order in which they are sent."""
 
 
 def _gather_regions(factor_shards: HeldFactors, targets: Sequence[Target]) -> list[Slices]:
-    """Return the regions of each target that every rank holds; targets that are held alike are listed once."""
+    """Gather the slices of all ranks; targets with equal regions are transferred once."""
     kinds, numbers = dict[str, int](), list[int]()
     listed = list[object]()
     for target in targets:
@@ -291,13 +292,13 @@ def _gather_regions(factor_shards: HeldFactors, targets: Sequence[Target]) -> li
 
 
 def _say_progress(number: int, rounds: Sequence[Round]) -> None:
-    """Log whenever another tenth of the weights is done: all of them may take hours of processors."""
+    """Log each tenth of the weights: all of them may take hours."""
     if number * 10 // len(rounds) > (number - 1) * 10 // len(rounds) >= 0:
         say(f"weights: {number} of {len(rounds)} rounds of decompositions are done")
 
 
 def _say_how_good(measured: Sequence[tuple[str, float, float]]) -> None:
-    """Log once for all ranks how good the factors are."""
+    """Log the accuracy of all factors, once for all ranks."""
     every = [numbers for rank_numbers in gather_json(measured, phase=_PHASE) for numbers in rank_numbers]
     if not every:
         return

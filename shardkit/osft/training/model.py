@@ -1,4 +1,4 @@
-"""Which weights of a model are OSFT factors: those that its source has, that it has itself, or that a plan names."""
+"""Choice of the weights that are OSFT factors, from the source, the model, or a plan."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Factoring:
     targets: tuple[Target, ...] = ()
     """In the model's order."""
     svd: Svd | None = None
-    """How they are computed of dense weights; None if the source has the factors."""
+    """How they are computed from dense weights; None if the source has the factors."""
     notes: tuple[str, ...] = ()
 
     @property
     def computed(self) -> frozenset[str]:
-        """FQNs of the factors that are not read."""
+        """FQNs of the factors that are computed, not read."""
         computed = self.targets if self.svd is not None else ()
         return frozenset(name for target in computed for name in target.shapes)
 
     def read(self, expected: Mapping[str, ExpectedTensor]) -> dict[str, ExpectedTensor]:
-        """Return what the source must have for a model: dense weights in the place of factors that are computed.
+        """Return the tensors to read for a model: dense weights in place of computed factors.
 
         Args:
             expected: parameters and buffers of the model, by FQN.
@@ -54,7 +54,7 @@ class Factoring:
         return needed
 
     def supplied(self, supply: Supply) -> Supply:
-        """Return a supply that has factors computed where they are not read."""
+        """Return a supply that computes factors that are not read."""
         if self.svd is None:
             return supply
         initialised = frozenset(supply.initialised) | self.computed
@@ -69,14 +69,14 @@ def factor_model(
     grown: Collection[str] = (),
     has_source: bool = True,
 ) -> Factoring:
-    """Put factors on meta in the place of a model's targets, and return them.
+    """Replace a model's targets by factors on meta, and return the choice.
 
     Args:
         model: on meta, not wrapped; it may have factors already.
-        plan: what the caller wants; None takes what model and source have.
-        stored: targets whose factors the source has, by the model's paths; none if its weights are dense.
-        grown: FQNs of parameters that have more rows than in the source.
-        has_source: there are weights to read.
+        plan: the caller's plan; None to follow model and source.
+        stored: targets whose factors the source has, by the model's paths; empty for dense weights.
+        grown: FQNs of parameters with more rows than in the source.
+        has_source: whether there are weights to read.
 
     Raises:
         LayoutError: source, plan and model contradict each other, some weight cannot be divided, or a target has more
@@ -108,17 +108,17 @@ def factor_model(
     if not model_targets:
         factor_modules(model, targets)
     for name, parameter in model.named_parameters():
-        if factor_of(name) is not None:  # whatever dtype the rest was made
+        if factor_of(name) is not None:  # whatever the dtype of the rest
             parameter.data = parameter.data.float()
     svd = None if stored else plan.svd if plan is not None else "exact"
     return Factoring(targets=targets, svd=svd, notes=notes)
 
 
 def own_targets(model: nn.Module) -> tuple[Target, ...]:
-    """Return the weights that a model has as factors, whoever made them and whatever wraps it.
+    """Return the targets that a model already has as factors, whatever library created or wrapped it.
 
     Raises:
-        LayoutError: the factors of a weight do not fit each other.
+        LayoutError: the factors of a weight do not match.
     """
     return tuple(
         target_of(
@@ -140,7 +140,7 @@ def _dense_candidates(model: nn.Module, factored: Iterable[Target]) -> dict[str,
 
 
 def _compare(account: str, targets: Iterable[Target], rival: str, rival_targets: Iterable[Target]) -> None:
-    """Refuse two accounts of which weights are factors that differ."""
+    """Refuse targets that differ between two of: source, model, plan."""
     by_path, rival_by_path = ({target.path: target for target in side} for side in (targets, rival_targets))
     problems = []
     for path in dict.fromkeys((*by_path, *rival_by_path)):
@@ -161,7 +161,7 @@ def _shown(target: Target | None) -> str:
 
 
 def _refuse_grown(targets: Iterable[Target], grown: Collection[str]) -> None:
-    """Refuse targets that the tokenizer has made longer: new rows are no part of what was decomposed."""
+    """Refuse targets with rows added for the tokenizer: these were not part of the decomposition."""
     longer = {factor_of(fqn) or fqn.removesuffix(".weight") for fqn in grown}
     problems = [
         f"{escape(target.weight)}: [{target.rows}, {target.columns}]"

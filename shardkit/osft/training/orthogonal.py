@@ -1,8 +1,8 @@
-"""What all ranks together hold of factors is orthonormal: measured where it lies, with a few sums over the mesh.
+"""Proof that sharded factors are orthonormal, with a few sums over the mesh and no gathering.
 
-All products of U's columns would cost a third of the decomposition. So U'U is applied to a few random vectors of ones
-and minus ones: if any entry of U'U - I is larger than what is allowed, then with probability 1 - 2^-16 the result is
-that far from a vector.
+All products of U's columns would cost a third of the decomposition. Instead, U'U is applied to a few random vectors of
+ones and minus ones: if an entry of U'U - I exceeds the limit, a result differs from its vector by that much with
+probability 1 - 2^-16.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def prove_orthogonal(factors: Mapping[str, LocalShard], targets: Sequence[Target
 
     Args:
         factors: this rank's part of each factor, by FQN; filled.
-        targets: all of them.
-        svd: how they were computed, which decides what is promised.
+        targets: all targets.
+        svd: the precision, which determines the limit.
 
     Raises:
-        IntegrityError: on all ranks; names all such targets.
+        IntegrityError: on all ranks; lists the targets.
         ResourceError: a rank died, or did not come within the process group's timeout.
     """
     measured = {target.path: _measure(factors, target) for target in targets}
@@ -55,12 +55,12 @@ def prove_orthogonal(factors: Mapping[str, LocalShard], targets: Sequence[Target
 
 
 def _allowed(factors: Mapping[str, LocalShard], path: str, svd: Svd) -> float:
-    """Return how far directions may be from orthonormal ones: trainers of others keep factors in half precision."""
+    """Return the allowed deviation from orthonormality: other trainers store factors in half precision."""
     return max(PROMISED[svd], 4 * torch.finfo(factors[f"{path}.{LOW[0]}"].dtype).eps)
 
 
 def _measure(factors: Mapping[str, LocalShard], target: Target) -> float:
-    """Return how far the directions of a target are from orthonormal ones; every rank calls it."""
+    """Return the deviation of a target's directions from orthonormality; every rank calls it."""
     apart = list[torch.Tensor]()
     for side, is_v in _sides(factors, target):
         whole = sum(_summed(shard, _product(shard, vectors, is_v)) for shard, vectors in side)
@@ -68,13 +68,13 @@ def _measure(factors: Mapping[str, LocalShard], target: Target) -> float:
         for shard, vectors in side:
             again = _summed(shard, _product(shard, whole, not is_v))
             apart.append((again - vectors).abs().max())
-    return float(torch.stack(apart).max())  # `max` of tensors keeps what is no number
+    return float(torch.stack(apart).max())  # unlike `max` of floats, this propagates NaN
 
 
 def _sides(
     factors: Mapping[str, LocalShard], target: Target
 ) -> Iterator[tuple[list[tuple[LocalShard, torch.Tensor]], bool]]:
-    """Yield U, then V: the frozen and the trained part of each with random vectors for it, and whether it is V."""
+    """Yield for U, then V: its frozen and trained part, each with random vectors, and whether it is V."""
     vectors = random_vectors(target.num_directions)
     parts = (vectors[: target.rank], vectors[target.rank :])
     for letter in "UV":
@@ -84,7 +84,7 @@ def _sides(
 
 
 def _product(shard: LocalShard, vectors: torch.Tensor, is_transposed: bool) -> torch.Tensor:
-    """Return this rank's share of the product of a matrix, or its transpose, and vectors, in float64 on the CPU."""
+    """Return this rank's share of a matrix (or its transpose) times vectors, in float64 on the CPU."""
     rows, columns = shard.shape
     product = torch.zeros((columns if is_transposed else rows, vectors.shape[1]), dtype=torch.float64)
     for part in shard.parts:
@@ -114,7 +114,7 @@ def _summed(shard: LocalShard, share: torch.Tensor) -> torch.Tensor:
 
 
 def _descend(factors: Mapping[str, LocalShard], target: Target) -> bool:
-    """True if what this rank has of the singular values are numbers from 0 that do not grow."""
+    """True if this rank's singular values are finite, not negative, and in descending order."""
     for name in ("osft_S_high", "osft_params.S_low"):
         values = factors[f"{target.path}.{name}"].tensor
         if not bool((values >= 0).all() & (values.diff() <= 0).all() & values.isfinite().all()):

@@ -1,12 +1,12 @@
-"""What keeps training out of the frozen subspace: projections of gradients and of parameters.
+"""Projections of gradients and parameters, which keep training out of the frozen subspace.
 
-For a layer's factors, gradients of U_low lose their part in the span of U_high, and those of V_low theirs in the rows of
-V_high; S_low is free. AdamW scales each element by itself, and its momentum remembers, so a step of projected gradients
-still leaks; hence the parameters are projected after the step too.
+The component of U_low's gradient in the span of U_high is removed, and that of V_low's in the rows of V_high; S_low is
+unconstrained. AdamW scales elements individually and has momentum, so steps with projected gradients still leak; the
+parameters are therefore projected after the step too.
 
-With H the frozen directions as columns and L what is trained, both are L -= H (H'L). Where the long dim is cut, as it is
-for U and, by `wrap`, for V, ranks sum products of r x k numbers, many layers at a time. Where V is cut along its
-directions, V_high is gathered, a layer at a time.
+With H the frozen directions as columns and L the trained ones, both projections are L -= H (H'L). If the long dim is
+sharded, as for U and (by `wrap`) for V, ranks sum products of r x k numbers, for many layers at a time. If V is sharded
+along its directions, V_high is gathered, one layer at a time.
 
 Source: "Sculpting Subspaces", arXiv 2504.07097, section 3.
 """
@@ -42,32 +42,32 @@ from shardkit.training.ranks.local import (
 
 _U_HIGH, _, _V_HIGH = HIGH
 _U_LOW, _, _V_LOW = LOW
-_BUCKET_NUMEL = 16 << 20  # 64 MiB of fp32 are summed over the ranks at a time
+_BUCKET_NUMEL = 16 << 20  # 64 MiB of fp32 are summed over ranks at a time
 
 _HOOKED: WeakKeyDictionary[torch.optim.Optimizer, list[ref[nn.Module]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Frozen directions and what must stay out of them, on this rank; a direction is a column of both."""
+    """Frozen directions, and the values to be projected, on this rank; directions are columns of both."""
 
     name: str
-    """FQN of what is trained."""
+    """FQN of the trained factor."""
     basis: torch.Tensor
     """(n, k): this rank's part of the long dim."""
     vectors: torch.Tensor | None
     """(n, r): a view of the parameter or of its gradient; None if this rank has no gradient."""
     num_vectors: int
     groups: tuple[dist.ProcessGroup, ...]
-    """Ranks that have the other parts of the long dim."""
+    """Ranks that hold the other parts of the long dim."""
     gathered: DTensor | None
-    """V_high, where its directions are cut: the basis is what all ranks have of it."""
+    """V_high, if it is sharded along its directions; the basis is then gathered from all ranks."""
     device: torch.device
     """Where `groups` communicate."""
 
     @property
     def numel(self) -> int:
-        """Numbers that the ranks sum."""
+        """Number of elements that the ranks sum."""
         return self.basis.shape[1] * self.num_vectors
 
 
@@ -121,7 +121,7 @@ def osft_leak(model: nn.Module) -> float:
             for pair, inside in zip(pairs, _coefficients(pairs), strict=True):
                 assert pair.vectors is not None
                 parts = [inside.double().square().sum(), pair.vectors.double().square().sum()]
-                if pair.gathered is None:  # `inside` is whole already
+                if pair.gathered is None:  # `inside` is complete already
                     parts[1] = _summed(parts[1], pair.groups, pair.device)
                 else:
                     shared = _shard_groups(pair.gathered)
@@ -153,7 +153,7 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     """
     outer_optimizer, optimizer = optimizer, unwrapped(optimizer)
     layers = _layers(model)
-    reshard(model)  # what is gathered now is a copy
+    reshard(model)  # gathered parameters are copies
     refuse_copies(model, optimizer)
     _check_parameters(layers.values(), optimizer)
     hooked = _HOOKED.setdefault(optimizer, [])
@@ -181,10 +181,10 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
 
 
 def _moved_by(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], nn.Parameter | None]:
-    """Return what gives a parameter back if a step moved it, and None if its learning rate is 0.
+    """Return a function that returns a parameter, or None if its learning rate is 0.
 
-    torch makes an optimizer's state by a step with rates of 0, when that is saved or loaded. Projecting afterwards would
-    move weights by a rounding. A rate on a GPU is not looked at: that would wait for it.
+    torch initialises an optimizer's state by a step with rates of 0, to save or load it. Projecting afterwards would
+    change weights by a rounding. A rate on a GPU is not read, as that would synchronise.
     """
     rates = [(group["params"], group.get("lr")) for group in optimizer.param_groups]
     still = [
@@ -235,9 +235,9 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _pairs(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[_Pair]:
-    """Yield the pairs of all layers, in the same order on every rank whatever it holds."""
+    """Yield the pairs of all layers, in the same order on every rank."""
     layers = _layers(model)
-    reshard(model)  # what is gathered now is a copy
+    reshard(model)  # gathered parameters are copies
     pairs, problems = list[tuple[str, nn.Parameter, nn.Parameter, bool]](), list[str]()
     for path, layer in layers.items():
         factors = factors_of(layer)
@@ -298,7 +298,7 @@ def _placed_as(parameter: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _shard_groups(whole: DTensor) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups over which a tensor is cut; replicas are not among them."""
+    """Return the process groups over which a tensor is sharded, without replicas."""
     return tuple(map(whole.device_mesh.get_group, cut_axes(whole)))
 
 
@@ -313,7 +313,7 @@ def _project(pairs: Iterable[_Pair]) -> None:
 
 @contextlib.contextmanager
 def _exactly() -> Iterator[None]:
-    """Compute without gradients, without autocast, and in full float32: TF32 leaves a thousandth of what leaks."""
+    """Disable gradients, autocast and TF32, which would leave a thousandth of the leak."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -327,7 +327,7 @@ def _exactly() -> Iterator[None]:
 
 
 def _buckets(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    """Put pairs together that ranks sum at once. A basis that is gathered is alone: it takes memory."""
+    """Group pairs whose products are summed together. Pairs with a gathered basis are alone, to save memory."""
     bucket: list[_Pair] = []
     for pair in pairs:
         size = sum(queued.numel for queued in bucket)
@@ -359,12 +359,12 @@ def _coefficients(pairs: list[_Pair]) -> list[torch.Tensor]:
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """Return values in float32 at least: half precision would leave a hundredth of what leaks."""
+    """Return values in at least float32: half precision would leave a hundredth of the leak."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def _summed(values: torch.Tensor, groups: Iterable[dist.ProcessGroup], device: torch.device) -> torch.Tensor:
-    """Return a sum over ranks, where the values were: offloaded ones are summed on the device."""
+    """Return the sum over ranks on the device of the values; offloaded values are summed on `device`."""
     home, total = values.device, values
     for group in groups:
         total = total.to(device)
@@ -373,7 +373,7 @@ def _summed(values: torch.Tensor, groups: Iterable[dist.ProcessGroup], device: t
 
 
 def _with_basis(pair: _Pair) -> _Pair:
-    """Return a pair whose frozen directions are gathered; every rank calls it, whatever it holds."""
+    """Gather the frozen directions of a pair; every rank calls it, even without elements."""
     cut = pair.gathered
     assert cut is not None
     local = cut.to_local().to(pair.device)
