@@ -1,4 +1,4 @@
-"""From a plan to bytes: threads, bounded memory, digests, what is checked on the way. It decides nothing.
+"""Executing a plan: threads, bounded memory, digests, checks of the source. It decides nothing.
 
 Internal: import from `shardkit`.
 """

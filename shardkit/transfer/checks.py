@@ -1,9 +1,9 @@
-"""Comparing a source with the CRC-32s that its own files record, while its bytes move.
+"""Comparing a source with the CRC-32s in its own files, while its bytes are read.
 
 A zip of torch records a CRC-32 for each entry, and an entry is a storage: several tensors may view it, and threads, parts
-and ranks each read some of it. What they read is listed as (entry, first byte, end, CRC-32). These lists are plain data:
-notes of finished files contain them, ranks exchange them, and `judge` needs nothing else. Readings that tile an entry are
-compared with what is recorded for it. Otherwise its bytes count as unchecked, with the reason.
+and ranks each read some of it. Reads are listed as (entry, first byte, end, CRC-32). These lists are plain data: notes of
+finished files contain them, ranks exchange them, and they are all that `judge` needs. Readings that tile an entry are
+compared with its recorded CRC-32. All other entries count as unchecked, with a reason.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ OFF = (
     "the source was not compared with the checksums in it (--check-source off): damaged bytes would have been taken "
     "as they are"
 )
-"""The warning for a person who switched comparing off."""
+"""The warning if the user disabled comparing."""
 
 UNREAD, _SHORT = -1, -2
 _WITHOUT_CRC = {UNREAD: NOT_READ, _SHORT: SHORT_READINGS}
-"""By what stands for the CRC-32 of bytes: why it was not computed."""
+"""Placeholder for a CRC-32 -> why it was not computed."""
 
-_MAX_MORE = 1 << 18  # readings, beyond one of each entry
+_MAX_MORE = 1 << 18  # readings beyond one per entry
 _MAX_NAMED = 3
 _FILE_AND_ENTRY, _ENTRY_OF = itemgetter(0, 1), itemgetter(1)
 _TENSOR_OF, _START_OF = itemgetter(2), itemgetter(3)
@@ -49,62 +49,62 @@ class Entry(NamedTuple):
     start: int
     stop: int
     crc: int
-    """As recorded; 0 where nothing is."""
+    """As recorded; 0 if none is recorded."""
 
 
 class EntryReading(NamedTuple):
-    """Neighbouring bytes of an entry that were read for one tensor."""
+    """Contiguous bytes of an entry that were read for one tensor."""
 
     file: str
     """Label of the file; see `Entries`."""
     entry: Entry
     tensor: str
     start: int
-    """First byte in the file. Where nothing is recorded, the whole entry counts as read."""
+    """First byte in the file. Without a recorded CRC-32 the whole entry counts as read."""
     stop: int
     crc: int
-    """Of these bytes, or a key of `_WITHOUT_CRC`."""
+    """CRC-32 of these bytes, or a key of `_WITHOUT_CRC`."""
 
 
 class Readings(TypedDict):
     """A list of readings as plain data."""
 
     whole: dict[str, list[int]]
-    """By file, three numbers for each entry that was read at once and is right, or has no CRC-32: those of `Entry`."""
+    """By file, the three numbers of `Entry`, for each entry that was read whole and is intact, or has no CRC-32."""
     parts: dict[str, dict[str, list[int]]]
-    """All others by file and tensor, six numbers for each: those of `Entry`, then first byte, end and CRC-32."""
+    """Other readings by file and tensor, six numbers each: those of `Entry`, then first byte, end and CRC-32."""
 
 
 class Damage(NamedTuple):
-    """An entry whose bytes are not as recorded."""
+    """An entry with bytes that differ from the recorded CRC-32."""
 
     file: str
     entry: Entry
     line: str
-    """Says so: tensors, file, place, both CRC-32s."""
+    """The error message: tensors, file, position, both CRC-32s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unchecked:
-    """Parts of a source that could not be compared, for one reason."""
+    """Parts of a source that were not compared, for one reason."""
 
     reason: str
     num_entries: int
-    """Storages in torch's files, tensors elsewhere."""
+    """Number of storages in torch's files, of tensors in other files."""
     entry_bytes: int
-    """Bytes of them that were read and not compared."""
+    """Bytes of them that were read but not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedSource:
-    """How much of a source was compared with what is recorded."""
+    """How much of a source was compared with recorded checksums."""
 
     checked_bytes: int = 0
     unchecked: tuple[Unchecked, ...] = ()
 
     @classmethod
     def of_all(cls, sources: Iterable[CheckedSource]) -> CheckedSource:
-        """Return the sum of several."""
+        """Return the sum over several sources."""
         counts, checked = _Counts(), 0
         for source in sources:
             checked += source.checked_bytes
@@ -114,16 +114,16 @@ class CheckedSource:
 
 
 class Verdict(NamedTuple):
-    """What readings say about a source."""
+    """The result of judging the readings of a source."""
 
     damaged: list[Damage]
     checked: CheckedSource
 
     def raise_damaged(self, *, hint: str) -> None:
-        """Refuse a source that is not as recorded.
+        """Refuse a damaged source.
 
         Raises:
-            IntegrityError: names tensors, file and place of every damaged entry.
+            IntegrityError: an entry is damaged; lists tensors, file and position of all of them.
         """
         num_ranges = len(self.damaged)
         IntegrityError.raise_for(
@@ -138,10 +138,10 @@ class Verdict(NamedTuple):
 
 
 def judge(lists: Iterable[Readings]) -> Verdict:
-    """Compare all readings of a source with what is recorded, and readings of the same bytes with one another.
+    """Compare all readings of a source with the recorded CRC-32s, and readings of the same bytes with each other.
 
-    An entry is checked if its readings tile it. It is damaged if they do not have the recorded CRC-32, if a single reading
-    of all of it does not, or if two readings of the same bytes differ.
+    An entry is checked if its readings tile it. It is damaged if their combined CRC-32, or that of a single reading of the
+    whole entry, differs from the recorded one, or if two readings of the same bytes differ.
     """
     by_file = dict[str, tuple[list[list[int]], list[dict[str, list[int]]]]]()
     for each in lists:
@@ -177,7 +177,7 @@ def judge(lists: Iterable[Readings]) -> Verdict:
 
 
 def have_read(readings: Readings, entries: Collection[tuple[str, Entry]]) -> bool:
-    """True if some of the readings are of one of the entries, which are given with their files."""
+    """True if there is a reading of one of these (file, entry) pairs."""
     return any(
         (file, entry) in entries
         for file, numbers in readings["whole"].items()
@@ -198,7 +198,7 @@ def _entries_of(numbers: Iterable[int]) -> Iterator[Entry]:
 
 
 def _parts_of(of_tensors: Mapping[str, list[int]]) -> Iterator[tuple[Entry, _Span]]:
-    """Yield the readings of a file that `Readings` lists as parts."""
+    """Yield the partial readings of a file."""
     for tensor, numbers in of_tensors.items():
         for begin, end, recorded, start, stop, crc in zip(*[iter(numbers)] * 6, strict=True):
             yield Entry(begin, end, recorded), (start, stop, crc, tensor)
@@ -209,11 +209,11 @@ class _Difference(NamedTuple):
     stop: int
     crc: int
     reference: int
-    """As recorded for a whole entry, else of another reading."""
+    """The recorded CRC-32 for a whole entry, otherwise that of another reading."""
 
 
 def _compare(entry: Entry, parts: Iterable[_Span]) -> tuple[_Difference | None, str]:
-    """Compare the readings of an entry; return what differs, and why the entry is unchecked if it is."""
+    """Compare the readings of an entry; return the difference, and the reason if the entry is unchecked."""
     crcs, reason = dict[tuple[int, int], int](), ""
     for start, stop, crc, _ in parts:
         if crc < 0:
@@ -242,7 +242,7 @@ def _damage(
 
 
 def _covered(parts: Iterable[_Span]) -> int:
-    """Return the number of bytes that some readings of an entry cover."""
+    """Return the number of distinct bytes in the readings of an entry."""
     nbytes = reached = 0
     for start, stop, *_ in sorted(parts):
         nbytes += max(stop - max(start, reached), 0)
@@ -272,7 +272,7 @@ class _Counts:
 
 
 def pack(readings: Iterable[EntryReading]) -> Readings:
-    """Return readings as plain data, as few as possible."""
+    """Return readings as plain data, merged as far as possible."""
     packed = Readings(whole={}, parts={})
     for file, entry, tensor, *span, crc in joined(readings):
         if (*span, crc) == entry:
@@ -283,10 +283,10 @@ def pack(readings: Iterable[EntryReading]) -> Readings:
 
 
 def joined(readings: Iterable[EntryReading]) -> list[EntryReading]:
-    """Return readings in order, neighbours of one tensor as one.
+    """Sort readings, and merge contiguous ones of the same tensor.
 
-    Those of a tensor that overlap in an entry stay as they are: each has to be judged. If there are far more readings than
-    entries, one without a CRC-32 stands for those of each entry.
+    Overlapping readings of a tensor in an entry are kept, as each has to be judged. If there are far more readings than
+    entries, those of each entry are replaced by one without a CRC-32.
     """
     result, num_entries = list[EntryReading](), 0
     for _, of_entry in groupby(sorted(set(readings)), key=_FILE_AND_ENTRY):
@@ -299,7 +299,7 @@ def joined(readings: Iterable[EntryReading]) -> list[EntryReading]:
 
 
 def _joined(readings: Sequence[EntryReading]) -> list[EntryReading]:
-    """Join the neighbours among the readings of an entry for one tensor."""
+    """Merge contiguous readings of an entry for one tensor."""
     if any(before.stop > after.start for before, after in pairwise(readings)):
         return [*readings]
     result = [readings[0]]
@@ -314,13 +314,13 @@ def _joined(readings: Sequence[EntryReading]) -> list[EntryReading]:
 
 
 def _hull(*readings: EntryReading) -> EntryReading:
-    """Return one reading in place of several of an entry, without a CRC-32."""
+    """Return a reading without a CRC-32 that spans several readings of an entry."""
     first, stop = min(readings, key=_START_OF), max(reading.stop for reading in readings)
     return first if len(readings) == 1 else first._replace(stop=stop, crc=_SHORT)
 
 
 def are_readings(value: object) -> TypeGuard[Readings]:
-    """True for what `pack` returns, read from a file."""
+    """True if data from a file has the form that `pack` returns."""
     if not isinstance(value, dict) or value.keys() != Readings.__annotations__.keys():
         return False
     whole, parts = value["whole"], value["parts"]
@@ -344,7 +344,7 @@ def _are_rows(value: object, length: int) -> bool:
 class Entries:
     """The entries of a catalog's files.
 
-    Files at the same path share them. In a file that records nothing, chunks are entries without CRC-32.
+    Files at the same path share entries. In a file without checksums, chunks are entries without CRC-32.
 
     Args:
         catalog: a catalog of raw extents.
@@ -369,15 +369,15 @@ class Entries:
         self._unlisted_rows = {path: {*range(len(chunks))} for path, chunks in rows.items()}
 
     def label_of(self, path: str) -> str:
-        """Return the name of a file by which all processes list it."""
+        """Return the name of a file in lists of all processes."""
         return self._labels.get(path, path)
 
     def within(self, path: str, start: int, stop: int) -> Iterator[tuple[Entry, int, int]]:
-        """Yield each entry that a range of a file has bytes of, and the first of these bytes and their end."""
+        """Yield each entry that a range of a file overlaps, with the first byte and the end of the overlap."""
         return self._between(path, start, stop, None)
 
     def not_listed(self, path: str, start: int, stop: int) -> Iterator[tuple[Entry, int, int]]:
-        """Yield as `within`, but entries of a file that records nothing only once: all of one counts as read then."""
+        """Like `within`, but yield entries without a CRC-32 only once: the first read counts for the whole entry."""
         rows = self._unlisted_rows.get(path)
         return iter(()) if rows == set() else self._between(path, start, stop, rows)
 
@@ -397,16 +397,16 @@ class Entries:
 
 
 def decoded_reading(source: SourceFile, content: memoryview, tensor: str) -> EntryReading:
-    """Return a reading that stands for bytes that were decoded where nothing was listed; decoding may have compared them."""
+    """Return a reading for decoded bytes whose reads were not listed; decoding may have verified them."""
     entry = Entry(0, len(content), crc32(content) if source.is_proved else 0)
     return EntryReading(source.name, entry, tensor, *entry)
 
 
 class ThreadReadings:
-    """Lists what one thread reads; neighbours are joined as they come.
+    """Lists the reads of one thread, merging contiguous ones.
 
     Args:
-        entries: of the files that it reads.
+        entries: of the files that the thread reads.
     """
 
     def __init__(self, entries: Entries) -> None:
@@ -415,7 +415,7 @@ class ThreadReadings:
         self._num_before_joining = _MAX_MORE
 
     def add(self, path: str, start: int, data: memoryview | bytes, tensor: str) -> int | None:
-        """List bytes of a file that were read; return their CRC-32, None if nothing is recorded for them."""
+        """List a read of a file; return the CRC-32 of the bytes, or None if none is recorded for them."""
         view, result = memoryview(data), None
         stop = start + len(view)
         for entry, begin, end in self._entries.not_listed(path, start, stop):
@@ -426,23 +426,23 @@ class ThreadReadings:
         return result
 
     def can_sum(self, path: str, start: int, stop: int) -> bool:
-        """True if these bytes are of one entry with a CRC-32: the reader may compute theirs."""
+        """True if the bytes belong to a single entry with a CRC-32, so that the caller may compute theirs."""
         return any(
             entry.crc and (begin, end) == (start, stop)
             for entry, begin, end in self._entries.within(path, start, stop)
         )
 
     def add_summed(self, path: str, start: int, stop: int, crc: int, tensor: str) -> None:
-        """List bytes without reading them again: `can_sum` is true for them, or `crc` is `UNREAD`."""
+        """List a read with a known CRC-32; requires `can_sum`, or that `crc` is `UNREAD`."""
         for entry, begin, end in self._entries.not_listed(path, start, stop):
             self._append(EntryReading(self._entries.label_of(path), entry, tensor, begin, end, crc))
 
     def extend(self, readings: Iterable[EntryReading]) -> None:
-        """List what another thread read and this one uses too."""
+        """List reads of another thread whose data this one uses too."""
         self._readings += readings
 
     def take(self) -> list[EntryReading]:
-        """Return what was read since the last call."""
+        """Return the readings since the last call."""
         readings, self._readings = self._readings, []
         return readings
 
@@ -460,7 +460,7 @@ class ThreadReadings:
 
 
 class SourceCheck:
-    """Collects what is read of a catalog's files. Its methods may be called from any thread.
+    """Collects the readings of a catalog's files. Its methods may be called from any thread.
 
     Args:
         catalog: a catalog of raw extents.
@@ -473,16 +473,16 @@ class SourceCheck:
         self._verdict: Verdict | None = None
 
     def readings(self) -> ThreadReadings:
-        """Return where one thread lists what it reads."""
+        """Return a list for the reads of one thread."""
         return ThreadReadings(self._entries)
 
     def add(self, readings: Iterable[EntryReading]) -> None:
-        """Add what was read."""
+        """Add readings."""
         self._more.extend(readings)
         self._verdict = None
 
     def put(self, output: str, readings: Readings) -> None:
-        """Keep what was read for an output file, in place of what was read for it before."""
+        """Replace the readings of an output file."""
         if self._by_output.get(output) is not readings:
             self._by_output[output], self._verdict = readings, None
 
@@ -491,7 +491,7 @@ class SourceCheck:
         return [*self._by_output.values(), pack(self._more)]
 
     def judge(self) -> Verdict:
-        """Compare all readings with what is recorded."""
+        """Compare all readings with the recorded CRC-32s."""
         if self._verdict is None:
             self._verdict = judge(self.packed())
         return self._verdict

@@ -1,7 +1,7 @@
-"""Converting dtypes piece by piece, to the bits that torch gives, without torch.
+"""Converting dtypes piece by piece, bit-identical to torch, without torch.
 
-Numbers pass through float32, as in torch, and are rounded to the nearest, ties to even. A NaN stays NaN. Which bits torch
-gives it depends on the processor and on the number of elements; here they are those of its AVX code, everywhere.
+Numbers are converted through float32, as in torch, and rounded to nearest, ties to even. NaN stays NaN; in torch its bits
+depend on the processor and on the number of elements, here they are always those of its AVX code.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     import numpy
 
 Converter = Callable[[memoryview, memoryview], bool]
-"""Fills the second buffer with the converted elements of the first. Both are writable and hold equally many. True if a
-finite element became infinite."""
+"""Fills the second buffer with the converted elements of the first; both are writable and have the same number of
+elements. Returns True if a finite element became infinite."""
 
-_BLOCK = 1 << 16  # elements that are converted at a time: all intermediate results fit the processor's cache
+_BLOCK = 1 << 16  # elements at a time: all intermediate results fit in the processor's cache
 _STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}  # numpy has no bf16
-_LARGEST = {"bfloat16": 3.3961775292304957e38, "float16": 65520.0}  # from there on, rounding gives infinity
+_LARGEST = {"bfloat16": 3.3961775292304957e38, "float16": 65520.0}  # larger values are rounded to infinity
 
 
 def make_converter(source: DType, target: DType) -> Converter:
-    """Return a converter of elements of one floating dtype to another."""
+    """Return a converter from one floating dtype to another."""
 
     def convert(values: memoryview, converted: memoryview) -> bool:
         import numpy  # a tenth of a second that most runs do not need
@@ -44,7 +44,7 @@ def make_converter(source: DType, target: DType) -> Converter:
 
 
 def _convert(before: numpy.ndarray, after: numpy.ndarray, spare: numpy.ndarray, target: DType) -> bool:
-    """Convert a block; `spare` has room for it in float32. True if a finite element became infinite."""
+    """Convert a block, using `spare`, a float32 array. True if a finite element became infinite."""
     import numpy
 
     wide = before
@@ -77,7 +77,7 @@ def _convert(before: numpy.ndarray, after: numpy.ndarray, spare: numpy.ndarray, 
 
 
 def _widen(stored: numpy.ndarray, wide: numpy.ndarray) -> None:
-    """Fill an array of float32; the bits of bf16 are the upper half of it."""
+    """Convert to float32; the bits of bf16 are the upper half of those of float32."""
     if stored.dtype.kind == "f":
         wide[:] = stored
         return
@@ -87,7 +87,7 @@ def _widen(stored: numpy.ndarray, wide: numpy.ndarray) -> None:
 
 
 def _round_to_bf16(wide: numpy.ndarray, narrow: numpy.ndarray) -> None:
-    """Fill an array with the bits of bf16. What is NaN becomes anything."""
+    """Fill an array with the bits of bf16. The results for NaN are undefined."""
     bits = wide.view("<u4")
     rounded = bits >> 16
     rounded &= 1
@@ -98,10 +98,10 @@ def _round_to_bf16(wide: numpy.ndarray, narrow: numpy.ndarray) -> None:
 
 
 def _round_to_fp16(wide: numpy.ndarray, narrow: numpy.ndarray) -> None:
-    """Fill an array with the bits of fp16. What is NaN becomes anything.
+    """Fill an array with the bits of fp16. The results for NaN are undefined.
 
-    Adding a power of two that is 2^13 times as large rounds a float32 to ten bits behind its first one, and numbers
-    below 2^-14 to multiples of 2^-24. The bits of the sum then count them.
+    Adding a power of two that is 2^13 times as large rounds a float32 to ten bits after the leading one, and numbers
+    below 2^-14 to multiples of 2^-24, which the low bits of the sum then count.
     """
     import numpy
 
@@ -126,9 +126,9 @@ def _round_to_fp16(wide: numpy.ndarray, narrow: numpy.ndarray) -> None:
 
 @contextlib.contextmanager
 def one_thread_each(is_needed: bool) -> Iterator[None]:
-    """Let torch compute in the calling thread alone, because shardkit runs enough threads itself.
+    """Restrict torch to the calling thread, as shardkit runs enough threads itself.
 
-    It does nothing, and imports nothing, where torch computes nothing.
+    If torch is not needed, do nothing and do not import it.
     """
     if not is_needed:
         yield

@@ -16,7 +16,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 def parse_digest(entry: Mapping[str, object]) -> FileDigest | None:
-    """Return a digest from its plain data; None if that is damaged."""
+    """Return a digest from plain data; None if the data are damaged."""
     name, size, crc, data = (entry.get(key) for key in ("name", "size", "crc32", "data_crcs"))
     if not (isinstance(name, str) and isinstance(size, int) and isinstance(data, list)):
         return None
@@ -29,7 +29,7 @@ def parse_digest(entry: Mapping[str, object]) -> FileDigest | None:
 
 
 def is_intact(digest: FileDigest, directory: str) -> bool:
-    """True if a file has the size and the CRC-32 of its digest; with no CRC-32, the size."""
+    """True if a file has the size, and the CRC-32 if there is one, of its digest."""
     try:
         fd = storage.open_fd(os.path.join(directory, digest.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -1,8 +1,7 @@
 """Moving the bytes of a plan, with a few threads and bounded memory.
 
-Scattered tensors are dealt out first. Then every image is written front to back, in stretches. A file is
-handed over as finished once all of it is on disk. A run that stops before leaves files that were not handed
-over.
+Scattered tensors are written first. Then every image is written front to back, in stretches. A file is reported as
+finished when all of it is on disk. An interrupted run leaves files that were never reported.
 """
 
 from __future__ import annotations
@@ -37,16 +36,14 @@ from shardkit.transfer.stream import Controls
 
 _log = logging.getLogger("shardkit")
 
-_BUFFER_BYTES = MIB  # fits the processor's cache; 8 MiB is slower on every file system that was tried
+_BUFFER_BYTES = MIB  # fits in the processor's cache; 8 MiB was slower on all file systems
 _BAND_BYTES = 16 * MIB
-# A few thousand tensors lie between one shard's records and the next one's; with more tensors some are read
-# twice.
+# A few thousand tensors are between the records of one shard and the next; with more tensors some are read twice.
 _RECENT_BYTES = 16 * MIB
 _STORE_JOBS, _MIN_JOB_BYTES = 4, 2 * MIB
-_LOOK_S = 0.5  # a run that has ended is noticed, whoever ended it
+_LOOK_S = 0.5  # interval for noticing that the job was ended by another process
 _SYNC_THREADS = 8
-"""Threads that wait for the disk, while others move bytes. Syncs that wait together share one commit of the
-file system's log."""
+"""Threads that wait for the disk while others move bytes. Concurrent syncs share a commit of the file system's log."""
 DAMAGED = "use another copy of the checkpoint; --check-source off takes the damaged bytes as they are"
 
 
@@ -57,31 +54,31 @@ class ExecuteOptions:
     jobs: int = 2
     """Threads."""
     max_memory_bytes: int = 256 * MIB
-    """Bound on all buffers together."""
+    """Limit for all buffers together."""
     digests: bool = True
-    """Take CRC-32s on the way."""
+    """Compute CRC-32s while writing."""
     share_extents: bool = False
-    """Clone blocks instead of copying them where a range allows it."""
+    """Clone blocks instead of copying them where possible."""
     check_source: bool = True
-    """Compare what is read with the CRC-32s that the source records."""
+    """Compare data with the CRC-32s in the source."""
     infinite: Callable[[str, DType], None] = field(default=lambda fqn, dtype: None, compare=False)
     """See `Controls`."""
     upload_bytes: int = 0
-    """What parts of files take on their way into a store; 0 where files are written to a disk."""
+    """Memory for parts of files that are sent to a store; 0 for files on a disk."""
 
     max_unsent_files: int = 0
-    """Files that are written and not yet handed over at a time, where that sends them; 0 for any number."""
+    """Limit on files that are written but not yet sent to a store; 0 for no limit."""
 
     def through_scratch(self, largest_bytes: int) -> ExecuteOptions:
         """Return these options for files that are written into scratch and sent into a bucket; the plan is `in_order`.
 
-        Two files are in scratch at a time, or one if there is too little memory for two uploads.
+        Two files are in scratch at a time, or one if memory does not suffice for two uploads.
 
         Args:
             largest_bytes: size of the largest file.
 
         Raises:
-            UsageError: there is too little memory for one upload.
+            UsageError: memory does not suffice for one upload.
         """
         upload = upload_nbytes(largest_bytes)
         for num_files in range(NUM_SENDS, 0, -1):
@@ -103,32 +100,32 @@ class ExecuteOptions:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of a thread's output buffer, and of its source buffer where it converts."""
+        """Size of a thread's output buffer, and of its source buffer for conversions."""
         return max(min(_BUFFER_BYTES, self.max_memory_bytes // (4 * self.jobs)), 64 * KIB)
 
     @property
     def band_bytes(self) -> int:
-        """Source bytes held while a tensor is scattered; a thread holds up to four times as many."""
+        """Source bytes at a time while a tensor is scattered; a thread needs up to four times as many."""
         return max(min(_BAND_BYTES, self.max_memory_bytes // (8 * self.jobs)), 64 * KIB)
 
     @property
     def recent_bytes(self) -> int:
-        """Source bytes that all threads together keep from small reads, for neighbouring records."""
+        """Size of the cache of small reads, shared by all threads, for neighbouring records."""
         return min(_RECENT_BYTES, self.max_memory_bytes // 16)
 
     def buffers_bytes(self, plan: TransferPlan) -> int:
-        """Return the most bytes of all buffers together that a plan takes."""
+        """Return the peak bytes of all buffers for a plan."""
         per_job = 2 * self.buffer_bytes + self.band_bytes // 2  # a stream, a conversion, a gathered band
         if plan.scattered:
             per_job = max(per_job, 4 * self.band_bytes)
         return self.jobs * per_job + self.recent_bytes
 
     def held_bytes(self, plan: TransferPlan) -> int:
-        """Return how much of objects in stores is held and under way; 0 where no source lies in one."""
+        """Return the limit for fetched data of objects in stores; 0 if no source is in a store."""
         return self.max_memory_bytes - self.buffers_bytes(plan) if is_far(plan.catalog) else 0
 
     def peak_bytes(self, plan: TransferPlan) -> int:
-        """Return the most bytes that moving takes: of all buffers, of what is held of a store, and of parts."""
+        """Return the peak bytes of moving: all buffers, fetched data of stores, and parts of uploads."""
         return self.buffers_bytes(plan) + self.held_bytes(plan) + self.upload_bytes
 
 
@@ -139,21 +136,21 @@ class FileDigest:
     name: str
     size: int
     crc32: int | None
-    """Of the whole file; None if digests are off."""
+    """CRC-32 of the whole file; None without digests."""
     data_crcs: tuple[int, ...]
-    """CRC-32 of what fills each hole, in file order; empty where digests are off."""
+    """CRC-32 of each hole's bytes, in file order; empty without digests."""
     sha256: str | None = None
-    """Of the whole file, in hex; None unless a part of a divided job took it for whoever describes the output."""
+    """SHA-256 of the whole file, in hex; None unless a part of a job computed it for the description of the output."""
 
 
 class Describer(Protocol):
-    """Writes what lies beside the images."""
+    """Writes the files next to the images."""
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
-        """Write the rest, now that every image is on disk; last of all what makes the directory complete.
+        """Write the remaining files after all images are on disk; the last one marks the directory as complete.
 
         Args:
-            digests: of every file, those of an interrupted run included.
+            digests: of all files, including those of an interrupted run.
             scattered: CRC-32 of every scattered tensor, by its source name.
         """
         ...
@@ -161,7 +158,7 @@ class Describer(Protocol):
 
 @dataclass(slots=True)
 class _ImageState:
-    """What is known of an unfinished image."""
+    """Progress of an unfinished image."""
 
     tasks_left: int = 0
     stretches: dict[int, TaskOutput] = field(default_factory=dict)
@@ -173,19 +170,17 @@ class Execution:
 
     Args:
         plan: what to move.
-        directory: where the images go; it exists.
-        finished: files that an earlier run finished, by name. They are not touched.
-        foreign: files that other processes write. They are not touched either, and what is scattered over them alone is
+        directory: existing directory for the images.
+        finished: files of an earlier run, by name; left untouched.
+        foreign: files that other processes write; left untouched. Tensors that are scattered over these files only are
             not read.
-        scattered: the CRC-32s of scattered tensors that are known already, None for those that have none. These
-            tensors are not read for the sake of it.
-        read_for: gathered tensors that are read as a whole for their CRC-32 though files are left to others -> the file
-            that this reading is told with.
-        on_finished: told of each file once it is on disk, and of what was read for it; called from any
-            thread.
-        progress: told of the bytes, and that the phase ends with the last of them.
-        check: compares what is read with what the source records. It has what was read for the finished
-            files.
+        scattered: known CRC-32s of scattered tensors, None for tensors without one; these tensors need not be read for
+            their CRC-32.
+        read_for: gathered tensors that are read whole for their CRC-32 although other processes write some of their
+            files -> the file whose readings include this one.
+        on_finished: called from any thread with each file that is on disk, and the readings for it.
+        progress: receives the bytes, and the end of the phase.
+        check: compares readings with the CRC-32s in the source; already has the readings of finished files.
     """
 
     def __init__(
@@ -216,9 +211,9 @@ class Execution:
         self._thread = threading.local()
         self._read_for = read_for
         self.scattered = dict(scattered)
-        """CRC-32 of every scattered tensor that is known so far, None for one that has none."""
+        """CRC-32 of each scattered tensor so far; None for a tensor without one."""
         self.pieces: dict[str, list[CrcPiece] | None] = {}
-        """What was read of each scattered tensor; None where its chunks are not runs of it."""
+        """CRC-32s of the bytes read of each scattered tensor; None if its chunks are not runs of it."""
         self._scattered_readings: dict[str, list[EntryReading]] = {}
         self._sync_pool = ThreadPoolExecutor(
             _SYNC_THREADS, thread_name_prefix="shardkit-sync", initializer=heed, initargs=(self._interrupt,)
@@ -229,13 +224,13 @@ class Execution:
         """Move everything.
 
         Returns:
-            The digest of every file by its name, and of every scattered tensor by its source name, where it
-            could be taken.
+            The digests of all files by name, and the CRC-32s of scattered tensors by source name, where they could be
+            computed.
 
         Raises:
-            IntegrityError: a source changed, or is not what it records.
-            ResourceError: the system cannot read or write.
-            KeyboardInterrupt: once no thread writes any more.
+            IntegrityError: a source file changed, or differs from its checksums.
+            ResourceError: reading or writing failed.
+            KeyboardInterrupt: after all threads have stopped writing.
             CancelledError: after `stop`.
         """
         files, held_bytes = self.plan.catalog.files, self._options.held_bytes(self.plan)
@@ -250,24 +245,24 @@ class Execution:
                 run_all(self._scatter_jobs(sources), self._options.jobs, self._stop, name="shardkit")
                 run_all(self._task_jobs(tasks, sources), self._options.jobs, self._stop, name="shardkit")
                 self._raise_unfinished()
-                self._check()  # threads that are stopped between two jobs end in silence
+                self._check()  # threads that are stopped between two jobs raise no error
                 self._wait_for_files()
             except BaseException as error:
                 self._stop.set()
                 if isinstance(error, KeyboardInterrupt):
                     self._interrupt.set()
                 raise
-            finally:  # also on Ctrl-C while waiting: no thread may outlive the files that it reads
+            finally:  # also on Ctrl-C while waiting: threads must end before their source files are closed
                 try:
-                    self._sync_pool.shutdown()  # whole files are worth keeping for the next run
+                    self._sync_pool.shutdown()  # complete files are useful for the next run
                 finally:
-                    self._is_over.set()  # on a second Ctrl-C threads may still be there
+                    self._is_over.set()  # after a second Ctrl-C threads may still be running
             sources.finish(hint=DAMAGED)
-        self._progress.finish()  # what comes now, such as waiting for a model's class, is not moving
+        self._progress.finish()  # later steps, such as waiting for a model's class, move no bytes
         return self._digests, {fqn: crc for fqn, crc in self.scattered.items() if crc is not None}
 
     def _create_files(self) -> None:
-        """Create every unfinished file, but for those that wait for room."""
+        """Create all unfinished files, except those that wait for room."""
         assert not self._options.max_unsent_files or self.plan.scattered.keys() <= self.plan.gathered
         for image in self.plan.images:
             if image.name in self._skipped:
@@ -278,7 +273,7 @@ class Execution:
                 self._submit_finish(image, _ImageState())
 
     def _create(self, image: Image) -> None:
-        """Create a file at its full size: gaps are zeros, and a missing write shows."""
+        """Create a file at its full size, so that gaps are zeros and a missing write is noticed."""
         with self._opened(image, os.O_CREAT | os.O_TRUNC) as fd:
             storage.ftruncate(fd, image.size)
 
@@ -304,7 +299,7 @@ class Execution:
             if not holes and not is_read and (self._foreign_files or fqn in self.scattered):
                 return
             dtype = self.plan.scattered[fqn][0][1].dtype
-            # What others have holes for, they read.
+            # Other processes read what only their holes need.
             pieces, readings = scatter.run(fqn, dtype, holes, reads_all=is_read or not self._foreign_files)
             nbytes = self.plan.catalog.tensors[fqn].num_elements * dtype.itemsize
             names = {images[n].name for n, _ in holes} | ({self._read_for[fqn]} if is_read else set())
@@ -320,7 +315,7 @@ class Execution:
             for fqn in fqns:
                 job(fqn)
 
-        # What is made together follows one another, and no two groups are in memory at a time.
+        # Tensors of a group are processed consecutively, so that only one group is in memory.
         catalog, groups, jobs = self.plan.catalog, dict[object, list[str]](), list[Callable[[], None]]()
         for fqn in self.plan.scattered:
             files = {catalog.chunks.file[row] for row in catalog.tensors[fqn].chunk_ids}
@@ -335,10 +330,10 @@ class Execution:
         return [partial(one_by_one, [*chain(*groups.values())]), *jobs] if groups else jobs
 
     def _tasks(self, sources: SourceFiles) -> Sequence[Task]:
-        """Return the tasks in the order in which they are carried out.
+        """Return the tasks in the order of execution.
 
-        Sources in a store are read front to back, for all images at once: each request brings what several of them need.
-        Where the images go to a store themselves, there is no room for parts of all of them.
+        Sources in a store are read front to back, for all images at once: one request fetches data for several images.
+        If the output is in a store too, memory does not suffice for parts of all images.
         """
         if not is_far(self.plan.catalog):
             return [t for t in self.plan.tasks if self.plan.images[t.image].name not in self._skipped]
@@ -361,7 +356,7 @@ class Execution:
                 sources,
                 self._controls,
                 buffer_bytes=self._options.buffer_bytes,
-                band_bytes=self._options.band_bytes // 4,  # fits the cache
+                band_bytes=self._options.band_bytes // 4,  # fits in the cache
                 share_extents=self._options.share_extents,
             )
         with self._opened(image) as fd:
@@ -379,7 +374,7 @@ class Execution:
         return bool(self._options.max_unsent_files) or location_of(self._directory).sends
 
     def _wait_for_room(self, image: Image) -> None:
-        """Create a file once so few are unsent that there is room for it. The tasks of a file follow one another."""
+        """Create a file when enough others have been sent. The tasks of a file are consecutive."""
         if not self._options.max_unsent_files:
             return
         with self._is_sent:
@@ -395,7 +390,7 @@ class Execution:
             self._syncs.append(self._sync_pool.submit(self._finish_in_turn, image, state))
 
     def _finish_in_turn(self, image: Image, state: _ImageState) -> None:
-        """Finish a file. Where one cannot be sent, no other is written: there may be no room for it."""
+        """Finish a file. If sending it fails, stop: there may be no room for other files."""
         try:
             self._finish(image, state)
         except BaseException:
@@ -408,7 +403,7 @@ class Execution:
                 self._is_sent.notify_all()
 
     def _raise_unfinished(self) -> None:
-        """Raise the error of a file that stopped all others."""
+        """Raise the error of the file that stopped the run."""
         if self._stop.is_set():
             until_done(self._syncs)
         for sync in self._syncs:
@@ -416,7 +411,7 @@ class Execution:
                 raise error
 
     def _finish(self, image: Image, state: _ImageState) -> None:
-        """Sync a whole file to disk and hand it over."""
+        """Sync a complete file to disk and report it."""
         stretches = [state.stretches[start] for start in sorted(state.stretches)]
         self._settle(image)
         crc = None
@@ -428,7 +423,7 @@ class Execution:
             crc32=crc,
             data_crcs=tuple(crc for stretch in stretches for crc in stretch.data_crcs),
         )
-        if self._is_over.is_set():  # nobody waits for it any more
+        if self._is_over.is_set():  # the run has ended
             raise CancelledError
         of_stretches = (stretch.read for stretch in stretches)
         readings = pack(chain(self._scattered_readings.get(image.name, ()), *of_stretches))
@@ -439,7 +434,7 @@ class Execution:
             self._digests[image.name] = digest
 
     def _wait_for_files(self) -> None:
-        """Wait until every file is where it belongs, a phase of its own: all bytes are counted, and it may take minutes."""
+        """Wait until all files are on disk or sent; a separate phase, as it may take minutes after the last byte."""
         self._progress.finish()
         self._progress.start(0, "sending" if self._sends else "syncing")
         until_done(self._syncs)
@@ -447,7 +442,7 @@ class Execution:
             sync.result()
 
     def _settle(self, image: Image) -> None:
-        """Bring a whole file to the disk, unless it only passes through it."""
+        """Sync a complete file to disk, unless it is only scratch for an upload."""
         if not self._options.max_unsent_files:
             with self._opened(image) as fd:
                 storage.fsync(fd)

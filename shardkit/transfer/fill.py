@@ -1,10 +1,9 @@
 """Filling holes: streamed and gathered ones while an image is written, scattered ones before.
 
-`plan` decides which hole is filled in which way. `Filler` writes a stretch of one image front to back:
-literal bytes, data, literal bytes with the data's digest. `Scatter` deals out a tensor that is cut along a
-later dim than the first, or that has to be decoded. It reads the source once, in contiguous blocks, and each
-hole takes its part of every block. A part is one write where the source chunk spans the hole's trailing dims,
-else one write for each run.
+`plan` decides how each hole is filled. `Filler` writes a stretch of one image front to back: literal bytes, data,
+literal bytes with the data's digest. `Scatter` distributes a tensor that is cut along a later dim than the first, or
+that has to be decoded: it reads the source once, in contiguous blocks, and writes the overlap of each block with each
+hole. An overlap is one write if the source chunk spans the hole's trailing dims, otherwise one write per run.
 """
 
 from __future__ import annotations
@@ -39,37 +38,36 @@ from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
 from shardkit.transfer.sources import Reader, SourceFiles, bands
 from shardkit.transfer.stream import Controls, Segment, Stream, read_back, segments_of, write_all
 
-# A file system on a network answers in about as long as it takes to send so much.
+# The latency of a network file system is about the time to transfer this much.
 _MIN_PART = 64 * KIB
 _MIN_CLONED = 16 * BLOCK  # below this a copy is cheaper than a system call
 
 OpenTarget = Callable[[int], AbstractContextManager[tuple[int, str]]]
-"""Opens an image, given its number, and gives (descriptor, name)."""
+"""Opens an image by number, and yields (descriptor, name)."""
 
 
 @dataclass(slots=True)
 class TaskOutput:
-    """What a task wrote."""
+    """The result of a task."""
 
     segments: list[Segment] = field(default_factory=list)
-    """Everything but the gaps, in file order."""
+    """All segments except gaps, in file order."""
     data_crcs: list[int] = field(default_factory=list)
     """CRC-32 of each hole's bytes, in file order."""
     read: list[EntryReading] = field(default_factory=list)
-    """What was read for it, to be compared with the source's checksums."""
+    """Its readings, to be compared with the source's checksums."""
 
 
 class Filler:
     """Writes tasks; each thread has its own.
 
     Args:
-        plan: what goes where.
-        sources: how to read.
-        controls: what all threads follow.
-        buffer_bytes: size of the output buffer, and of the conversion buffer where one is needed.
-        band_bytes: bytes of a gathered tensor that are held at a time; a thread holds twice as many.
-        share_extents: clone the whole blocks of large ranges that are copied as they are, where the file
-            system does not refuse.
+        plan: of the job.
+        sources: of the plan's catalog.
+        controls: shared by all threads.
+        buffer_bytes: size of the output buffer, and of the conversion buffer if one is needed.
+        band_bytes: bytes of a gathered tensor at a time; a thread needs twice as many.
+        share_extents: clone whole blocks of large unconverted ranges if the file system supports it.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class Filler:
         self._converters: dict[tuple[DType, DType], Converter] = {}
         self._fd = -1
         self._clones: list[tuple[Move, int, str]] = []
-        """Whole blocks to share: where they lie, their place in the image and the tensor, for messages."""
+        """Blocks to clone: source, position in the image, and the tensor for messages."""
 
     def write(self, task: Task, image: Image, fd: int) -> TaskOutput:
         """Write the pieces of a task into an open image."""
@@ -110,7 +108,7 @@ class Filler:
                     if self._late is not None:
                         self._late.open(fqn, self._reader.descriptor)
                     crc = self._gather(stream, image.hole(index), self._plan.catalog.tensors[fqn].dtype)
-                else:  # there before, as it was scattered in another order or computed, so the digest has to be read back
+                else:  # already written by `Scatter` in another order, so the digest has to be read back
                     place = stream.position
                     stream.step_over(nbytes)
                     crc = read_back(fd, place, nbytes, self._buffer) if self._digests else 0
@@ -171,7 +169,7 @@ class Filler:
         return crc
 
     def _gather(self, stream: Stream, hole: Hole, source: DType) -> int:
-        # A tensor that is cut along a later dim is read once as a whole, and compared then.
+        # A tensor that is cut along a later dim is read whole once, and compared then.
         reader, crc = self._silent_reader if hole.fqn in self._plan.scattered else self._reader, 0
         for band in bands(self._plan.catalog, hole.fqn, hole.region, reader, self._band_bytes):
             self._check()
@@ -180,7 +178,7 @@ class Filler:
         return crc
 
     def _put(self, stream: Stream, data: memoryview, source: DType, target: DType, crc: int) -> int:
-        """Append source elements in the hole's dtype; go on with its CRC-32."""
+        """Append source elements in the hole's dtype; return the updated CRC-32."""
         converter = None if source is target else self._converter(source, target)
         wide, narrow = source.itemsize, target.itemsize
         done, most = 0, len(self._buffer) // max(wide, narrow)
@@ -202,7 +200,7 @@ class Filler:
         return converter
 
     def _clone(self, stream: Stream, move: Move, crc: int) -> int:
-        """Leave the whole blocks of a range for `_share`, and copy its ragged ends."""
+        """Schedule the whole blocks of a range for `_share`, and copy the ends."""
         file, start, nbytes = move
         head, body = shared_part(start, nbytes)
         tail = head + body
@@ -215,7 +213,7 @@ class Filler:
         return self._copy(stream, file, start + tail, nbytes - tail, crc) if tail < nbytes else crc
 
     def _share(self, name: str) -> None:
-        """Clone what the task left to clone; copy what the file system refuses (a quota, a limit on sharing)."""
+        """Clone the scheduled blocks; copy those that the file system refuses to clone (by a quota or limit)."""
         refused = []
         with self._controls.cloning:
             for clone in reversed(self._clones):  # the other threads read the same files front to back
@@ -226,7 +224,7 @@ class Filler:
                 except OSError:
                     refused.append(clone)
                     continue
-                if not self._digests:  # else they were read for the digest
+                if not self._digests:  # otherwise they were read for the digest
                     self._reader.list_unread(file, start, nbytes, fqn)
         for (file, start, nbytes), position, fqn in refused:
             stream = Stream(self._fd, name, position, self._buffer)
@@ -235,7 +233,7 @@ class Filler:
             stream.flush()
 
     def _digest(self, file: int, start: int, nbytes: int, fqn: str, crc: int) -> int:
-        """Go on with a CRC-32 over source bytes that are not copied; the output buffer is empty."""
+        """Update a CRC-32 with source bytes that are not copied; the output buffer must be empty."""
         view, done = memoryview(self._buffer), 0
         while done < nbytes:
             self._check()
@@ -246,12 +244,12 @@ class Filler:
 
 
 def _go_on(crc: int, part: memoryview, part_crc: int | None) -> int:
-    """Go on with a CRC-32 over a part, given the part's own CRC-32 where reading took it."""
+    """Update a CRC-32 with a part, using the part's CRC-32 if reading has computed it."""
     return crc32(part, crc) if part_crc is None else crc32_combine(crc, part_crc, len(part))
 
 
 class CrcPiece(NamedTuple):
-    """The CRC-32 of some bytes of a tensor, counted row-major from its first."""
+    """The CRC-32 of a range of a tensor's row-major bytes."""
 
     start: int
     stop: int
@@ -262,8 +260,8 @@ def crc_of(pieces: Iterable[CrcPiece], nbytes: int) -> tuple[int | None, bool]:
     """Return the CRC-32 of a whole tensor from pieces, some of which may have been read twice.
 
     Returns:
-        The CRC-32, None if no pieces follow one another from the first byte to the last; and whether two readings of the
-        same bytes differ.
+        The CRC-32, or None if the pieces do not cover all bytes without overlap; and whether two readings of the same
+        bytes differ.
     """
     reached, differ = {0: 0}, False
     for start, stop, crc in sorted(set(pieces)):
@@ -278,12 +276,12 @@ def _everything(block: Region) -> list[tuple[int, int]]:
 
 
 def _needed(block: Region, holes: Sequence[tuple[int, Hole]], least: int) -> list[tuple[int, int]]:
-    """Return what holes take of a block: (first element, end) of each run; all of it where runs are short or overlap.
+    """Return (first element, end) of each run of a block that holes need; the whole block if runs are short or overlap.
 
     Args:
         block: of the tensor.
         holes: (image, hole) of each.
-        least: elements of a run that pays.
+        least: minimum elements of a run that is worth reading separately.
     """
     used = set[tuple[int, int]]()
     for _, hole in holes:
@@ -301,15 +299,14 @@ def _needed(block: Region, holes: Sequence[tuple[int, Hole]], least: int) -> lis
 
 
 class Scatter:
-    """Deals out tensors to their holes. All threads share it.
+    """Writes scattered tensors to their holes. All threads share it.
 
     Args:
-        catalog: where the tensors lie.
-        sources: how to read them.
+        catalog: of the tensors.
+        sources: of the catalog.
         open_target: opens an image.
-        controls: what all threads follow.
-        band_bytes: bytes that are read at a time; with conversion and copies a thread holds up to four times
-            as many.
+        controls: shared by all threads.
+        band_bytes: bytes to read at a time; with conversions and copies a thread needs up to four times as many.
     """
 
     def __init__(
@@ -329,20 +326,19 @@ class Scatter:
     ) -> tuple[list[CrcPiece] | None, list[EntryReading]]:
         """Fill the given holes of a tensor.
 
-        Where no hole is left to fill (a resumed run), the tensor is only read, for the digest and to compare
-        it with what its source records.
+        Without holes to fill (a resumed run), the tensor is only read, for its digest and to compare it with the source's
+        checksums.
 
         Args:
             fqn: name in the catalog.
             target: dtype of the holes.
             holes: (image, hole) of each.
-            reads_all: read all of the tensor. Otherwise what no hole takes is left to whoever has those holes, unless
-                it lies between parts so short that reading all is cheaper.
+            reads_all: read the whole tensor. Otherwise elements outside of these holes are left to the processes that need
+                them, unless reading all is cheaper because the parts in between are short.
 
         Returns:
-            CRC-32s of what was read of the tensor's logical bytes in the dtype `target`, in order; and what was read to
-            be compared. The first is None where the source's chunks are not runs of the tensor; CRC-32s are 0 without
-            digests.
+            CRC-32s of the ranges that were read, of the tensor's bytes in the dtype `target`, in order, or None if the source's
+            chunks are not runs of the tensor; and the readings to compare. CRC-32s are 0 without digests.
         """
         entry, table, pieces = self._catalog.tensors[fqn], self._catalog.chunks, list[CrcPiece]()
         if not (holes or self._controls.digests or self._sources.check):
@@ -352,7 +348,7 @@ class Scatter:
         are_runs = all(is_contiguous(region, entry.shape) for region in regions)
         with self._sources.reader() as reader:
             for region, chunk in sorted(zip(regions, entry.chunk_ids, strict=True)):
-                # What is computed may need all of its factors for every piece.
+                # A computed tensor may need all of its factors for every piece.
                 least = (
                     _MIN_PART // itemsize
                     if self._sources.derivation(table.file[chunk]) is None
@@ -382,7 +378,7 @@ class Scatter:
         spans: Sequence[tuple[int, int]],
         target: DType,
     ) -> bytearray:
-        """Return a block in the dtype of the holes, of which some elements are read, and the rest are zeros."""
+        """Return a block in the dtype of the holes, with some elements read and the rest zero."""
         source = self._catalog.tensors[fqn].dtype
         converter = make_converter(source, target) if target is not source else None
         result = bytearray(block.num_elements * target.itemsize if spans else 0)
@@ -430,7 +426,7 @@ class Scatter:
 
 
 def image_crc(size: int, segments: list[Segment]) -> int:
-    """Return the CRC-32 of a whole file from its segments; what lies between them is zeros."""
+    """Return the CRC-32 of a whole file from its segments; gaps between them are zeros."""
     pieces: list[tuple[int, int]] = []
     end = 0
     for start, nbytes, crc in sorted(segments):

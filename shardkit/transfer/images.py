@@ -1,9 +1,8 @@
 """Files to be written: their size, their literal bytes and their holes.
 
-An image is a run of pieces in file order. A piece is literal bytes, a hole for a region of a tensor, and more
-literal bytes that may depend on the CRC-32 of what filled the hole. Between pieces there may be gaps of zero
-bytes. Pieces are made when they are asked for: the literal bytes of a 1,024-rank checkpoint would take a
-gigabyte.
+An image is a sequence of pieces in file order. A piece consists of literal bytes, a hole for a region of a tensor, and
+more literal bytes that may depend on the CRC-32 of the hole's bytes. Between pieces there may be gaps of zero bytes.
+Pieces are created on demand: the literal bytes of a 1,024-rank checkpoint would take a gigabyte.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Hole(NamedTuple):
     fqn: str
     """The tensor's name in the source catalog."""
     region: Region
-    """In elements of the whole tensor."""
+    """Region of the whole tensor, in elements."""
     dtype: DType
     """The dtype of its bytes, after conversion."""
     start: int
@@ -45,9 +44,9 @@ class Frame(Protocol):
 
 
 class Piece(NamedTuple):
-    """A hole and the literal bytes around it: enough to fill a hole whose region is a run of its tensor.
+    """A hole and the literal bytes around it; sufficient to fill a hole whose region is a run of its tensor.
 
-    A checkpoint has as many pieces as chunks, so a piece is one flat tuple. `Image.hole` gives the region.
+    A checkpoint has as many pieces as chunks, so a piece is a flat tuple. `Image.hole` returns the region.
     """
 
     start: int
@@ -91,7 +90,7 @@ T = TypeVar("T")
 
 
 class ImageList(Generic[T]):
-    """Images by number, as an `ImageSet` has them."""
+    """A sequence of images; the base of `ImageSet`s."""
 
     images: list[T]
 
@@ -106,7 +105,7 @@ class ImageList(Generic[T]):
 
 
 class TensorHoles(NamedTuple):
-    """The holes of one stored tensor, taken together."""
+    """A summary of all holes of one stored tensor."""
 
     fqn: str
     """The stored name."""

@@ -4,11 +4,10 @@ A hole is filled in one of three ways:
 
 - *streamed* if its bytes, in order, are contiguous runs of source chunks: row-sharded tensors, in either
   direction;
-- *gathered* if it is a run of the tensor but the chunks are not, because a tensor that was cut along a later
-  dim is put together, or if elements are reordered: band by band, every chunk's part is read, or computed, and
-  put in its place;
-- *scattered* if a tensor is being cut along a later dim, or its bytes have to be decoded: the source is read
-  once, block by block, and every block's part is put into each hole that wants it.
+- *gathered* if it is a run of the tensor but the chunks are not, because the tensor was cut along a later dim, or if
+  elements are reordered: the bytes are assembled in bands, from parts of all chunks, read or computed;
+- *scattered* if the tensor is being cut along a later dim, or has to be decoded: the source is read once, block by
+  block, and the overlap of each block with each hole is written.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, flat_offset, intersect, is_contiguous
 from shardkit.transfer.images import Hole, Image, ImageSet, TensorHoles
 
-_SMALL_TASK_NBYTES = 1 << 20  # the same where tasks follow the source
-_FAR_NBYTES = 8 << 20  # two places are one where so little lies between them
+_SMALL_TASK_NBYTES = 1 << 20  # the size of tasks that follow the order of the source
+_FAR_NBYTES = 8 << 20  # places with smaller gaps count as one
 _TASK_NBYTES = 128 << 20  # a thread's share of one image: small enough to balance, large enough to matter
 
 
 class Move(NamedTuple):
-    """Contiguous source bytes that fill contiguous bytes of a hole."""
+    """A copy of contiguous source bytes to contiguous bytes of a hole."""
 
     file: int
     """Index into the source catalog's files."""
     start: int
     """First byte in that file."""
     nbytes: int
-    """Source bytes. The hole takes as many elements."""
+    """Source bytes. The hole gets the same number of elements."""
 
 
 class Task(NamedTuple):
@@ -56,18 +55,18 @@ class Task(NamedTuple):
 
 
 class FlatSource(NamedTuple):
-    """A tensor whose chunks are all contiguous ranges of it, in columns and in the tensor's own order."""
+    """A tensor whose chunks are contiguous ranges of it; in columns, in the order of the tensor."""
 
     dtype: DType
     starts: array[int]
-    """First element of each chunk that has any, counted row-major in the whole tensor."""
+    """First element of each non-empty chunk, counted row-major in the whole tensor."""
     stops: array[int]
     files: array[int]
     places: array[int]
     """First byte of each chunk in its file."""
 
     def moves(self, start: int, stop: int) -> list[Move]:
-        """Return the moves that fill elements `start .. stop`; neighbours in a file are one move."""
+        """Return the moves that fill elements `start .. stop`, merging neighbours in a file."""
         itemsize = self.dtype.itemsize
         if len(self.starts) == 1 and start < stop:  # every tensor of a Hub model
             return [Move(self.files[0], self.places[0] + start * itemsize, (stop - start) * itemsize)]
@@ -108,10 +107,10 @@ class TransferPlan:
     """Bytes that fill holes. Progress counts these."""
 
     def in_order(self) -> TransferPlan:
-        """Return the plan for files of which nothing may be written before its turn, since their memory is few parts.
+        """Return the plan for files that must be written strictly front to back, as only a few parts are in memory.
 
-        Tensors that would be scattered are gathered: of each the source is read once as a whole, for its digest, and
-        once more for every hole.
+        Scattered tensors become gathered ones: each is read once as a whole, for its digest, and once more for every
+        hole.
         """
         again = sum(
             hole.region.num_elements * self.catalog.tensors[name].dtype.itemsize
@@ -126,7 +125,7 @@ class TransferPlan:
 def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
     """Return the plan that fills every hole of `images` from `catalog`.
 
-    Every hole names a tensor of the catalog and lies inside it: the maker of the images has checked that.
+    Every hole must be inside a tensor of the catalog; whoever creates the images has to check that.
 
     Args:
         images: with the holes.
@@ -168,18 +167,18 @@ def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
 
 
 def _are_runs(sizes: Iterable[Shape], shape: Shape) -> bool:
-    """True if regions of these sizes are contiguous in a tensor, wherever they lie."""
+    """True if regions of these sizes are contiguous in a tensor, at any offset."""
     return all(is_contiguous(Region((0,) * len(box), box), shape) for box in sizes)
 
 
 def _is_made_whole(entry: TensorEntry, catalog: Catalog) -> bool:
-    """True if a part of a tensor exists only once all of it is decoded, or made with others."""
+    """True if parts of a tensor are only available after decoding all of it, or computing it with others."""
     every = (catalog.files[catalog.chunks.file[row]].derivation for row in entry.chunk_ids)
     return any(isinstance(each, Decoded) or (each is not None and each.group is not None) for each in every)
 
 
 def flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
-    """Return a tensor's chunks as ranges of it; None if one is not a range, or has to be decoded."""
+    """Return the chunks as ranges of their tensor; None if a chunk is not a range, or has to be decoded."""
     if entry.num_chunks >= MIN_COLUMNS and len(catalog.chunks) >= MIN_TOTAL:
         flat = _flat_rows(entry, catalog)
         if flat is not None:
@@ -205,7 +204,7 @@ def flat_source(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
 
 
 def _flat_rows(entry: TensorEntry, catalog: Catalog) -> FlatSource | None:
-    """Do the same in columns, for very many chunks; None unless they are rows in the tensor's own order."""
+    """Like `flat_source`, in columns, for very many chunks; None unless these are rows in the order of the tensor."""
     import numpy as np
 
     table, rows, num_dims = catalog.chunks, entry.chunk_ids, len(entry.shape)
@@ -243,27 +242,26 @@ def _tasks(number: int, image: Image, nbytes: int) -> Iterator[Task]:
 
 
 FileRanges = dict[int, list[tuple[int, int]]]
-"""File -> (first byte, byte after the last) of what is read of it; in no order, and some may overlap."""
+"""File -> (first byte, byte after the last) of each range to read; unordered, possibly overlapping."""
 
 
 class Reading(NamedTuple):
-    """What a plan reads, for sources of which each request costs time."""
+    """The reads of a plan, for sources with expensive requests."""
 
     tasks: list[Task]
-    """In the order of the sources' bytes: what lies together there is read together, for whichever image it is."""
+    """In the order of the sources' bytes: neighbouring data are read together, even for different images."""
     ranges: FileRanges
     num_places: int
-    """How many places of the files a task reads in turn."""
+    """Number of places in the files from which a task reads in turn."""
 
 
 def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_order: bool) -> Reading:
     """Return the ranges that the tasks of a plan read, and the best order of the tasks.
 
     Args:
-        plan: what goes where.
+        plan: of the job.
         skipped: names of images that are not written.
-        in_source_order: cut the images into small tasks and put them in the order of the sources; else the tasks stay
-            as they are.
+        in_source_order: cut images into small tasks, in the order of the sources; otherwise keep the tasks of the plan.
     """
     images = [image if image.name not in skipped else None for image in plan.images]
     tasks = [task for task in plan.tasks if images[task.image] is not None]
@@ -275,7 +273,7 @@ def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_orde
             for task in _tasks(number, image, _SMALL_TASK_NBYTES)
         ]
     ranges, num_places = FileRanges(), 1
-    # The tasks of a large tensor follow one another: where it lies in several files, these are read once for all of them.
+    # The tasks of a large tensor are consecutive, so that its files are read once for all of them.
     together = dict[tuple[int, str], list[tuple[tuple[int, int], Task]]]()
     files_of = dict[tuple[int, str], set[int]]()
     for task in tasks:
@@ -292,7 +290,7 @@ def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_orde
     dealt_out = [fqn for fqn, holes in plan.scattered.items() if any(number in kept for number, _ in holes)]
     for file, spans in chunk_ranges(plan.catalog, dealt_out).items():
         ranges.setdefault(file, []).extend(spans)
-    if plan.catalog.late is not None:  # whole records: what describes one comes with its data
+    if plan.catalog.late is not None:  # whole records: headers are fetched together with data
         pieces = (piece for task in tasks for piece in plan.images[task.image].pieces(task.start, task.stop))
         ranges |= chunk_ranges(plan.catalog, {piece.fqn: None for piece in pieces})
     if in_source_order:
@@ -301,7 +299,7 @@ def plan_reading(plan: TransferPlan, skipped: Collection[str], *, in_source_orde
 
 
 def chunk_ranges(catalog: Catalog, names: Iterable[str]) -> FileRanges:
-    """Return where all of some tensors lies, with what describes it where records are closed."""
+    """Return the file ranges of some tensors; of closed records, including their headers."""
     table, ranges = catalog.chunks, FileRanges()
     for fqn in names:
         entry = catalog.tensors[fqn]
@@ -312,7 +310,7 @@ def chunk_ranges(catalog: Catalog, names: Iterable[str]) -> FileRanges:
 
 
 def _task_ranges(plan: TransferPlan, image: Image, task: Task) -> Iterator[tuple[int, int, int]]:
-    """Yield (file, first byte, byte after the last) of what fills the holes of a task."""
+    """Yield (file, first byte, byte after the last) of the sources of a task's holes."""
     for index, piece in enumerate(image.pieces(task.start, task.stop), task.start):
         source = plan.streamed.get(piece.fqn)
         if source is not None:
@@ -324,7 +322,7 @@ def _task_ranges(plan: TransferPlan, image: Image, task: Task) -> Iterator[tuple
 
 
 def _gathered_ranges(catalog: Catalog, hole: Hole) -> Iterator[tuple[int, int, int]]:
-    """Yield the run of each chunk in which its part of a hole lies."""
+    """Yield the file range of each chunk that contains its overlap with a hole."""
     entry, table = catalog.tensors[hole.fqn], catalog.chunks
     for row, region in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
         part = intersect(hole.region, region)
@@ -337,6 +335,6 @@ def _gathered_ranges(catalog: Catalog, hole: Hole) -> Iterator[tuple[int, int, i
 
 
 def _num_places(read: Sequence[tuple[int, int, int]]) -> int:
-    """Return how many of these ranges lie too far from the one before for one request."""
+    """Count the ranges that are too far from their predecessor for a common request."""
     far = ((a[0], a[2] + _FAR_NBYTES) < (b[0], b[1]) for a, b in pairwise(read))
     return 1 + sum(far)

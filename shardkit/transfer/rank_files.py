@@ -1,4 +1,4 @@
-"""Files of ranks to be written: a header, then holes for regions of tensors."""
+"""Images of rank files: a header, then holes for regions of tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class PlacedRegion(NamedTuple):
     source: str
     """The name in the source catalog."""
     dtype: DType
-    """What it is stored as."""
+    """The dtype in the file."""
     shape: Shape
-    """Of the whole tensor, in elements."""
+    """Region of the whole tensor, in elements."""
     region: Region
 
     @property
@@ -32,7 +32,7 @@ class PlacedRegion(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What one file holds."""
+    """The content of one file."""
 
     name: str
     header: bytes
@@ -41,7 +41,7 @@ class Content(NamedTuple):
 
 
 class _HoleFrame(NamedTuple):
-    """The bytes before a hole. There are none behind it."""
+    """Literal bytes before a hole; none after it."""
 
     prefix: bytes
     prefix_crc: int
@@ -101,7 +101,7 @@ class RankImages(ImageList[RankImage]):
         yield from self._placed.values()
 
     def tensors(self) -> Iterator[TensorHoles]:
-        """Yield what is known of each tensor's holes together."""
+        """Yield the summary of each tensor's holes."""
         for fqn, placed in self._placed.items():
             holes = [hole for _, hole in self._holes[fqn]]
             sizes = tuple(dict.fromkeys(hole.region.sizes for hole in holes))

@@ -1,7 +1,6 @@
-"""Reading source files: shared by threads, few open at a time, changes noticed.
+"""Reading source files: shared by threads, few open at a time, with detection of changes.
 
-Here too: the bytes of a tensor that lies in many chunks, band by band (`bands`), and whether two are equal
-(`same_bytes`).
+`bands` reads a tensor of many chunks band by band; `same_bytes` compares two tensors.
 """
 
 from __future__ import annotations
@@ -41,29 +40,29 @@ if TYPE_CHECKING:
 
 
 MAX_BORROWED = 64
-"""Most descriptors that one reader borrows."""
+"""Limit on the descriptors that one reader borrows."""
 _MIN_OPEN, _MAX_OPEN = 32, 4096
 READ_NBYTES = 8 << 20
-"""Bytes of a tensor that one system call reads. Storage over a network takes a request for each call, or for as much of
-it as it sends at once. The CRC-32 is taken after the call, out of the cache that the cores share: with pieces of 1 MiB,
-which fit a core's own, reading warm memory and comparing it takes 4 % less of a processor."""
+"""Maximum bytes per system call. Network storage needs at least one request per call. The CRC-32 is computed after the
+call, from the cache that cores share; pieces of 1 MiB, which fit in a core's own cache, would save only 4 % of the
+processor time for reading and comparing warm data."""
 DROPPED_NBYTES = 16 << 10
-"""Most bytes between two parts that are read at once: they are as expensive as another call."""
+"""Limit on the gap between two parts of one read; a larger one costs more than another call."""
 MOST_PARTS = 512
-"""Most parts of one system call; what lies between them counts too, up to IOV_MAX, 1,024."""
-_SAME_NBYTES = 1 << 20  # of each of two tensors, compared at a time
+"""Limit on the parts of one system call; gaps also count towards IOV_MAX, 1,024."""
+_SAME_NBYTES = 1 << 20  # bytes of each tensor to compare at a time
 
 
 def is_far(catalog: Catalog) -> bool:
-    """True if some of a catalog's files lie in a store: each read of them is a request."""
+    """True if some of a catalog's files are in a store, where each read is a request."""
     return any(location_of(file.path).plans_reads for file in catalog.files)
 
 
 class _RecentBlocks:
-    """Blocks of source files that were read lately, by file and number; shared by threads.
+    """A cache of recently read blocks of source files, by file and number; shared by threads.
 
-    There are two generations: when the young one is full, the old one is forgotten. Two threads that
-    interfere can only lose blocks, which are then read again.
+    There are two generations: when the young one is full, the old one is dropped. Races between threads can only lose
+    blocks, which are then read again.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -89,15 +88,15 @@ class _RecentBlocks:
 
 
 class SourceFiles:
-    """The files of a catalog, opened when they are first read. A context manager.
+    """The files of a catalog, opened on first use. A context manager.
 
-    `finish` tells whether a file changed or differs from its checksums.
+    `finish` raises an error if a file has changed or differs from its checksums.
 
     Args:
         files: the catalog's files.
-        recent_bytes: most bytes kept from small reads.
-        check: collects what is read.
-        opened: descriptors by path, of which it takes out and closes what it reads.
+        recent_bytes: size of the cache of small reads.
+        check: collects readings.
+        opened: descriptors by path; those that are used are removed from it, and closed at the end.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class SourceFiles:
         self._expected: Mapping[int, Sequence[tuple[int, int]]] = {}
         self._num_places = 1
         self._opened = {} if opened is None else opened
-        # Half of what this process may have open: the smallest usual limit is 256.
+        # Half of this process's limit, which is usually at least 256.
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - len(self._opened)
         self._max_open = min(max(limit, _MIN_OPEN), _MAX_OPEN)
 
@@ -134,35 +133,35 @@ class SourceFiles:
         self.recent = _RecentBlocks(0)
 
     def expect(self, ranges: Mapping[int, Sequence[tuple[int, int]]], num_places: int) -> None:
-        """Tell what will be read of each file that lies in a store, before it is read.
+        """Announce the reads of files in a store, before reading.
 
         Args:
             ranges: (first byte, byte after the last), in any order, by file; the files in the order of reading.
-            num_places: how many places of all files are read in turn.
+            num_places: number of places in all files from which data are read in turn.
         """
         self._expected, self._num_places = ranges, num_places
 
     def will_need(self, file: int, start: int, nbytes: int) -> None:
-        """Have the system fetch a part of a file on disk; one that cannot be opened is left to whoever reads it."""
+        """Ask the system to prefetch a part of a file on disk; errors in opening are left to the actual read."""
         if self.derivation(file) is None and not location_of(self.path(file)).plans_reads:
             with suppress(ResourceError, IntegrityError):
                 storage.will_need(self.borrow(file), start, nbytes)
                 self.give_back(file)
 
     def derivation(self, file: int) -> Decoded | Computed | None:
-        """Return how a file's bytes come to be; None if they lie in it as they are."""
+        """Return how a file's bytes are obtained; None if they are stored as such."""
         return self._files[file].derivation
 
     def reader(self, *, compares: bool = True) -> Reader:
-        """Return a reader for one thread; `release` it when the thread's stretch is done.
+        """Return a reader for one thread; call its `release` after each stretch.
 
         Args:
-            compares: list what it reads, for `check`.
+            compares: list readings for `check`.
         """
         return Reader(self, self.check if compares else None)
 
     def path(self, file: int) -> str:
-        """Return where a file lies."""
+        """Return the path of a file."""
         return self._files[file].path
 
     def name(self, file: int) -> str:
@@ -187,10 +186,10 @@ class SourceFiles:
             self._users[file] -= 1
 
     def _make_room(self) -> None:
-        """Close an idle file where too many are open: the one that was opened last.
+        """If too many files are open, close the idle one that was opened last.
 
-        Each tensor is read from the files of all ranks in turn. The file that was used longest ago is needed
-        next, so the files that were opened first stay open.
+        Each tensor is read from the files of all ranks in turn. The least recently used file is needed next, so the files
+        that were opened first stay open.
         """
         if len(self._open) >= self._max_open:
             idle = next((file for file in reversed(self._open) if not self._users.get(file)), None)
@@ -214,9 +213,9 @@ class SourceFiles:
         return fd
 
     def _begin_next(self, file: int) -> None:
-        """Open the files in a store that are read next, and begin to fetch what is read of them.
+        """Open the next files in a store, and begin to fetch their data.
 
-        Files that cannot be opened are left to whoever reads them.
+        Errors in opening are left to the actual read.
         """
         num_ahead = location_of(self._files[file].path).num_ahead
         if file not in self._expected or not num_ahead:
@@ -232,7 +231,7 @@ class SourceFiles:
                     self._open[number] = self._open_checked(number, is_soon=True)
 
     def decoded(self, file: int, fqn: str) -> tuple[memoryview, list[EntryReading]]:
-        """Return the bytes of a file that has to be decoded for a tensor, and what was read for them."""
+        """Decode a file for a tensor; return its bytes, and the readings for them."""
         with self._lock:
             decoded = self._decoded.get(file)
             if decoded is None:
@@ -254,23 +253,23 @@ class SourceFiles:
             return decoded
 
     def finish(self, *, hint: str) -> None:
-        """Refuse a source that changed, or is not what it records.
+        """Refuse a source that changed, or differs from its checksums.
 
         Args:
             hint: what to do about damaged bytes.
 
         Raises:
-            IntegrityError: names every file that changed, or every entry that is not what was recorded.
+            IntegrityError: lists all files that changed, or all damaged entries.
         """
         self.check_unchanged()
         if self.check is not None:
             self.check.judge().raise_damaged(hint=hint)
 
     def check_unchanged(self) -> None:
-        """Compare every file with what it was when its description was read, or when it was first opened.
+        """Check that no file has changed since its description was read, or since it was first opened.
 
         Raises:
-            IntegrityError: names every file that changed.
+            IntegrityError: lists all files that changed.
         """
         names = [
             self._files[file].name
@@ -282,7 +281,7 @@ class SourceFiles:
 
 
 class Neighbour(NamedTuple):
-    """Bytes of a file, and the memory for them."""
+    """A range of a file, and the memory for it."""
 
     buffer: memoryview
     start: int
@@ -292,11 +291,11 @@ class Neighbour(NamedTuple):
 
 
 class Reader:
-    """Reads source files for one thread, and keeps the ones that it reads from open in between.
+    """Reads source files for one thread, and keeps them open between reads.
 
     Args:
         sources: the files.
-        check: gets what is read and was not taken before, on exit.
+        check: on exit, receives readings that were not taken with `take_readings`.
     """
 
     def __init__(self, sources: SourceFiles, check: SourceCheck | None = None) -> None:
@@ -314,29 +313,29 @@ class Reader:
             self._check.add(self.take_readings())
 
     def take_readings(self) -> list[EntryReading]:
-        """Return what was read since the last call."""
+        """Return the readings since the last call."""
         self._decoded_readings = None
         return [] if self._readings is None else self._readings.take()
 
     def list_unread(self, file: int, start: int, nbytes: int, fqn: str) -> None:
-        """List bytes that a tensor has of a file, and that nobody read."""
+        """List bytes of a file that belong to a tensor and are not read."""
         if self._readings is not None:
             self._readings.add_summed(self._sources.path(file), start, start + nbytes, UNREAD, fqn)
 
     def _list(self, file: int, start: int, data: memoryview | bytes, fqn: str) -> int | None:
-        """List bytes that were read; return their CRC-32 where it was computed."""
+        """List a read; return the CRC-32 if it was computed."""
         return (
             None if self._readings is None else self._readings.add(self._sources.path(file), start, data, fqn)
         )
 
     def release(self) -> None:
-        """Let others have the descriptors."""
+        """Return the borrowed descriptors."""
         for file in self._borrowed:
             self._sources.give_back(file)
         self._borrowed.clear()
 
     def is_decoded(self, file: int) -> bool:
-        """True for bytes that lie in no file as they are."""
+        """True if the file's bytes are decoded or computed."""
         return self._sources.derivation(file) is not None
 
     def descriptor(self, file: int) -> int:
@@ -351,8 +350,8 @@ class Reader:
     def read_small(self, file: int, start: int, nbytes: int, fqn: str) -> bytes:
         """Return at most BLOCK bytes of a file on disk, for tensor `fqn`.
 
-        They are read with the whole blocks around them, which are kept for a while: one block may hold the
-        end of one shard's record and the start of the next, or many shards of a small tensor.
+        Whole blocks are read and cached for a while: one block may contain the end of one shard's record and the start of
+        the next, or many shards of a small tensor.
 
         Raises:
             IntegrityError, ResourceError: as `read_into`.
@@ -364,7 +363,7 @@ class Reader:
             number += 1
             block = self._recent.get((file, number)) or self._read_block(file, number)
             data += block[: skip + nbytes - BLOCK]
-        if len(data) < nbytes:  # an error, or a block in pieces: read and report it like any other
+        if len(data) < nbytes:  # an error, or a short read: let `read_into` report it
             view = memoryview(bytearray(nbytes))
             self.read_into(file, view, start, fqn)
             return bytes(view)
@@ -372,7 +371,7 @@ class Reader:
         return data
 
     def _read_block(self, file: int, number: int) -> bytes:
-        """Return a block, shorter at the end of the file; nothing where it cannot be read."""
+        """Return a block, shorter at the end of the file; empty if it cannot be read."""
         fd = self._borrowed.get(file)
         try:
             block = storage.pread(self.descriptor(file) if fd is None else fd, BLOCK, number * BLOCK)
@@ -386,11 +385,11 @@ class Reader:
         """Fill `buffer` from byte `start` of a file, for tensor `fqn`.
 
         Returns:
-            CRC-32 of the bytes, where it was taken to compare them.
+            CRC-32 of the bytes, if it was computed to compare them.
 
         Raises:
-            IntegrityError: the file ends too early, or is not the one that was described.
-            ResourceError: the system cannot read it.
+            IntegrityError: the file is too short, or is not the described one.
+            ResourceError: reading failed.
         """
         fd, size = self._borrowed.get(file), len(buffer)
         if fd is None:
@@ -440,7 +439,7 @@ class Reader:
             self.read_into(file, part.buffer, part.start, part.fqn)
 
     def _read_at_once(self, file: int, parts: Sequence[Neighbour]) -> bool:
-        """Fill buffers by one call; False if it fails, or brings less: then each is read, and reported, by itself."""
+        """Fill buffers by one call; False on an error or a short read: the caller then reads each part separately."""
         views, end, discarded = list[memoryview](), parts[0].start, memoryview(bytearray(DROPPED_NBYTES))
         for part in parts:
             if part.start > end:
@@ -470,7 +469,7 @@ class Reader:
 
 
 def changed(names: Sequence[str]) -> IntegrityError:
-    """Return the error that files have changed."""
+    """Return the error for changed files."""
     return IntegrityError(
         f"{len(names)} source file{'s' * (len(names) > 1)} changed while being read",
         problems=[escape(name) for name in names],
@@ -481,17 +480,17 @@ def changed(names: Sequence[str]) -> IntegrityError:
 def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes: int) -> Iterator[memoryview]:
     """Yield the bytes of a region in order, in the stored dtype; each view is valid until the next one.
 
-    This serves tensors whose chunks are not runs of them, such as the columns of a weight that tensor
-    parallelism cut. Of every chunk, the part that lies in the band is read and put in its place in memory.
-    If the region is a run of the tensor, that part is one run of the chunk, for any grid of chunks. Otherwise it is
-    many, and short gaps between them are read and dropped.
+    For tensors whose chunks are not runs of them, such as columns of a weight that tensor parallelism cut. The overlap of
+    every chunk with the band is read and copied to its place in memory. If the region is a run of the tensor, the
+    overlap is one run of the chunk, for any grid of chunks. Otherwise it consists of many runs, and short gaps between
+    them are read too.
 
     Args:
-        catalog: where the tensor lies.
+        catalog: with the tensor.
         fqn: the tensor.
         region: of the tensor.
         reader: reads the catalog's files.
-        max_bytes: most bytes of a band. A part that is on its way takes as much again, and so do gaps.
+        max_bytes: maximum size of a band. Overlaps, and gaps, may each take the same amount of memory again.
     """
     entry, table = catalog.tensors[fqn], catalog.chunks
     itemsize = entry.dtype.itemsize
@@ -531,7 +530,7 @@ _ReadSpan = tuple[int, int, int]
 
 
 def _neighbours(spans: Iterable[_ReadSpan], max_bytes: int) -> Iterator[list[_ReadSpan]]:
-    """Yield spans in groups, each of which is read at once."""
+    """Group spans that are read by one call."""
     group: list[_ReadSpan] = []
     for span in spans:
         place, _, nbytes = span
@@ -547,7 +546,7 @@ def _neighbours(spans: Iterable[_ReadSpan], max_bytes: int) -> Iterator[list[_Re
 
 
 def _read_group(reader: Reader, file: int, target: memoryview, group: Sequence[_ReadSpan], fqn: str) -> None:
-    """Read spans of a file to their places in memory."""
+    """Read spans of a file into memory."""
     first, offset, nbytes = group[0]
     if len(group) == 1:
         reader.read_into(file, target[offset : offset + nbytes], first, fqn)
@@ -559,16 +558,16 @@ def _read_group(reader: Reader, file: int, target: memoryview, group: Sequence[_
 
 
 def _as_array(view: memoryview, sizes: Shape, itemsize: int) -> numpy.ndarray:
-    """View bytes as a box of bytes whose last dim counts bytes: numpy moves its rows whole, of any dtype."""
+    """View bytes as a box whose last dim counts bytes, so that numpy copies whole rows of any dtype."""
     import numpy  # a tenth of a second that most runs do not need
 
     return numpy.frombuffer(view, dtype=numpy.uint8).reshape(*sizes[:-1], sizes[-1] * itemsize)
 
 
 def same_bytes(catalog: Catalog, a: str, b: str) -> bool:
-    """Tell whether two tensors of a catalog of raw bytes are equal. Reading stops at the first difference.
+    """True if two tensors of a catalog of raw bytes are equal. Reading stops at the first difference.
 
-    Tensors of different dtypes or shapes are not the same.
+    Tensors of different dtypes or shapes are not equal.
 
     Raises:
         IntegrityError, ResourceError: a file cannot be read as described.
@@ -581,7 +580,7 @@ def same_bytes(catalog: Catalog, a: str, b: str) -> bool:
         return False
     first_chunks, second_chunks = _chunks(catalog, first), _chunks(catalog, second)
     with SourceFiles(catalog.files) as files, files.reader() as reader:
-        # Tied tensors are nearly always cut alike.
+        # Tied tensors nearly always have the same chunks.
         if [region for region, _ in first_chunks] == [region for region, _ in second_chunks]:
             pairs = zip(first_chunks, second_chunks, strict=True)
             return all(_same_chunks(reader, catalog, row, twin, first) for (_, row), (_, twin) in pairs)

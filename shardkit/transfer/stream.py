@@ -1,7 +1,7 @@
 """Writing a stretch of a file front to back through one buffer.
 
-Small records come out as one large write, and large data passes straight from the source file into the buffer
-and out again. So a rank's file is written sequentially, whatever it is made of.
+Small records are combined into large writes, and large data are read from the source directly into the buffer. Files of
+ranks are thus always written sequentially.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardkit.transfer.images import Frame
 
 _FREE = "free some space or choose another destination, then run the same command again"
 WRITTEN_GAP = 4096
-"""Gaps between pieces of at most so many bytes are written as zeros: cheaper than another system call."""
+"""Gaps up to this size are written as zeros, which is cheaper than another system call."""
 
 Segment = tuple[int, int, int]
 """(first byte, bytes, CRC-32) of a part of a file."""
@@ -27,18 +27,18 @@ Segment = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controls:
-    """What all threads that fill holes follow."""
+    """Options and callbacks that are shared by all threads that fill holes."""
 
     digests: bool
-    """Take CRC-32s; without, records say "not recorded"."""
+    """Compute CRC-32s; otherwise records contain "not recorded"."""
     check: Callable[[], None]
     """Called between reads; raises to stop."""
     advance: Callable[[int], None]
-    """Told the bytes that filled holes."""
+    """Called with the number of bytes that filled holes."""
     infinite: Callable[[str, DType], None]
-    """Told of a tensor, and of the dtype in which finite values of it became infinite; may be told again."""
+    """Called with a tensor, and the dtype in which finite values became infinite; possibly more than once."""
     cloning: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the thread that clones. A clone locks its source: threads that clone at once wait for each other."""
+    """Held while cloning: a clone locks its source, so concurrent clones would block each other anyway."""
 
 
 class Stream:
@@ -59,7 +59,7 @@ class Stream:
 
     @property
     def position(self) -> int:
-        """Where the next byte goes, in the file."""
+        """File position of the next byte."""
         return self._at + self._used
 
     def room(self, max_bytes: int) -> memoryview:
@@ -83,7 +83,7 @@ class Stream:
         """Append literal bytes."""
         used = self._used
         stop = used + len(data)
-        if stop <= self._size:  # nearly always: literals are small
+        if stop <= self._size:  # nearly always, as literals are small
             self._view[used:stop] = data
             self._used = stop
             return
@@ -96,9 +96,9 @@ class Stream:
             done += len(part)
 
     def put_at(self, position: int, data: bytes) -> None:
-        """Append literal bytes at a position at or after the present one, with zeros up to it.
+        """Append literal bytes at or after the current position, preceded by zeros.
 
-        A fresh file is all zeros, but short gaps are written all the same.
+        Long gaps are skipped, as a new file is all zeros; short ones are written.
         """
         gap = position - self._at - self._used
         if 0 < gap <= WRITTEN_GAP:
@@ -108,12 +108,12 @@ class Stream:
         self.put(data)
 
     def step_over(self, nbytes: int) -> None:
-        """Leave the next `nbytes` untouched: something else fills them, or they are a fresh file's zeros."""
+        """Skip `nbytes`, which are filled otherwise, or remain zeros of a new file."""
         self.flush()
         self._at += nbytes
 
     def flush(self) -> None:
-        """Write what the buffer holds."""
+        """Write the content of the buffer."""
         if self._used:
             write_all(self._fd, self._view[: self._used], self._at, self._name, self.fqn)
             self._at += self._used
@@ -121,7 +121,7 @@ class Stream:
 
 
 def write_all(fd: int, data: memoryview, start: int, name: str, fqn: str, *, hint: str = _FREE) -> None:
-    """Write `data` at byte `start`, however many calls it takes.
+    """Write all of `data` at byte `start`.
 
     Raises:
         ResourceError: names the file and the offset, and has the hint.
@@ -141,7 +141,7 @@ def read_back(fd: int, start: int, nbytes: int, buffer: bytearray) -> int:
     """Return the CRC-32 of a range of a file; `buffer` is overwritten.
 
     Raises:
-        ResourceError: the system cannot read it, or it ends early.
+        ResourceError: reading failed, or the file is too short.
     """
     crc, done, view = 0, 0, memoryview(buffer)
     while done < nbytes:

@@ -1,4 +1,4 @@
-"""Tensors that are made of stored ones, box by box: the seam (`derive`, `bound`), and a codec for each way.
+"""Tensors computed from stored ones, box by box: `derive` and `bound` add them to catalogs, codecs compute them.
 
 Internal: import from `shardkit`.
 """

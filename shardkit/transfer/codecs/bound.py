@@ -1,9 +1,9 @@
-"""A catalog whose tensors are made of another's: boxes point at the same bytes, the rest is computed in pieces.
+"""Binding expressions: a catalog with tensors that are composed of, or computed from, those of another one.
 
-`bind` gives each target its own chunks. Where an expression puts boxes of stored tensors side by side, a chunk
-points at the stored bytes, and they move like any others. What is reordered becomes a file that exists only while
-it is read: any range of it is computed from the boxes that it needs, and no more memory is taken than for a few
-times that range. What a converter of transformers makes by operations that are not known is made whole (`converted`).
+`bind` gives each target its own chunks. Where an expression places boxes of stored tensors side by side, chunks point at
+the stored bytes, which are moved like any others. Reordered elements become a virtual file: any range of it is computed
+from the boxes that it needs, with memory for a few times that range. Targets of unsupported operations of transformers
+are computed as a whole (`converted`).
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ from shardkit.transfer.codecs.derive import add_computed, computed_file
 if TYPE_CHECKING:
     import numpy
 
-_MAX_RUNS = 64  # of a box that becomes chunks of its own; more are computed
+_MAX_RUNS = 64  # per box; boxes with more runs are computed instead of becoming chunks
 
 
 def bind(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert | None = None) -> Catalog:
-    """Return a catalog of raw extents that has targets beside the tensors of another.
+    """Return a catalog with the tensors of another one and additional targets.
 
     Args:
-        catalog: of raw extents; or of records that are still closed, and then so is the result.
-        targets: what each further tensor is made of, by its name, which is none of the catalog's.
-        convert: runs the converters of transformers that make opaque targets.
+        catalog: of raw extents, or with closed records; the result is the same.
+        targets: expression of each target, by its name, which must be new.
+        convert: runs converters of transformers, for opaque targets.
 
     Raises:
-        LayoutError: an expression needs a tensor that is not there or has another shape, tensors of several
-            dtypes, or a converter where there is none; lists all.
+        LayoutError: an expression needs a missing tensor, one of another shape, tensors of different dtypes, or a
+            converter that is not given; lists all.
     """
     _check(catalog, targets, convert)
     bound = replace(catalog, files=list(catalog.files), tensors={}, paths=None)
@@ -99,7 +99,7 @@ def _open_of(
     *,
     as_read: bool = False,
 ) -> Catalog:
-    """Open the records that some tensors are made of, at once; see `OpenRecords`."""
+    """Open all records that some tensors need; see `OpenRecords`."""
     expressions = {name: targets[name] for name in targets if name in names}
     assert catalog.open_records is not None
     opened = catalog.open_records(
@@ -160,7 +160,7 @@ def _chunks(
 def _stored_chunks(
     catalog: Catalog, name: str, piece: FilledBox, itemsize: int
 ) -> Iterator[tuple[int, int, int, Region] | None]:
-    """Yield the stretches of stored chunks that make up a box; None where they are too short to be worth it."""
+    """Yield the stretches of stored chunks that make up a box; None if they are too short to be efficient."""
     entry, table = catalog.tensors[name], catalog.chunks
     is_same = _without_ones(piece.part.sizes) == _without_ones(piece.region.sizes)
     for row, region in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
@@ -198,7 +198,7 @@ def _without_ones(sizes: Shape) -> Shape:
 
 
 def _moved(box: Region, piece: FilledBox) -> Region:
-    """Return a box within a piece's part as one within its region; the two differ in dims of size 1 alone."""
+    """Translate a box from a piece's part to its region; the two differ only in dims of size 1."""
     pairs = iter(
         [pair for pair, size in zip(zip(*box, strict=True), piece.part.sizes, strict=True) if size != 1]
     )
@@ -208,7 +208,7 @@ def _moved(box: Region, piece: FilledBox) -> Region:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Puts the elements of an expression in their places; a `Codec`."""
+    """Computes the elements of an expression; a `Codec`."""
 
     expression: Expression
     dtype: DType
@@ -225,7 +225,7 @@ class View:
         return self.expression.shape
 
     def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        """Return a box of the elements."""
+        """Return a box of the expression."""
         return self._read(parts, self.expression, region)
 
     def _read(self, parts: StoredParts, expression: Expression, region: Region) -> numpy.ndarray:

@@ -1,4 +1,4 @@
-"""Boxes of stored tensors, and of those that a codec makes of them: of any region, no more is read than it needs."""
+"""Reading boxes of stored and computed tensors, without reading more than the box needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TILE = 128  # elements
 
 @dataclass(frozen=True, slots=True)
 class _OtherNumbers:
-    """A reader of files that are known by other numbers."""
+    """A reader with other file numbers."""
 
     reader: SourceReader
     numbers: Sequence[int]
@@ -48,13 +48,13 @@ class _OtherNumbers:
 
 @dataclass(frozen=True, slots=True)
 class _ReadParts:
-    """The tensors of a catalog, read for a tensor that is made of them; a `StoredParts`."""
+    """The stored tensors that a computed tensor needs; a `StoredParts`."""
 
     catalog: Catalog
     """Of raw extents."""
     reader: SourceReader
     fqn: str
-    """What they are read for, for messages."""
+    """The computed tensor, for messages."""
 
     def box(self, name: str, region: Region) -> numpy.ndarray:
         """Return a box of a tensor, as unsigned integers of its item size (void above 8 bytes)."""
@@ -70,13 +70,13 @@ class _ReadParts:
 
 
 def computed_box(computed: Computed, reader: SourceReader, region: Region, fqn: str) -> numpy.ndarray:
-    """Return a box of what a codec makes, as unsigned integers of its item size (void above 8 bytes)."""
+    """Return a box of a computed tensor, as unsigned integers of its item size (void above 8 bytes)."""
     renumbered = reader if computed.numbers is None else _OtherNumbers(reader, computed.numbers)
     return computed.codec.box(_ReadParts(computed.catalog, renumbered, fqn), region)
 
 
 def fill_computed(computed: Computed, reader: SourceReader, start: int, buffer: memoryview, fqn: str) -> None:
-    """Fill a buffer with what a codec makes, row-major, from byte `start` on.
+    """Fill a buffer with the row-major bytes of a computed tensor, from byte `start` on.
 
     Both `start` and the buffer's length are multiples of the item size.
     """
@@ -191,7 +191,7 @@ def copy_array(source: numpy.ndarray, target: numpy.ndarray) -> None:
 def _read_spans(
     reader: SourceReader, place: _ChunkPlace, part: Region, target: numpy.ndarray, fqn: str
 ) -> None:
-    """Fill an array with a box of a chunk; what lies between its runs is read too, a stretch at a time."""
+    """Fill an array with a box of a chunk, reading the gaps between its runs too, a stretch at a time."""
     import numpy
 
     itemsize = target.dtype.itemsize
@@ -209,14 +209,14 @@ def _read_spans(
 
 
 def as_tensor(box: numpy.ndarray, dtype: DType) -> torch.Tensor:
-    """Return a box of elements as a tensor of their dtype."""
+    """Return a box as a tensor of a dtype."""
     import torch
 
     return torch.from_numpy(flat_bytes(box)).view(getattr(torch, dtype.name)).reshape(box.shape)
 
 
 def as_box(values: torch.Tensor, dtype: DType) -> numpy.ndarray:
-    """Return values in a dtype, as unsigned integers of its size."""
+    """Convert values to a dtype, and return them as unsigned integers of its size."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
@@ -232,5 +232,5 @@ def flat_bytes(values: numpy.ndarray) -> numpy.ndarray:
 
 
 def kind_of(itemsize: int) -> str:
-    """Return numpy's name of the elements of boxes."""
+    """Return numpy's name for elements of an item size."""
     return f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}"

@@ -1,7 +1,6 @@
-"""Tensors that a converter of transformers makes of whole ones: the group is read whole, and made at once.
+"""Tensors computed by converters of transformers: a group of tensors is read whole, and converted at once.
 
-This is what the bound on memory does not hold for: a group's stored tensors and what is made of them are in memory
-together.
+This is the exception from bounded memory: a group's stored and converted tensors are in memory together.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
     import torch
 
 Convert = Callable[[Opaque, "list[torch.Tensor]"], "Mapping[str, torch.Tensor]"]
-"""Makes the tensors of a group, by their names in the model, of the values of `Opaque.parts`.
+"""Returns the tensors of a group, by their names in the model, from the values of `Opaque.parts`.
 
 Raises:
-    LayoutError: it fails.
+    LayoutError: the converter fails.
 """
 
 
 def opaque_groups(targets: Mapping[str, Expression]) -> list[dict[str, Opaque]]:
-    """Return the targets that are made together, by name, a group at a time."""
+    """Return the groups of targets that are computed together, each by name."""
     groups: dict[object, dict[str, Opaque]] = {}
     for name, expression in targets.items():
         if isinstance(expression, Opaque):
@@ -42,7 +41,7 @@ def opaque_groups(targets: Mapping[str, Expression]) -> list[dict[str, Opaque]]:
 
 
 def group_nbytes(catalog: Catalog, group: Iterable[Opaque]) -> int:
-    """Return the bytes of what is made together and of what it is made of."""
+    """Return the bytes of a group's targets and of their stored tensors."""
     members = list(group)
     parts = {leaf.name: leaf for _, part in members[0].parts for leaf in leaves(part)}
     itemsize = catalog.tensors[next(iter(parts))].dtype.itemsize
@@ -52,7 +51,7 @@ def group_nbytes(catalog: Catalog, group: Iterable[Opaque]) -> int:
 
 @dataclass(slots=True)
 class GroupConverter:
-    """Makes groups, and keeps the tensors of the last one until another is asked for."""
+    """Converts groups, and caches the tensors of the last one."""
 
     convert: Convert
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -60,10 +59,10 @@ class GroupConverter:
     _tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def value(self, codec: GroupMember, parts: StoredParts) -> torch.Tensor:
-        """Return a tensor of a group, which is made if the last one was another.
+        """Return a tensor of a group, converting the group unless it was the last one.
 
         Raises:
-            LayoutError: the converter fails, or makes something else.
+            LayoutError: the converter fails, or returns another shape or dtype.
         """
         import torch
 
@@ -88,12 +87,12 @@ class GroupConverter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMember:
-    """A tensor of a group; a `Codec`, but for its memory."""
+    """A tensor of a group; a `Codec`, except for the bound on memory."""
 
     converter: GroupConverter
     expression: Opaque
     parts: tuple[Codec, ...]
-    """Make the tensors that the converter sees."""
+    """Codecs of the tensors that the converter gets."""
     target: str
     """The tensor's name, for messages."""
     needs_torch: ClassVar[bool] = True
@@ -105,7 +104,7 @@ class GroupMember:
 
     @property
     def dtype(self) -> DType:
-        """That of what it is made of."""
+        """The dtype of the stored tensors."""
         return self.parts[0].dtype
 
     @property
@@ -115,10 +114,10 @@ class GroupMember:
 
     @property
     def group(self) -> object:
-        """Equal for all tensors that are made together."""
+        """Equal for all tensors that are computed together."""
         return self.expression.group, self.expression.parts
 
     def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        """Return a box of the tensor, of which all of the group is made."""
+        """Return a box of the tensor; the whole group is computed for it."""
         value = self.converter.value(self, parts)
         return as_box(value[window(region)].contiguous(), self.dtype)

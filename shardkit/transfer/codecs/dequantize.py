@@ -3,13 +3,12 @@
     fp8      X.weight in fp8, and X.weight_scale_inv (or X.weight_scale) with one scale for each block, or one in all:
              value = number * scale. The last blocks of a dim may be shorter.
     MXFP4    X_blocks, two 4-bit numbers in each byte, and X_scales, an exponent for each 32 numbers: gpt_oss. The model
-             has the last two dims in the other order. Others write the same as X.weight or X.weight_packed and
+             has the last two dims swapped. Other tools write X.weight or X.weight_packed and
              X.weight_scale or X.scale, with the dims of the weight.
 
-The product is taken in float32 and rounded once, as transformers does. Each box is read together with the scales that
-it needs, so no scale is ever parted from what it scales.
+The product is computed in float32 and rounded once, as in transformers. Each box is read together with its scales.
 
-A way to quantise is a codec and its row, a `Method`; `formats/quantised` has the table.
+A quantisation method is a codec and a `Method`; `formats/quantised` has the table.
 
 Source: transformers 5.23, integrations/finegrained_fp8.py (Fp8Dequantize) and integrations/mxfp4.py; compressed-tensors
 0.20.0, compressors/mxfp4 and mxfp8; nvidia-modelopt 0.47.0, torch/export/quant_utils.py (to_quantized_weight).
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-_MAX_NUMBERS = 1 << 18  # multiplied at once: with two floats for each they fit the cache
+_MAX_NUMBERS = 1 << 18  # multiplied at once: with two floats each they fit in the cache
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _BIAS = 127
 PAIR = 2
@@ -45,15 +44,15 @@ _EXPONENTS = ("uint8", "float8_e8m0fnu")
 _NUMBERS = frozenset("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split())
 _SCALE_DTYPES = frozenset("float32 bfloat16 float16 float8_e8m0fnu uint8".split())
 ADDED = ("_scale_inv", "_scale")
-"""What is added to a weight's name for its scales."""
-_LAST = ("scale", "qscale_weight")  # or stands for `weight`
+"""Suffixes of a weight's name for its scales."""
+_LAST = ("scale", "qscale_weight")  # or it replaces `weight`
 _OF_CLASSES = (
     "_qdata",
     "._data",
 )  # the numbers of torchao's and quanto's classes, with scales of their own kinds
-_DEFAULT_BLOCK = (128, 128)  # FineGrainedFP8Config of transformers: a config need not say it
+_DEFAULT_BLOCK = (128, 128)  # FineGrainedFP8Config of transformers; may be missing in a config
 INCOMPLETE = ("pre_quant_scale", "svdquant_lora_a", "weight_zero_point", "weight_g_idx")
-"""Beside numbers and scales, these are a part of the weight too (AWQ, SVDQuant, zero points, columns in another order)."""
+"""Names of further tensors that a weight depends on (AWQ, SVDQuant, zero points, permuted columns)."""
 _WRITERS = {
     "fp8": "",
     "fbgemm_fp8": "",
@@ -65,7 +64,7 @@ _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub", "qscale_
 
 
 class Held(Protocol):
-    """What is known of a stored tensor."""
+    """Dtype and shape of a stored tensor."""
 
     @property
     def dtype(self) -> DType:
@@ -77,58 +76,58 @@ class Held(Protocol):
 
 
 class ScaledNames(NamedTuple):
-    """The stored tensors of one quantised weight, by names and dtypes alone."""
+    """Names of the stored tensors of one quantised weight, found by names and dtypes only."""
 
     plain: str
-    """The weight's name once it is plain."""
+    """The name of the plain weight."""
     numbers: str
     scales: str
     """Empty if they are missing."""
     second: str = ""
     """The scale of all scales; empty if there is none."""
     activation_scales: tuple[str, ...] = ()
-    """Names that scales of activations would have, which a plain model does without."""
+    """Possible names of activation scales, which a plain model does not need."""
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """What the weight is made of."""
+        """The stored tensors of the weight."""
         return tuple(filter(None, (self.numbers, self.scales, self.second)))
 
 
 class Blocks(NamedTuple):
-    """How scales lie over numbers."""
+    """The blocks of numbers that share a scale."""
 
     shape: Shape
-    """Of the numbers, unpacked."""
+    """Shape of the unpacked numbers."""
     sizes: Shape
-    """Numbers that share a scale, along each dim that scales have; along others all share it."""
+    """Size of a block along each leading dim; along any further dim all numbers share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to quantise: what its tensors are called, what goes once they are plain, and who computes values."""
+    """A quantisation method: names of its tensors, files that plain models do not need, and the codec."""
 
     name: str
-    """As messages have it."""
+    """The name in messages."""
     codec: type[Product]
     claim: Callable[[str, Mapping[str, Held]], ScaledNames | None]
-    """Returns what belongs together if a stored name is that of numbers; looks at names and dtypes."""
+    """Returns the names of a weight's tensors if a name is that of its numbers; uses names and dtypes only."""
     fit: Callable[[ScaledNames, Mapping[str, Held], Mapping[str, Any]], Blocks]
-    """Looks at shapes, and at what the config says of the method.
+    """Returns the blocks, from shapes and the method's part of the config.
 
     Raises:
-        ValueError: scales are missing, or do not fit what they scale.
+        ValueError: scales are missing, or do not match the numbers.
     """
     is_said: Callable[[str, Any], bool]
-    """True if a config means this method, given its `quant_method` and all that it says of it."""
+    """True if a config declares this method, given its `quant_method` and the whole quantisation config."""
     shows: bool = True
-    """No plain tensor has such names: they are reason enough to refuse what would part numbers from scales."""
+    """True if names alone identify the method, so that operations that would separate scales can be refused."""
     files: tuple[str, ...] = ()
-    """Files of a model that are about its quantisation, and go with it."""
+    """Files that describe the quantisation, and are dropped with it."""
 
 
 class Scaled(NamedTuple):
-    """A tensor whose values are stored numbers times stored scales."""
+    """A tensor that is stored as numbers and scales."""
 
     method: Method
     names: ScaledNames
@@ -137,7 +136,7 @@ class Scaled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The values of an fp8 tensor: its numbers times their scales; a `Codec`, and the base of others like it."""
+    """Computes an fp8 tensor, numbers times scales; a `Codec`, and the base of similar ones."""
 
     scaled: Scaled
     dtype: DType
@@ -145,17 +144,17 @@ class Product:
 
     @property
     def of(self) -> tuple[str, ...]:
-        """Its numbers, their scales, and the scale of these."""
+        """Numbers, scales, and the scale of scales."""
         return self.scaled.names.stored
 
     @property
     def shape(self) -> Shape:
-        """Of the tensor once it is plain."""
+        """Shape of the plain tensor."""
         return tuple(self.scaled.blocks.shape[dim] for dim in self._dims)
 
     @property
     def _dims(self) -> tuple[int, ...]:
-        """Order of the numbers' dims in the tensor."""
+        """The stored dim of each dim of the tensor."""
         return tuple(range(len(self.scaled.blocks.shape)))
 
     def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
@@ -180,9 +179,9 @@ class Product:
         return parts.values(self.scaled.names.numbers, region).float()
 
     def _scales(self, parts: StoredParts, region: Region) -> torch.Tensor:
-        """Return the scale of each number of a box: that of its place in the whole tensor, as boxes begin within blocks.
+        """Return the scale of each number of a box, by its position in the tensor, as boxes may begin within blocks.
 
-        A dim that shares one scale has size 1.
+        Dims along which all numbers share a scale have size 1.
         """
         import torch
 
@@ -207,7 +206,7 @@ class Product:
 
 
 class Pairs(Product):
-    """The values of numbers of 4 bits, of which a byte has two neighbours of one dim, and their scales; a `Codec`."""
+    """Computes a tensor of 4-bit numbers, two neighbours of a dim in each byte, and scales; a `Codec`."""
 
     __slots__ = ()
 
@@ -226,7 +225,7 @@ class Pairs(Product):
 
 
 class Exponents(Product):
-    """The values of an MXFP4 tensor: pairs of numbers, and exponents of 2; a `Codec`."""
+    """Computes an MXFP4 tensor from pairs of numbers and exponents of 2; a `Codec`."""
 
     __slots__ = ()
 
@@ -240,7 +239,7 @@ class Exponents(Product):
         return torch.ldexp(numbers, scales)
 
     def _numbers(self, parts: StoredParts, region: Region) -> torch.Tensor:
-        """Return a box of the numbers in float32. The last two dims of what is stored are one of them."""
+        """Return a box of the numbers in float32. The last two stored dims are one dim of the numbers."""
         import torch
 
         size, first, stop = self.scaled.blocks.sizes[-1], region.offsets[-1], region.stops[-1]
@@ -260,9 +259,9 @@ class Exponents(Product):
 
 
 def is_said(writers: Mapping[str, str], method: str, described: Any) -> bool:
-    """True if one of a method's writers, with what each calls it, says so in a config, of all layers or of a group.
+    """True if a config declares a method, for all layers or for a group; `writers` is library -> name of the method.
 
-    With compressed-tensors' transforms, weights are those of a model that transforms what goes into them too.
+    False with transforms of compressed-tensors: such models also transform the inputs of layers.
     """
     mark = writers.get(method)
     is_plain = mark is not None and not described.get("transform_config")

@@ -1,7 +1,7 @@
-"""A catalog with tensors that codecs make of stored ones, in their place.
+"""Catalogs in which computed tensors replace stored ones.
 
-`derive` is the one seam for what is computed: a codec says of what it makes a tensor, and gives any box of it; whoever
-moves bytes treats it like a stored one.
+`derive` is the only way to add computed tensors: a codec names the stored tensors that it needs, and returns any box of
+the result. Code that moves bytes treats it like a stored tensor.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ Path = tuple[str | int, ...]
 
 
 def derive(catalog: Catalog, codecs: Mapping[str, Codec], gone: Collection[str] = ()) -> Catalog:
-    """Return a catalog with tensors that are made, each in the place of what it is made of.
+    """Return a catalog in which computed tensors replace the stored ones that they are computed from.
 
     Args:
-        catalog: its extents are raw bytes, unless `encoding` says that records were not opened yet: then what is made has
-            no chunks.
-        derivation: by name. What they are made of is gone: each stands where the first of it was that is not in `gone`. Several
-            may be made of the same: codes and scales of a weight.
-        gone: stored names that the result does not have, and for which nothing stands.
+        catalog: of raw extents, or with closed records; computed tensors have no chunks then.
+        codecs: by name of the computed tensor, which takes the position of its first stored tensor that is not in `gone`;
+            its stored tensors are dropped. Several may share stored tensors: codes and scales of a weight.
+        gone: stored names that are dropped without replacement.
     """
     derived = replace(catalog, files=list(catalog.files), tensors={}, chunks=type(catalog.chunks)())
     place = replaced(codecs, gone)
@@ -40,7 +39,7 @@ def derive(catalog: Catalog, codecs: Mapping[str, Codec], gone: Collection[str] 
 
 
 def replaced(codecs: Mapping[str, Codec], gone: Collection[str]) -> dict[str, list[str]]:
-    """Return the stored names that tensors stand for: stored name -> all that is made of it."""
+    """Return the replacements of stored tensors: stored name -> names of the tensors computed from it."""
     place = dict[str, list[str]]()
     for name, codec in codecs.items():
         for stored in codec.of:
@@ -52,7 +51,7 @@ def replaced(codecs: Mapping[str, Codec], gone: Collection[str]) -> dict[str, li
 def add_computed(
     derived: Catalog, catalog: Catalog, name: str, codec: Codec, *, group: object = None
 ) -> None:
-    """Add a tensor that a codec makes; it has chunks once the records of what it is made of are open."""
+    """Add a computed tensor; it has no chunks while the records of its stored tensors are closed."""
     chunks = []
     if catalog.encoding == "raw":
         derived.files.append(computed_file(catalog, codec, group=group))
@@ -61,11 +60,11 @@ def add_computed(
 
 
 def computed_file(catalog: Catalog, codec: Codec, *, group: object = None) -> SourceFile:
-    """Return a file of the elements that a codec makes, row-major. Messages name the file of the first that it needs.
+    """Return a virtual file with the row-major elements of a codec. Messages name the file of its first stored tensor.
 
     Args:
-        catalog: of raw extents; it has what the codec needs.
-        codec: makes them.
+        catalog: of raw extents; it has all tensors that the codec needs.
+        codec: computes the elements.
         group: see `Computed`.
     """
     entry = catalog.tensors[codec.of[0]] if codec.of else None
@@ -79,14 +78,14 @@ def computed_file(catalog: Catalog, codec: Codec, *, group: object = None) -> So
 
 
 def made_among(catalog: Catalog, names: Iterable[str], codec: type) -> set[str]:
-    """Return those of some tensors that `made_by` is true of."""
+    """Return the tensors for which `made_by` is true."""
     if all(file.is_raw for file in catalog.files):  # a thousand ranks have half a million chunks
         return set()
     return {name for name in names if made_by(catalog, name, codec)}
 
 
 def made_by(catalog: Catalog, name: str, codec: type) -> bool:
-    """True if a kind of codec makes a tensor or a part of it, be it reordered or cut."""
+    """True if a tensor, or a part of it, is computed by a class of codec, directly or through other codecs."""
     rows = catalog.tensors[name].chunk_ids
     computed = (catalog.files[file].derivation for file in set(catalog.chunks.file[rows.start : rows.stop]))
     return any(
@@ -102,7 +101,7 @@ def _paths(
     place: Mapping[str, Sequence[str]],
     gone: Collection[str],
 ) -> dict[str, Path]:
-    """Return the path of each tensor in the state dict that was saved, as if the made ones had been in it."""
+    """Return the path of each tensor in the saved state dict, as if computed tensors had been saved in it."""
     derived = dict[str, Path]()
     for stored, path in paths.items():
         if stored not in place and stored not in gone:

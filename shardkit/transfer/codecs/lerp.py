@@ -1,7 +1,7 @@
-"""Weights on the line between two stored tensors, as `torch.lerp` gives them, to the bit.
+"""Linear interpolation between two stored tensors, bit-identical to `torch.lerp`.
 
-torch rounds once, by a fused multiply-add, and takes another formula from a weight of 0.5 on. So torch computes it.
-Every element has the same bits wherever a box begins.
+torch rounds once, by a fused multiply-add, and uses another formula for weights from 0.5 on, so torch computes it. The
+bits of an element do not depend on the box.
 
 Source: torch 2.13, aten/src/ATen/native/Lerp.h.
 """
@@ -27,7 +27,7 @@ class Lerp:
     start: str
     end: str
     weight: float | None
-    """None takes `end` as it is."""
+    """None for a copy of `end`."""
     dtype: DType
     """Of all three."""
     shape: Shape

@@ -1,6 +1,6 @@
-"""Weights with what LoRA learned added to them, W + scale * B A, a few rows at a time; embeddings with trained rows.
+"""Merging LoRA adapters, W + scale * B A, a few rows at a time; and embeddings with trained rows.
 
-It is computed in float32 and rounded once, at the end.
+Values are computed in float32 and rounded once, at the end.
 
 Source: peft 0.21, tuners/lora/layer.py (Linear.merge, Embedding.merge, ParamWrapper.get_delta_weight), tuners/lora/dora.py,
 tuners/trainable_tokens/layer.py (merge).
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-_BLOCK_NUMBERS = 1 << 18  # of float32 values that are computed at a time
-# Products of so many rows, or a multiple, have the bits of the product of all rows: kernels take up to 64 at a time, and
-# what is left of few rows goes to others that round in another order.
+_BLOCK_NUMBERS = 1 << 18  # float32 values at a time
+# With a multiple of this number of rows, the product has the same bits as that of all rows: kernels process up to 64 rows
+# at a time, and a few remaining rows go to other kernels, which round in another order.
 _ROWS = 192
 
 
 class _Values(Protocol):
-    """What Lora reads of `StoredParts`."""
+    """The methods of `StoredParts` that `Lora` uses."""
 
     def values(self, name: str, region: Region, /) -> torch.Tensor:
         """Return a box of a tensor, in its own dtype."""
@@ -39,7 +39,7 @@ class _Values(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """A tensor of a model with its adapter merged; a `Codec`. Names are those of the catalog."""
+    """Computes a tensor with its adapter merged; a `Codec`. Names are those of the catalog."""
 
     base: str
     """The tensor to add to; the result has its name."""
@@ -71,7 +71,7 @@ class Lora:
     def box(self, parts: _Values, region: Region) -> numpy.ndarray:
         """Return a box of the merged tensor, as unsigned integers of its item size.
 
-        Beside the box it takes memory for the factor that all rows need, and for a block of rows.
+        Peak memory is that of the box, of the factor that all rows need, and of a block of rows.
         """
         import numpy
 
@@ -93,9 +93,9 @@ class Lora:
         return merged
 
     def _blocks(self) -> Iterator[Region]:
-        """Yield blocks of whole rows, the same for every box, so that its bits are the same too.
+        """Yield blocks of whole rows, the same for every box, so that the bits are the same too.
 
-        With DoRA a transposed weight is one: the norm goes over the inputs, which lie in different rows.
+        With DoRA a transposed weight is a single block: the norm is over the inputs, which are in different rows.
         """
         rows, columns = self.shape
         step = max(_BLOCK_NUMBERS // max(columns, 1) // _ROWS, 1) * _ROWS
@@ -116,7 +116,7 @@ class Lora:
         return b @ factor * self.scale
 
     def _scaled(self, parts: _Values, value: torch.Tensor, block: Region) -> torch.Tensor:
-        """Return a block of rows with the length that DoRA learned for each output."""
+        """Scale a block of rows to the norm that DoRA learned for each output."""
         assert self.magnitude is not None
         magnitude = parts.whole(self.magnitude).float().reshape(-1)
         if self.kind == "transposed":
@@ -127,11 +127,11 @@ class Lora:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraOfExperts:
-    """A tensor of fused experts, (experts, ...), with the adapter of each merged; a `Codec`."""
+    """Computes a tensor of fused experts, (experts, ...), with the adapter of each merged; a `Codec`."""
 
     expert: Lora
-    """What merges one of them. Its names are those of the whole tensors: `a` has the rows of one expert after the other, in
-    the columns of `b` the experts take turns."""
+    """Merges one expert. Names are those of the whole tensors: rows of `a` are grouped by expert, columns of `b`
+    alternate between experts."""
     num_experts: int
     rank: int
     """Of one of them."""
@@ -199,7 +199,7 @@ class _PartsOfExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedRows:
-    """An embedding of which some rows were trained; a `Codec`. Names are those of the catalog."""
+    """Computes an embedding with some trained rows; a `Codec`. Names are those of the catalog."""
 
     base: str
     """The embedding; the result has its name."""
@@ -208,9 +208,9 @@ class TrainedRows:
     shape: Shape
     """Of the base."""
     rows: str
-    """What was trained, (rows, dim)."""
+    """The trained rows, (rows, dim)."""
     numbers: tuple[int, ...]
-    """The row of the base that each of them replaces."""
+    """The row of the base that each trained row replaces."""
     needs_torch: ClassVar[bool] = True
 
     @property

@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     import torch
 
 EXPORT_CONFIG = "hf_quant_config.json"
-"""What ModelOpt writes beside a config.json that may say nothing."""
-_WRITERS = {"modelopt": "nvfp4", "compressed-tensors": "nvfp4"}  # both write much else too
+"""A file of ModelOpt; config.json may not mention the quantisation."""
+_WRITERS = {"modelopt": "nvfp4", "compressed-tensors": "nvfp4"}  # both have many other methods too
 _PACKED = ".weight_packed"
 _GROUP = 16  # numbers that share a scale
 _SECOND, _DIVISOR = "_scale_2", "_global_scale"
-_DTYPES = ("float8_e4m3fn", "float32")  # scales, and the scale of all of them
-_BESIDE = ("input_scale", "input_global_scale")  # of what goes into a layer
+_DTYPES = ("float8_e4m3fn", "float32")  # scales, and the scale of scales
+_BESIDE = ("input_scale", "input_global_scale")  # scales of a layer's inputs
 
 
 class TwoScales(Pairs):
-    """The values of an NVFP4 weight; a `Codec`."""
+    """Computes an NVFP4 weight; a `Codec`."""
 
     __slots__ = ()
 
@@ -57,7 +57,7 @@ class TwoScales(Pairs):
 
     def _numbers(self, parts: StoredParts, region: Region) -> torch.Tensor:
         numbers = super()._numbers(parts, region)
-        return numbers if self._divides else numbers + 0.0  # which takes the sign of a zero
+        return numbers if self._divides else numbers + 0.0  # removes the sign of zeros
 
     def _scales(self, parts: StoredParts, region: Region) -> torch.Tensor:
         """Return the scale of each number of a box in float32. A dim that shares one scale has size 1."""
@@ -82,7 +82,7 @@ def _claim(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
 
 def _fit(claim: ScaledNames, tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Blocks:
     stored, grid = tensors[claim.numbers].shape, tensors[claim.scales].shape
-    # The dim of the inputs, which is not the last one of experts in one (ModelOpt, Llama 4 and gpt_oss).
+    # The dim of the inputs, which is not the last one for fused experts (ModelOpt, Llama 4 and gpt_oss).
     packed = [dim for dim, sizes in enumerate(zip(stored, grid, strict=False)) if sizes[0] != sizes[1]]
     size = stored[packed[0]] * PAIR if len(packed) == 1 else 0
     if len(grid) != len(stored) or not size or size != grid[packed[0]] * _GROUP:
