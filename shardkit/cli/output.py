@@ -139,7 +139,7 @@ def uneven(imbalance: float) -> str:
 def written(
     result: WriteResult,
     pairs: Iterable[tuple[str, str]],
-    way_on: Callable[[], Iterable[str]],
+    next_steps: Callable[[], Iterable[str]],
     *,
     shows_rate: bool = True,
 ) -> list[str]:
@@ -148,13 +148,13 @@ def written(
     Args:
         result: the verb's.
         pairs: what it says of the output.
-        way_on: returns the lines about what to do with the output.
+        next_steps: returns the lines about what to do with the output.
         shows_rate: as for `ending`.
     """
     if result.unfinished is not None:
         return _part_lines(result, result.unfinished, shows_rate=shows_rate)
     lines = [result.headline(), *facts(pairs)]
-    return lines if result.dry_run else [*lines, "", *way_on()]
+    return lines if result.dry_run else [*lines, "", *next_steps()]
 
 
 def _part_lines(result: WriteResult, part: PartResult, *, shows_rate: bool) -> list[str]:

@@ -91,7 +91,7 @@ def render(result: VerifyResult) -> list[str]:
         *facts(_facts(result)),
         *([""] if problems else []),
         *_problem_lines(problems),
-        *_bring_again(result),
+        *_files_to_copy(result),
     ]
 
 
@@ -109,7 +109,7 @@ def _problem_lines(problems: Sequence[VerifyProblem]) -> Iterator[str]:
         yield from indented(line, sys.stdout, indent=2)
 
 
-def _bring_again(result: VerifyResult) -> Iterator[str]:
+def _files_to_copy(result: VerifyResult) -> Iterator[str]:
     if result.bring_again:
         yield ""
         yield f"copy these files again: {', '.join(shown([escape(name) for name in result.bring_again], spreads=True))}"

@@ -1,4 +1,4 @@
-"""Places where bytes lie: every read and write of a file, and how a directory appears whole. No torch.
+"""Files and stores: all reads and writes, and outputs that appear atomically. No torch.
 
 Internal: import from `shardkit`.
 """

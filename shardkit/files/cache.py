@@ -1,10 +1,10 @@
-"""A small store of answers that took long to get: files of one user, which may go at any time.
+"""A small cache of expensive results: files of one user, which may be deleted at any time.
 
     directory/<key>    {"format": 1, "key": ..., "sha256": of the rest}
                        the content, any bytes
 
-An entry appears by one rename and is never changed. What is damaged, too large, or another user's is as good as
-missing, and nothing here fails because of the cache: what cannot be read or written is not cached.
+An entry is created by one rename and never changed. Damaged or oversized entries, and those of other users, count as
+missing. Errors are never raised: results that cannot be read or written are simply not cached.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ VARIABLE = "SHARDKIT_CACHE"
 """Environment variable: another directory, or "off"."""
 OFF = "off"
 MAX_ENTRIES, MAX_BYTES = 128, 64 << 20
-"""What is kept; the oldest entries go first."""
+"""Limits; the oldest entries are removed first."""
 MAX_ENTRY_BYTES = 16 << 20
 
 _FORMAT = 1
 _KEY = re.compile(r"[0-9a-f]{64}")
-_ENTRY = re.compile(r"[0-9a-f]{64}(?:\.[0-9a-f]{16})?")  # the second is one that is being written
+_ENTRY = re.compile(r"[0-9a-f]{64}(?:\.[0-9a-f]{16})?")  # the second form is an entry being written
 _PIECE_BYTES = 1 << 20
 
 
 def home() -> str | None:
-    """Return the directory of shardkit's caches, None if there shall be none. It need not exist."""
+    """Return the directory of shardkit's caches, which need not exist; None if caching is disabled."""
     named = os.environ.get(VARIABLE)
     if named:
         return None if named == OFF else os.path.abspath(named)
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the XDG specification: a relative path is to be ignored
+    if not os.path.isabs(base):  # XDG specification: relative paths must be ignored
         base = os.path.expanduser(os.path.join("~", ".cache"))
     return os.path.join(base, "shardkit") if os.path.isabs(base) else None
 
@@ -56,10 +56,10 @@ class Cache:
     """Entries of one kind, by keys of 64 hexadecimal digits."""
 
     directory: str
-    """Made when something is kept, for the user alone."""
+    """Created with the first entry, accessible to the user only."""
 
     def find(self, key: str) -> bytes | None:
-        """Return the content that was kept under a key; None if this user has kept none, or it is not whole."""
+        """Return the content for a key; None if this user has no such entry, or it is damaged."""
         try:
             if not self._is_own():
                 return None
@@ -70,7 +70,7 @@ class Cache:
         return content if head == _head(key, content) else None
 
     def keep(self, key: str, content: bytes) -> None:
-        """Keep something under a key, if that can be; old entries go if there are too many."""
+        """Store content under a key, if possible; old entries are removed if there are too many."""
         data = b"\n".join((_head(key, content), content))
         if len(data) > MAX_ENTRY_BYTES:
             return
@@ -90,7 +90,7 @@ class Cache:
         return storage.lstat(self.directory).st_uid == os.geteuid()
 
     def _write(self, path: str, data: bytes) -> None:
-        # No sync: an entry that a power loss damages is made anew.
+        # No sync: an entry that a power loss damages is recomputed.
         written = f"{path}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = storage.open_fd(written, flags, 0o600)
@@ -108,7 +108,7 @@ class Cache:
             raise
 
     def _limit(self) -> None:
-        """Remove the oldest entries that are beyond the limits."""
+        """Remove the oldest entries that exceed the limits."""
         left_bytes = MAX_BYTES
         newest = sorted(self._entries(), key=lambda entry: -entry.mtime_ns)
         for index, entry in enumerate(newest):
@@ -136,12 +136,12 @@ def _head(key: str, content: bytes) -> bytes:
 
 
 def _read(path: str) -> bytes:
-    """Return the bytes of an entry; empty if it is no file of this user's, or too large.
+    """Return the bytes of an entry; empty if it is not a file of this user, or too large.
 
     Raises:
-        OSError: there is none, or it cannot be read.
+        OSError: the entry does not exist, or cannot be read.
     """
-    # O_NONBLOCK: opening a FIFO for reading otherwise waits for a writer.
+    # O_NONBLOCK: opening a FIFO for reading would otherwise wait for a writer.
     fd = storage.open_fd(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = storage.fstat(fd)

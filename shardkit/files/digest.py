@@ -1,9 +1,9 @@
-"""CRC-32, the one digest: of logical, contiguous, little-endian bytes.
+"""CRC-32, the only digest of tensors: of logical, contiguous, little-endian bytes.
 
-It is what torch's zip records hold, and the CRC-32s of neighbouring pieces combine; so a tensor has one
-digest whatever its layout. `isal` computes it at several GB/s and without the interpreter's lock.
+Zip records of torch contain it, and CRC-32s of adjacent pieces can be combined, so that the digest of a tensor does not
+depend on its layout. `isal` computes several GB/s, and releases the interpreter's lock.
 
-A `FileBytes` is a file and what is recorded of its bytes; a `ByteReader` reads one front to back.
+A `FileBytes` is a file with its recorded checksums; a `ByteReader` reads a file front to back.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Stretch(NamedTuple):
     start: int
     nbytes: int
     tensor: str | None
-    """The first of them where several share the bytes; None for what is no tensor."""
+    """The tensor, or the first of several that share the bytes; None for other data."""
     region: Region | None
     crc32: int | None
-    """As recorded; None if it was not."""
+    """As recorded; None if not recorded."""
     what: str = ""
-    """What is to be said of it besides."""
+    """A further remark for messages."""
 
 
 class Archive(NamedTuple):
@@ -67,35 +67,35 @@ class Archive(NamedTuple):
     start: int
     nbytes: int
     name: str
-    """What it holds, for messages."""
+    """Its content, for messages."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FileBytes:
-    """A file, and what is recorded of its bytes."""
+    """A file with its recorded checksums."""
 
     name: str
-    """Relative to the checkpoint."""
+    """Name relative to the checkpoint."""
     path: str
     follow: bool = False
-    """It may be a symbolic link, as all are in the Hub's cache."""
+    """True if it may be a symbolic link, as in the Hub's cache."""
     size: int
     crc32: int | None = None
-    """Of the whole file."""
+    """CRC-32 of the whole file."""
     sha256: str | None = None
-    """Of the whole file, in hex."""
+    """SHA-256 of the whole file, in hex."""
     stretches: list[Stretch] = field(default_factory=list)
     archives: list[Archive] = field(default_factory=list)
     packed: list[tuple[Stretch, SourceFile]] = field(default_factory=list)
-    """Chunks that exist only after decoding, which checks them."""
+    """Chunks that have to be decoded, which verifies them."""
     is_damaged: bool = False
-    """A record in it cannot be opened, or is of another save, which says what the checksum of the file would say again."""
+    """A record cannot be opened, or is of another save; the checksum of the file would only repeat this problem."""
     is_spelled_as_torch: bool = False
-    """Most records of tensors are as torch 2.13 writes them, to the byte."""
+    """True if most tensor records are identical to those of torch 2.13, byte by byte."""
 
     @property
     def has_digest(self) -> bool:
-        """True if something is recorded of the file as a whole."""
+        """True if a checksum of the whole file is recorded."""
         return self.crc32 is not None or self.sha256 is not None
 
     @property
@@ -109,18 +109,18 @@ class FileBytes:
 
 
 def place_of(path: str) -> str:
-    """Return the path that all names of a file share; a link counts as a file of its own."""
+    """Return the path that is common to all names of a file; a link counts as a separate file."""
     folder, name = os.path.split(path)
     return os.path.join(storage.realpath(folder or os.curdir), name)
 
 
 class Scan:
-    """What one pass over a whole file found.
+    """Digests from one pass over a whole file.
 
     Args:
         marks: positions in the file, sorted; the first is 0, the last the file's size.
         crcs: for each, the CRC-32 of all bytes before it.
-        sha256: of the file, in hex; None if it was not taken.
+        sha256: of the file, in hex; None if it was not computed.
     """
 
     __slots__ = ("_crcs", "_marks", "sha256")
@@ -136,8 +136,7 @@ class Scan:
     def crc(self, start: int, nbytes: int) -> int:
         """Return the CRC-32 of the bytes between two marks.
 
-        The CRC-32 of all bytes up to the second mark is that of all bytes up to the first, shifted by `nbytes`, xor the
-        one that is asked for.
+        The CRC-32 up to the second mark equals the CRC-32 up to the first, shifted by `nbytes`, xor the result.
         """
         before, upto = self._before(start), self._before(start + nbytes)
         return int(crc32_combine(before, 0, nbytes)) ^ upto if nbytes else 0
@@ -153,10 +152,10 @@ class ByteReader:
 
     Args:
         fd: the file.
-        name: how to call it in messages.
+        name: for messages.
         size: bytes.
-        told: gets the number of bytes of each part that was read.
-        ahead: read whole blocks, for what follows.
+        on_read: called with the number of bytes of each read.
+        ahead: read whole blocks, in anticipation of later reads.
     """
 
     def __init__(self, fd: int, name: str, size: int, on_read: Callable[[int], None], *, ahead: bool) -> None:
@@ -170,8 +169,8 @@ class ByteReader:
         """Return the CRC-32 of a range.
 
         Raises:
-            SourceError: the file ends before.
-            ResourceError: the system cannot read it.
+            SourceError: the file is too short.
+            ResourceError: reading failed.
         """
         crc = 0
         while nbytes:
@@ -184,8 +183,8 @@ class ByteReader:
         """Read all of the file once.
 
         Args:
-            marks: positions that CRC-32s will be asked for between; those outside the file are left out.
-            sha256: take it too.
+            marks: positions between which CRC-32s will be needed; those outside the file are ignored.
+            sha256: compute the SHA-256 too.
 
         Raises:
             SourceError, ResourceError: as `crc`.
@@ -204,7 +203,7 @@ class ByteReader:
         return Scan(places, crcs, hashed.hexdigest() if hashed is not None else None)
 
     def update(self, *hashes: hashlib._Hash) -> None:
-        """Read all of the file into hashes of hashlib.
+        """Update hashes of hashlib with the whole file.
 
         Raises:
             SourceError, ResourceError: as `crc`.
@@ -244,11 +243,11 @@ def sha256_of(path: str, name: str) -> str:
 
     Args:
         path: a regular file, no link.
-        name: how to call it in messages.
+        name: for messages.
 
     Raises:
-        SourceError: it is no regular file.
-        ResourceError: the system cannot read it.
+        SourceError: the path is not a regular file.
+        ResourceError: reading failed.
     """
     hashed = hashlib.sha256()
     with open_regular(path, name, follow=False) as (fd, size):

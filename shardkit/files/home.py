@@ -1,12 +1,11 @@
-"""The home of a checkpoint: the folder where its files lie, if it was committed where nothing can be renamed.
+"""The home of a checkpoint: the folder with its files, if it was committed to a place without renames.
 
     OUT/.metadata                  written last; it names its shards as data-0123456789abcdef/__0_0.distcp
     OUT/data-0123456789abcdef/     the home: shards, manifest, config and the like, as in a local directory
-    OUT/data-fedcba9876543210/     of an older save; nobody looks into it
+    OUT/data-fedcba9876543210/     of an older save; ignored
 
-A home counts as a whole checkpoint, whose `.metadata` happens to lie one level up. Readers ask here for the home of a
-path, and then for the names and paths in it, so that no other module knows of the two levels. Any other directory is
-its own home.
+A home is treated as a complete checkpoint whose `.metadata` is one level up. Readers get the home of a path, and names
+and paths in it, from this module, so that no other one deals with two levels. Any other directory is its own home.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from shardkit.files.links import locate
 from shardkit.files.strict_json import FOLLOWS_LINKS, read_small
 
 METADATA = ".metadata"
-"""The file that says what a checkpoint holds. It is written last."""
+"""The file that describes a checkpoint. It is written last."""
 MANIFEST = "shardkit.json"
 MAX_METADATA = 1 << 30
 _FOLDER = re.compile(r"data-[0-9a-f]{16}", re.ASCII)
@@ -40,15 +39,15 @@ def is_data_folder(name: str) -> bool:
 
 
 def data_prefixes(text: bytes) -> list[str]:
-    """Return how the names of data in a store begin that a text has: of a folder, or of the weights of one Hub model."""
+    """Return the prefixes of data in a store that occur in a text: folders, or weights of a Hub model."""
     return sorted({match[0].decode() for match in _DATA.finditer(text)})
 
 
 def home_of(directory: str) -> str:
-    """Return the folder in which the files of a checkpoint lie; the directory itself unless all of them lie in one.
+    """Return the folder with the files of a checkpoint; the directory itself unless all files are in one folder.
 
-    It is the one folder that `.metadata` names, if there is a manifest in it and none in the directory. A link to a
-    folder elsewhere is no home. Raises nothing because of what lies there: opening says what is wrong.
+    That is the only folder in the names in `.metadata`, if it contains a manifest and the directory does not. A link to
+    a folder elsewhere is not a home. Problems with the content raise no error here, but when the checkpoint is opened.
     """
     if storage.lexists(os.path.join(directory, MANIFEST)):
         return directory
@@ -67,7 +66,7 @@ def home_of(directory: str) -> str:
 
 
 def root_of(directory: str) -> str:
-    """Return the directory that people name: the one above a home. Any other directory is returned as it is."""
+    """Return the directory for users: the one above a home, or any other directory unchanged."""
     above, name = os.path.split(directory.rstrip("/"))
     if not is_data_folder(name) or METADATA in _listed(directory):
         return directory
@@ -76,33 +75,33 @@ def root_of(directory: str) -> str:
 
 
 def path_in(directory: str, name: str) -> str:
-    """Return the path of a file of a checkpoint, by its name in the home; `.metadata` lies above that."""
+    """Return the path of a file of a checkpoint, given its name in the home; `.metadata` is one level up."""
     return os.path.join(root_of(directory) if name == METADATA else directory, name)
 
 
 def folders_above(name: str) -> Iterator[str]:
-    """Yield the directories that a relative name lies in."""
+    """Yield the parent directories of a relative name."""
     while name := os.path.dirname(name):
         yield name
 
 
 def names_in(directory: str) -> list[str]:
-    """Return the names in a directory; `.metadata` is among those in a home.
+    """Return the names in a directory; for a home they include `.metadata`.
 
     Raises:
-        OSError, ValueError: it cannot be listed.
+        OSError, ValueError: the directory cannot be listed.
     """
     names = storage.listdir(directory)
     return [*names, METADATA] if root_of(directory) != directory else names
 
 
 def known() -> list[object]:
-    """Return the homes that were looked up, as JSON, for other processes to `learn`."""
+    """Return all homes found so far, as JSON, for `learn` in other processes."""
     return [[list(state), folder] for state, folder in _folders.items()]
 
 
 def learn(entries: Iterable[tuple[Sequence[str | int], str | None]]) -> None:
-    """Take what another process knows of homes. It counts where a `.metadata` is the very same file."""
+    """Adopt the homes of another process. They apply if `.metadata` is the same file."""
     _folders.update((tuple(state), folder) for state, folder in entries)
 
 
@@ -114,10 +113,10 @@ def _listed(directory: str) -> list[str]:
 
 
 def _named_folder(directory: str) -> str | None:
-    """Return the one folder in which all shards lie that `.metadata` names; None if there is no such folder.
+    """Return the only folder of all shards named in `.metadata`; None if there is no such folder.
 
-    It looks for paths in the bytes of the file, which is quick; whoever opens the checkpoint parses the file, and
-    refuses it if this was wrong.
+    Paths are searched in the raw bytes of the file, which is fast. Opening the checkpoint parses the file, and refuses
+    it if the result was wrong.
     """
     path = os.path.join(directory, METADATA)
     try:

@@ -1,8 +1,7 @@
-"""Files of a checkpoint's directory: regular ones, or links that stay inside it.
+"""Files of a checkpoint's directory: regular files, or links that stay inside it.
 
-A path that a person gives may be a link to anywhere. What lies in the directory was chosen by whoever made it, so a
-link in it must not lead out. The weights of a Hub model may be links to a store that models share: nothing but tensors
-is taken from them.
+A path from the user may be a link to anywhere. The content of a directory was chosen by its creator, so links in it must
+not leave it. Weights of a Hub model may be links to shared files elsewhere, as only tensors are read from them.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ _R = TypeVar("_R")
 
 @contextlib.contextmanager
 def reading_sources(*, follow_links: bool = False, max_memory: object = None) -> Iterator[None]:
-    """Let an operation follow links that leave a checkpoint's directory, where `follow_links` is true.
+    """Give the context of an operation: links that leave a checkpoint's directory are allowed if `follow_links` is true.
 
-    Listings of stores that an earlier operation kept are dropped, and what is held of stores stays within `max_memory`.
+    Cached listings of stores are dropped, and fetched data of stores stay within the operation's `max_memory`.
     """
     stores.forget()
     token = FOLLOWS_LINKS.set(FOLLOWS_LINKS.get() or follow_links)
     try:
-        with storage.hold_at_most(_held_bytes(max_memory)):
+        with storage.limit_fetched(_held_bytes(max_memory)):
             yield
     finally:
         FOLLOWS_LINKS.reset(token)
@@ -59,30 +58,30 @@ def may_follow_links(operation: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _held_bytes(max_memory: object) -> int:
-    """Return how much of files in stores is held while sources are opened: less than moving leaves for it."""
+    """Return the limit for fetched data of stores while sources are opened; less than while moving."""
     most = ranges.DEFAULT_LIMIT_NBYTES
     return min(parse_size(max_memory) // 4, most) if isinstance(max_memory, (int, str)) else most
 
 
 def is_below(name: str) -> bool:
-    """True if a name from a file, taken as relative to a directory, can only lie in it or below it.
+    """True if a relative name from a file cannot leave its directory.
 
-    Its parts, between "/", are none of "", "." and "..". Links may still lead elsewhere: see `locate`.
+    None of its parts may be "", "." or "..". Links may still lead elsewhere: see `locate`.
     """
     return "\\" not in name and "\0" not in name and not {"", ".", ".."}.intersection(name.split("/"))
 
 
 def locate(directory: str, name: str, trusted: bool = False) -> str:
-    """Return the path of a file, which need not be there.
+    """Return the path of a file, which need not exist.
 
     Args:
         directory: the checkpoint's.
         name: relative to the directory.
-        trusted: a person named the file, so it may be a link to anywhere.
+        trusted: the user named the file, so it may be a link to anywhere.
 
     Raises:
-        SourceError: a link that leaves the directory, where `FOLLOWS_LINKS` does not allow it. The Hub's cache is
-            made of links, and they are allowed: snapshots/<commit>/<name> -> ../../blobs/<hash>.
+        SourceError: the file is a link that leaves the directory, and `FOLLOWS_LINKS` does not allow it. Links of the
+            Hub's cache are allowed: snapshots/<commit>/<name> -> ../../blobs/<hash>.
     """
     path = os.path.join(directory, name)
     if trusted or FOLLOWS_LINKS.get() or _is_inside(directory, path):
@@ -94,10 +93,10 @@ def locate(directory: str, name: str, trusted: bool = False) -> str:
 
 
 def locate_weights(directory: str, name: str) -> str:
-    """Return the path of a weight file, which may be a link to a regular file anywhere, and need not be there.
+    """Return the path of a weight file, which may be a link to a regular file anywhere, and need not exist.
 
     Raises:
-        SourceError: a link out of the directory to something else. It is not even opened: that may act on a device.
+        SourceError: the file is a link to something else outside of the directory, such as a device. It is not opened.
     """
     path = os.path.join(directory, name)
     if storage.exists(path) and not storage.isfile(path) and not _is_inside(directory, path):
@@ -114,7 +113,7 @@ def _is_inside(directory: str, path: str) -> bool:
 
 
 def link_notes(directory: str, paths: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a note that lists the files of a directory that are links to files elsewhere; nothing if none is.
+    """Return a note about files of a directory that are links to files elsewhere; empty if there are none.
 
     Args:
         directory: the checkpoint's.
@@ -132,10 +131,10 @@ def link_notes(directory: str, paths: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def locate_all(directory: str, names: Sequence[str]) -> list[str]:
-    """Return the paths of files, as `locate`.
+    """Return the paths of files, like `locate`.
 
     Raises:
-        SourceError: lists every link that leaves the directory.
+        SourceError: lists all links that leave the directory.
     """
     paths, problems, hint = list[str](), list[str](), None
     for name in names:
@@ -151,7 +150,7 @@ def locate_all(directory: str, names: Sequence[str]) -> list[str]:
 
 
 def _places(directory: str) -> Iterator[str]:
-    """Yield where a file of a directory may lie."""
+    """Yield the directories that files of a directory may be in, links resolved."""
     here = storage.realpath(directory)
     yield here
     for level in range(_MAX_LEVELS):
@@ -162,7 +161,7 @@ def _places(directory: str) -> Iterator[str]:
 
 
 def is_snapshot(directory: str) -> bool:
-    """True for the directory of one commit in the Hub's cache, which is made of links to files elsewhere."""
+    """True for the directory of a commit in the Hub's cache, which consists of links to files elsewhere."""
     return os.path.basename(os.path.dirname(storage.realpath(directory))) == "snapshots"
 
 
@@ -172,10 +171,10 @@ def read_inside(directory: str, name: str, limit: int) -> bytes:
     Args:
         directory: the checkpoint's.
         name: relative to the directory; messages use it too.
-        limit: the most bytes that it may have.
+        limit: maximum bytes.
 
     Raises:
-        SourceError: missing, not a regular file, a link that leaves the directory, or larger than `limit`.
-        ResourceError: it may not be opened, or the device fails.
+        SourceError: the file is missing, not regular, larger than `limit`, or a link that leaves the directory.
+        ResourceError: the file cannot be opened or read.
     """
     return read_small(locate(directory, name), name, limit)

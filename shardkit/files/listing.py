@@ -1,4 +1,4 @@
-"""What lies in a directory, and how that differs from the files that a manifest lists."""
+"""The files in a directory, and differences to those that a manifest lists."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _LEFT_OUT = (".git", os.path.join(".cache", "huggingface"))
 
 
 _UPLOADED = (".gitattributes", "README.md")
-"""What the Hub itself puts beside an uploaded model."""
+"""Files that the Hub adds to an uploaded model."""
 
 
 class FolderContent(NamedTuple):
-    """What a directory holds, at any depth. Names are relative to it."""
+    """The content of a directory, at any depth. Names are relative to it."""
 
     files: dict[str, int]
-    """Name -> bytes, of regular files; in the order of the names."""
+    """Size of each regular file, sorted by name."""
     unlisted: tuple[str, ...]
     """Links that are not followed, pipes, sockets and devices."""
 
 
 def walk(path: str) -> Iterator[tuple[str, str, list[str], list[str]]]:
-    """Yield (path, name, directories in it, files in it) of a directory and of each below it, in order.
+    """Yield (path, name, subdirectories, files) of a directory and of all directories below it, in order.
 
-    The name is relative to `path`; that of `path` itself is "". Directories that a caller takes out of the list are
-    passed over.
+    The name is relative to `path`; that of `path` itself is "". Directories that the caller removes from the list are
+    skipped.
 
     Raises:
         ResourceError: a directory cannot be listed.
@@ -58,8 +58,8 @@ def list_files(directory: str, *, follow: bool) -> FolderContent:
 
     Args:
         directory: of a checkpoint.
-        follow: a link counts as the file that it leads to, unless it leaves the directory (and, in the Hub's cache,
-            the repo). Where `FOLLOWS_LINKS` says so, every one does. Links to directories are never followed.
+        follow: links count as their target file, unless they leave the directory (in the Hub's cache, the repo). With
+            `FOLLOWS_LINKS` all links do. Links to directories are never followed.
 
     Raises:
         ResourceError: a directory cannot be listed.
@@ -72,7 +72,7 @@ def list_files(directory: str, *, follow: bool) -> FolderContent:
 
 
 def _names(directory: str) -> Iterator[str]:
-    """Yield the names of everything but directories."""
+    """Yield the names of all entries except directories."""
     if root_of(directory) != directory:
         yield METADATA
     for here, folder, inner, names in walk(directory):
@@ -82,7 +82,7 @@ def _names(directory: str) -> Iterator[str]:
 
 
 def file_size(directory: str, name: str, *, follow: bool) -> int | None:
-    """Return the size of a regular file in bytes; None for anything else, and for a link out of the directory.
+    """Return the size of a regular file in bytes; None for other entries, and for links that leave the directory.
 
     Args:
         directory: that the name is relative to.
@@ -94,7 +94,7 @@ def file_size(directory: str, name: str, *, follow: bool) -> int | None:
         status = storage.lstat(path)
         if stat.S_ISLNK(status.st_mode) and not (follow or FOLLOWS_LINKS.get()):
             return None
-        if stat.S_ISLNK(status.st_mode) or os.sep in name:  # a directory on the way may be a link
+        if stat.S_ISLNK(status.st_mode) or os.sep in name:  # a parent directory may be a link
             locate(directory, name)
             status = storage.stat(path)
     except (OSError, SourceError, ValueError):  # ValueError: a NUL in the name
@@ -105,15 +105,15 @@ def file_size(directory: str, name: str, *, follow: bool) -> int | None:
 def unlike(
     directory: str, files: Iterable[manifest.SavedFile], *, follow: bool = False
 ) -> dict[str, int | None]:
-    """Return the files that do not lie in a directory as a manifest lists them: name -> bytes that there are.
+    """Return the files of a manifest whose size in a directory differs: name -> actual size.
 
     Args:
         directory: that names are relative to.
-        files: as they are listed.
+        files: of the manifest.
         follow: as for `list_files`.
 
     Returns:
-        The listed order; None where there is no such regular file.
+        In the order of the manifest; None for a missing file, or one that is not regular.
     """
     return {
         file.name: size
@@ -125,7 +125,7 @@ def unlike(
 def unlisted(directory: str, content: manifest.Manifest) -> Iterator[str]:
     """Yield the names in a directory that its manifest does not list, in order.
 
-    Folders with a manifest of their own are left to that manifest.
+    Folders with their own manifest are skipped.
     """
     listing = list_files(directory, follow=manifest.follows_links(content))
     listed_names = {*(file.name for file in manifest.every_file(content)), manifest.NAME}

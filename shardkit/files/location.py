@@ -1,6 +1,6 @@
-"""What can be done where a path leads, each under its own name: no room above asks whether that is a disk or a store.
+"""Properties of places, disks or stores, each named after a need, so that no other room asks for the kind of path.
 
-Another kind of place is another row here.
+A new kind of place is a new row here.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from shardkit.files.remote.ranges import MAX_CONNECTIONS
 
 
 class Location(NamedTuple):
-    """What can be done at a place. The defaults are a disk's."""
+    """Properties of a place. The defaults are those of a disk."""
 
     renames: bool = True
-    """An output appears by a rename. Elsewhere one small object makes it visible, and several may lie side by side."""
+    """Outputs appear by a rename. Otherwise one small object makes an output visible, and several may coexist."""
     has_directories: bool = True
-    """A directory is there before anything lies in it."""
+    """Directories exist independently of files in them."""
     is_for_all: bool = True
-    """Libraries that open files by themselves can read it."""
+    """Libraries that open files themselves can read it."""
     sends: bool = False
-    """What is written is sent meanwhile, within an `uploads.Session`: each file front to back, and it takes no room here."""
+    """Files are sent while they are written, front to back, and take no space on the local disk."""
     is_writable: bool = True
     has_owners: bool = True
-    """It tells which user wrote a file."""
+    """Files have an owner."""
     has_versions: bool = False
-    """The inode number of a status stands for path and version, and is the same on all machines."""
+    """The inode number of a status identifies path and version, and is the same on all machines."""
     of_shared_records: str = ""
-    """What the store's own reader for `dcp.load` needs where names share one record; empty if it needs nothing."""
+    """Advice for the store's own reader in `dcp.load` if names share records; empty if none is needed."""
     plans_reads: bool = False
-    """Reading takes requests, so whoever will read says what: `storage.will_read`."""
+    """Reads are requests, so they should be announced: `storage.will_read`."""
     num_ahead: int = 0
-    """How many files are best opened before they are read."""
+    """Number of files to open ahead of reading."""
     connections: int = 8
-    """How many files are best asked for at once. On a local disk one would do; over a network each is a wait."""
+    """Number of files to query concurrently. One suffices for a local disk; over a network each query is a wait."""
     is_listed_once: bool = False
-    """Of the ranks of a job one lists it, and tells the others."""
+    """One rank of a job lists directories, and sends the listings to the others."""
 
 
 _DISK = Location()
@@ -60,7 +60,7 @@ _READ_ONLY = _STORE._replace(is_writable=False)
 
 
 def location_of(path: object) -> Location:
-    """Return what can be done where a path leads; of what is no path, what a disk can do."""
+    """Return the properties of the place of a path; those of a disk for anything else."""
     if not isinstance(path, str) or not path.startswith(SCHEMES):
         return _DISK
     if not path.startswith(WRITABLE):

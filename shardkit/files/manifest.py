@@ -1,15 +1,15 @@
-"""`shardkit.json`: what was written, from what, and how to check it.
+"""`shardkit.json`: a description of an output, its source, and its checksums.
 
-docs/format.md is the contract, and the types here say the same. A field is a key; fields stand in the order of the
-file; an optional field that is None is left out. A manifest is parsed once, here, with errors that name the field.
+docs/format.md is the specification, and the types here correspond to it. A field is a key; fields are in the order of the
+file; an optional field that is None is left out. Manifests are parsed here only, with errors that name the field.
 
-The manifest has the digests of `.metadata`, of every shard file and its chunk list, of every tensor, and of itself:
-`crc32` is that of the manifest's own JSON without that key, written with sorted keys and no blanks.
+The manifest contains the digests of `.metadata`, of every shard file and its chunk list, of every tensor, and of itself:
+`crc32` is that of the manifest's JSON without this key, written with sorted keys and without blanks.
 
-A manifest that lies beside a directory, not in it, has the directory's name and `.shardkit.json`.
+A manifest next to a directory is named after it, with the suffix `.shardkit.json`.
 """
 
-# Annotations here are objects, not text: `get_type_hints` would compile text, while a file is parsed.
+# Annotations here are objects, not text, which `get_type_hints` would compile while a file is parsed.
 import contextlib
 import dataclasses
 import hashlib
@@ -38,20 +38,20 @@ from shardkit.files.strict_json import open_regular, parse_integer, read_exactly
 
 NAME = MANIFEST
 FORMAT = 3
-"""The newest format. A manifest that says nothing that format 1 cannot say has that; one with `osft` has this."""
+"""The newest format. A manifest that format 1 can express has format 1; one with `osft` has this one."""
 MAX_BYTES = 1 << 30
 _SIDECAR_ENDING = ".shardkit.json"
 _NUMBERS = range(1 << 62)
 _MAX_PROBLEMS = 100
 _MAX_SHOWN = 200  # characters of a name or value
 
-# An `int` is a whole number from 0 on, below 2^62. What else a value has to be stands beside its type.
+# An `int` is from 0 to below 2^62. Other constraints are given with the types.
 Crc32 = Annotated[int, range(1 << 32), "a CRC-32"]
 Sha256 = Annotated[str, re.compile(r"[0-9a-f]{64}"), "a sha256 in hex"]
 NonNegative = Annotated[float, (0.0, sys.float_info.max), "a number from 0 on"]
 DtypeName = Annotated[str, frozenset(BY_NAME), "a dtype that shardkit knows"]
-# No "", "." or "..", and no character that a file's name cannot have. Of the surrogates, Python gives U+DC80 to U+DCFF
-# to bytes that are not UTF-8.
+# No "", "." or "..", and no character that a file name cannot contain. Of the surrogates, Python uses U+DC80 to U+DCFF
+# for bytes that are not UTF-8.
 _PART = r"(?!\.{0,2}(?:/|\Z))[^/\0\ud800-\udc7f\udd00-\udfff]+"
 PlainName = Annotated[str, re.compile(_PART), "a file name without a directory"]
 FileName = Annotated[str, re.compile(f"{_PART}(?:/{_PART})*"), "a file name below the directory"]
@@ -64,7 +64,7 @@ PlacementText = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """Who wrote a manifest."""
+    """The writer of a manifest."""
 
     name: str
     version: str
@@ -87,9 +87,9 @@ class File(SavedFile):
     """A file and its digests."""
 
     crc32: Crc32 | None
-    """None if it was not taken."""
+    """None if it was not computed."""
     sha256: Sha256 | None = None
-    """In hex; None if it was not asked for."""
+    """In hex; None if it was not requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +102,10 @@ class ShardFile(File):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedFile(File):
-    """A file that somebody else wrote."""
+    """A file that was not written by shardkit."""
 
     extents: tuple[tuple[int, int, Crc32], ...] | None = None
-    """(first byte, bytes, CRC-32) of parts of tensors that have no checksum in the file."""
+    """(first byte, bytes, CRC-32) of parts of tensors without a checksum in the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +120,10 @@ class RecordedSourceFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSource:
-    """The identity of the weights that were read."""
+    """The identity of the source weights."""
 
     repo: str | None = None
-    """Of the Hub; None for local files."""
+    """Commit on the Hub; None for local files."""
     commit: str | None = None
     """Of that repo."""
     files: tuple[RecordedSourceFile, ...]
@@ -141,7 +141,7 @@ class RecordedAxis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedMesh:
-    """The device mesh that shards were written for."""
+    """The device mesh of the shards."""
 
     axes: tuple[RecordedAxis, ...]
     """Outermost first."""
@@ -158,7 +158,7 @@ class ViewAxis(RecordedAxis):
     """An axis of another mesh over the same ranks."""
 
     steps: tuple[tuple[int, int], ...]
-    """(size, stride) in ranks of what the axis is made of, outermost first: one, unless it is flattened."""
+    """(size, stride) in ranks of each part of the axis, outermost first; a single one unless it is flattened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ class MeshView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedWith:
-    """The versions of the packages whose code decided a layout."""
+    """Versions of the packages that determined a layout."""
 
     torch: str
     transformers: str
@@ -178,24 +178,24 @@ class TracedWith:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOrigin:
-    """How the layout came to be."""
+    """The origin of the layout."""
 
     origin: str
     """"traced" from the real model or "declared" from names and shapes."""
     policy: str
-    """The wrap policy, as it was asked for."""
+    """The wrap policy, as requested."""
     traced_with: TracedWith | None = None
-    """None if it was not traced, or by an early version, which did not note it."""
+    """None if the layout was not traced, or was traced by an early version, which did not record this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A module that is sharded as one."""
+    """A module that is sharded as a unit."""
 
     path: str
     """Such as "model.layers.0"; "" for the root."""
     class_name: str | None = field(metadata={"key": "class"})
-    """None if no model was at hand."""
+    """None without a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +208,7 @@ class Omitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTensor:
-    """What a tensor was in the source."""
+    """A tensor in the source."""
 
     name: str
     dtype: DtypeName
@@ -216,15 +216,15 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTensor:
-    """A tensor that is cut over a mesh."""
+    """A tensor that is sharded over a mesh."""
 
     dtype: DtypeName
     shape: tuple[int, ...]
-    """Of the whole tensor, elements."""
+    """Shape of the whole tensor, in elements."""
     placements: tuple[PlacementText, ...]
     """One for each axis of its mesh."""
     mesh: int | None = None
-    """Index into `meshes`; None if it lies on the first mesh, `mesh`."""
+    """Index into `meshes`; None for the main mesh, `mesh`."""
     stage: int | None = None
     """The pipeline stage that holds it."""
     unit: int
@@ -232,12 +232,12 @@ class ShardedTensor:
     buffer: bool
     source: SourceTensor
     crc32: Crc32 | None = None
-    """Of the whole tensor's bytes."""
+    """CRC-32 of the whole tensor's bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
-    """A tensor that is made of several of the source, or of one in another form."""
+    """A tensor that was computed from several tensors of the source, or from one in another form."""
 
     name: str
     made_of: object
@@ -249,41 +249,40 @@ class OsftModule:
     """A linear layer whose weight is stored as factors."""
 
     rank: int
-    """Directions that are frozen."""
+    """Number of frozen directions."""
     shape: tuple[int, ...]
-    """Of the dense weight."""
+    """Shape of the dense weight."""
     algorithm: str | None = None
     """How the factors were computed: "gram", "svd" or "svd fp32"."""
     error: NonNegative | None = None
-    """Frobenius norm of what folding them misses, to the weight's; the norm itself if the weight is zero. Estimated."""
+    """Estimated Frobenius norm of the folding error, relative to the weight; absolute if the weight is zero."""
     orthogonality: NonNegative | None = None
-    """Largest absolute value that U'U - I and VV' - I, over frozen and trained directions, make of vectors of ones and
-    minus ones."""
+    """Largest absolute entry of (U'U - I) x and (VV' - I) x, over all directions, for vectors x of +1 and -1."""
     crc32: Crc32 | None = None
-    """Of the dense weight that the factors were computed of, in the source's dtype."""
+    """CRC-32 of the dense weight from which the factors were computed, in the source's dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Osft:
-    """How weights became factors, of which most are frozen; as asked for, and what came of it."""
+    """The division of weights into factors: the request and the result."""
 
     ratio: NonNegative
-    """Share of each target's directions that is trained."""
+    """Share of trained directions of each target."""
     targets: tuple[str, ...]
     """"auto" or globs."""
     ranks: Mapping[str, int | float]
-    """By glob, instead of `ratio`: directions that are frozen, or a share that is trained."""
+    """By glob, instead of `ratio`: number of frozen directions, or share of trained ones."""
     svd: str
     """"exact" or "fp32"."""
     dense_dtype: DtypeName
-    """Of most of the other weights. Factors are float32."""
+    """Dtype of most other weights. Factors are float32."""
     modules: Mapping[str, OsftModule]
     """By path, without `root`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubTensor:
-    """A tensor of a Hub model that was made from a checkpoint."""
+    """A tensor of a Hub model that was consolidated from a checkpoint."""
 
     dtype: DtypeName
     shape: tuple[int, ...]
@@ -293,16 +292,16 @@ class HubTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedTensor:
-    """A tensor of a checkpoint that somebody else wrote, by its stored name."""
+    """A tensor of a checkpoint that was not written by shardkit, by its stored name."""
 
     dtype: DtypeName
     shape: tuple[int, ...]
     crc32: Crc32 | None = None
-    """None if one pass over the files did not give it."""
+    """None if it could not be computed in one pass over the files."""
 
 
 class _Referable:
-    """What slots keep weak references to: `weakref_slot` of dataclasses is of Python 3.11."""
+    """Adds a slot for weak references: `weakref_slot` of dataclasses needs Python 3.11."""
 
     __slots__ = ("__weakref__",)
 
@@ -319,40 +318,39 @@ class Presharded(_Referable):
     """Further meshes over the same ranks; None if there are none."""
     layout: LayoutOrigin
     root: str | None = None
-    """What stands before the model's own names for the sake of a trainer: "model."; None if nothing does."""
+    """Prefix of the model's names that a trainer needs, such as "model.", or None."""
     units: tuple[Unit, ...]
     """The root first, then in module order."""
     ties: tuple[tuple[str, ...], ...]
-    """Groups of names that are one parameter; the first has the records."""
+    """Groups of names of one parameter; records have the first name."""
     key_rules: tuple[tuple[str, str], ...]
-    """Empty; in a resharded checkpoint those of `shardkit.save`."""
+    """Empty; in a resharded checkpoint, the rules of `shardkit.save`."""
     hub_names: str | None = None
-    """"unknown" in a resharded checkpoint of which nothing told what its tensors are on the Hub; None where this manifest
-    tells it."""
+    """"unknown" in a resharded checkpoint whose names on the Hub could not be determined; otherwise None."""
     derived: tuple[Derived, ...]
-    """Tensors that are made of others of the source, by their names without `root`; their `source` is their own name."""
+    """Tensors computed from others of the source, by names without `root`; their `source` is their own name."""
     vocab_size: int | None = None
-    """Of reshard alone: what `shardkit.save` recorded of the vocabulary; None if it did not."""
+    """reshard only: the vocabulary size that `shardkit.save` recorded, or None."""
     dequantized: str | None = None
-    """How weights are quantised in the source, such as "fp8", where plain ones were made of them; else None."""
+    """Quantisation of weights in the source that were dequantised, such as "fp8", or None."""
     osft: Osft | None = None
-    """What became factors; None if nothing did."""
+    """The weights that became factors, or None."""
     dtype: str
     """As asked for: "keep", "bf16", "fp16" or "fp32"."""
     dtype_rules: tuple[tuple[str, str], ...] | None = None
-    """(glob, dtype) of other dtypes for some tensors, as asked for; None if there are none."""
+    """Requested (glob, dtype) rules for some tensors, or None."""
     optimizer_dtype: str | None = None
-    """The same for the optimizer's state; of reshard alone."""
+    """The dtype for the optimizer's state; reshard only."""
     digest: str
     """Either "crc32" or "none"."""
     omitted: tuple[Omitted, ...]
     objects: tuple[str, ...] | None = None
-    """Names of byte entries; of reshard alone."""
+    """Names of byte entries; reshard only."""
     tensors: Mapping[str, ShardedTensor]
     """By name, in file order."""
     files: tuple[ShardFile, ...]
     others: tuple[File, ...] | None = None
-    """Files of a trainer that lie beside the shards; None if there are none."""
+    """Files of a trainer next to the shards, or None."""
     metadata: File | None = None
     """`.metadata`; None until it is written."""
     crc32: Crc32 | None = None
@@ -360,10 +358,10 @@ class Presharded(_Referable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedTensors:
-    """Tensors that are cut alike over the same mesh."""
+    """Tensors with equal placements on the same mesh."""
 
     placements: tuple[PlacementText, ...]
-    """One for each axis of the mesh."""
+    """Placement on each axis of the mesh."""
     mesh: int | None = None
     """Index into `meshes`; None if it is the mesh of `axes`."""
     names: tuple[str, ...]
@@ -372,16 +370,16 @@ class PlacedTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedLayout:
-    """How a training state lay on the ranks that saved it."""
+    """The placement of a training state on the ranks that saved it."""
 
     axes: tuple[RecordedAxis, ...]
-    """Of the device mesh, outermost first."""
+    """Axes of the device mesh, outermost first."""
     ep: int | None = None
     """Number of ranks that hold distinct experts; None without expert parallelism."""
     meshes: tuple[MeshView, ...] | None = None
     """Further meshes over the same ranks; None if there are none."""
     placed: tuple[PlacedTensors, ...]
-    """Every tensor that lay on a mesh. All ranks had copies of the others."""
+    """All tensors on a mesh. Other tensors were replicated on all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,24 +391,24 @@ class SavedState(_Referable):
     model_class: str
     world_size: int
     meshes: tuple[str, ...]
-    """Every mesh that parameters lie on: axis names and sizes."""
+    """The meshes of parameters: axis names and sizes."""
     units: tuple[Unit, ...]
-    """The root, and modules that `fully_shard` was called on."""
+    """The root, and the modules that `fully_shard` was applied to."""
     layout: SavedLayout | None = None
-    """None if no mesh had all ranks in their order, as of stages; early versions did not record it."""
+    """None if no mesh had all ranks in order, as with stages; early versions did not record it."""
     ties: tuple[tuple[str, ...], ...]
-    """Groups of names that share records; first the name in the Hub's files, where that is known."""
+    """Groups of names that share records; the first is that of the Hub's files, if known."""
     key_rules: tuple[tuple[str, str], ...] | None = None
-    """Rules that turn the model's names into the Hub's: a prefix and its replacement. None if that is not known."""
+    """Prefixes of the model's names and their replacements on the Hub; None if unknown."""
     derived: tuple[Derived, ...] | None = None
-    """The model's tensors that are made of others of the Hub's; None if there are none."""
+    """Tensors of the model that are computed from those of the Hub, or None."""
     vocab_size: int | None = None
-    """Rows of the vocabulary, as the model's config counts them; None if it has none."""
+    """Vocabulary size in the model's config, or None."""
     metadata: File | None = None
     """`.metadata`; early versions did not list it."""
     files: tuple[SavedFile, ...]
     others: tuple[File, ...] | None = None
-    """Files of a Hub model that lie beside the shards; None if there are none."""
+    """Files of a Hub model next to the shards, or None."""
     crc32: Crc32 | None = None
 
 
@@ -421,19 +419,19 @@ class HubModel(_Referable):
     kind: ClassVar[str] = "hub"
     tool: Tool
     layout: str
-    """The format of the checkpoint that it was made from: "dcp", "lightning", ..."""
+    """Format of the source checkpoint: "dcp", "lightning", ..."""
     writer: str
-    """Who wrote that, for people."""
+    """Writer of the source, for display."""
     weights: str
     """The value of `--weights`."""
     holds: str
     """"model", "adapter" or "merged"."""
     root: str
-    """What was taken as the model's beginning, dotted; "" for the top."""
+    """Dotted path of the model in the checkpoint; "" for the top."""
     key_rules: tuple[tuple[str | int, ...], ...]
-    """What was taken out of names or renamed, with the number of names."""
+    """Parts removed from names, or renamed, with the number of names."""
     ties: tuple[tuple[str, ...], ...]
-    """Pairs of the name that is kept and its equal that is left out."""
+    """Pairs of a stored name and an equal one that is left out."""
     dequantized: str | None = None
     """As in a presharded directory."""
     dtype: str
@@ -445,13 +443,13 @@ class HubModel(_Referable):
     files: tuple[File, ...]
     """The weight files."""
     others: tuple[File, ...] | None = None
-    """Every other file but the manifest; early versions did not list them."""
+    """All other files except the manifest; early versions did not list them."""
     crc32: Crc32 | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileList(_Referable):
-    """The files of a checkpoint, whoever wrote it; says nothing of how they were made."""
+    """The files of any checkpoint, without information on their origin."""
 
     kind: ClassVar[str] = "files"
     tool: Tool
@@ -459,14 +457,14 @@ class FileList(_Referable):
     """The format of the checkpoint: "hub", "dcp", "lightning", ... None from reshard and preshard."""
     writer: str | None = None
     folders: tuple[FileName, ...] | None = None
-    """Folders with manifests of their own; of reshard and preshard alone."""
+    """Folders with their own manifests; reshard and preshard only."""
     files: tuple[ListedFile, ...]
     unlisted: tuple[str, ...]
     """Symbolic links, pipes, sockets and devices."""
     tensors: Mapping[str, ListedTensor] | None = None
-    """None if shardkit cannot take the weights."""
+    """None if shardkit does not support the weights."""
     derived: tuple[Derived, ...] | None = None
-    """Of what preshard wrote in a trainer's form, what transformers' own code made; None if there is nothing."""
+    """In preshard's output for a trainer, the tensors that code of transformers computed, or None."""
     crc32: Crc32 | None = None
 
 
@@ -476,22 +474,22 @@ KINDS: tuple[type[Manifest], ...] = (Presharded, SavedState, HubModel, FileList)
 
 
 def sidecar_of(path: str) -> str:
-    """Return where the manifest of a checkpoint lies that is beside it: `run/last.ckpt.shardkit.json`.
+    """Return the path of the manifest next to a checkpoint: `run/last.ckpt.shardkit.json`.
 
-    Nothing lies beside a bucket or a repo: what it would be called is another one. That manifest is in it.
+    For a bucket or a repo it is inside: a sibling name would be another bucket or repo.
     """
     place = storage.absolute(root_of(path))
     return f"{place}/{_SIDECAR_ENDING}" if stores.is_whole(place) else place + _SIDECAR_ENDING
 
 
 def all_files(manifest: Manifest) -> tuple[SavedFile, ...]:
-    """Return every file that a manifest lists, those beside the weights last."""
+    """Return all files of a manifest, those other than weights last."""
     other_files = None if isinstance(manifest, FileList) else manifest.others
     return (*manifest.files, *(other_files or ()))
 
 
 def every_file(manifest: Manifest) -> Iterator[SavedFile]:
-    """Yield the same, and what describes them: chunk lists, each after its file, and `.metadata`."""
+    """Yield all files of a manifest, each followed by its chunk list, and `.metadata`."""
     for file in all_files(manifest):
         yield file
         if isinstance(file, ShardFile):
@@ -501,22 +499,22 @@ def every_file(manifest: Manifest) -> Iterator[SavedFile]:
 
 
 def follows_links(manifest: Manifest) -> bool:
-    """True if links count as files in what a manifest describes, as in the Hub's cache."""
+    """True if links count as files in the described directory, as in the Hub's cache."""
     return isinstance(manifest, HubModel) or (isinstance(manifest, FileList) and manifest.layout == "hub")
 
 
 def crc_of(file: SavedFile) -> int | None:
-    """Return the recorded CRC-32 of a file; None if there is none."""
+    """Return the recorded CRC-32 of a file, or None."""
     return file.crc32 if isinstance(file, File) else None
 
 
 def all_tensors(manifest: Manifest) -> Mapping[str, DescribedTensor]:
-    """Return every tensor that a manifest lists, by name."""
+    """Return all tensors of a manifest, by name."""
     return (None if isinstance(manifest, SavedState) else manifest.tensors) or {}
 
 
 def describe_bytes(name: str, data: bytes, *, digest: bool, sha256: bool) -> ListedFile:
-    """Return the entry of a manifest for a file whose content is at hand; `digest` and `sha256` choose the digests."""
+    """Return the manifest entry for a file, given its content; `digest` and `sha256` select the digests."""
     crc = int(crc32(data)) if digest else None
     return ListedFile(
         name=name, size=len(data), crc32=crc, sha256=hashlib.sha256(data).hexdigest() if sha256 else None
@@ -524,10 +522,10 @@ def describe_bytes(name: str, data: bytes, *, digest: bool, sha256: bool) -> Lis
 
 
 def format_of(manifest: Manifest) -> int:
-    """Return the lowest format that can express a manifest, so that older readers read what they understand."""
+    """Return the lowest format that can express a manifest, so that older versions can read it if possible."""
     if not isinstance(manifest, Presharded):
         return 1
-    if manifest.osft is not None:  # whoever does not know it would take factors for weights
+    if manifest.osft is not None:  # older versions would mistake factors for weights
         return 3
     is_plain = all(axis.role in ("replicate", "shard") for axis in manifest.mesh.axes)
     is_boxed = not any(
@@ -546,7 +544,7 @@ def format_of(manifest: Manifest) -> int:
 
 
 def to_json(record: Any) -> dict[str, Any]:
-    """Return a record of this module as JSON has it, its parts still records: what `json.dumps` takes as `default`."""
+    """Return a record of this module as a dict or list, with nested records unchanged; a `default` for `json.dumps`."""
     kind: Any = type(record)
     head, keys, values_of, optional = _spelling(kind)
     content = {**head, **dict(zip(keys, values_of(record), strict=True))}
@@ -560,14 +558,14 @@ def to_json(record: Any) -> dict[str, Any]:
 
 @cache
 def _spelling(kind: Any) -> tuple[dict[str, object], list[str], Callable[[Any], tuple[Any, ...]], list[str]]:
-    """Return what a type's JSON begins with, the keys, what takes their values, and which keys may be left out."""
+    """Return the first items of a type's JSON, its keys, a getter of their values, and the optional keys."""
     head: dict[str, object] = {"format": 1} if kind in KINDS else {}
     if kind in KINDS and kind is not Presharded:
         head["kind"] = kind.kind
     items = fields(kind)
     names = [item.name for item in items]
     values_of: Callable[[Any], tuple[Any, ...]] = attrgetter(*names)
-    if len(names) == 1:  # then attrgetter gives the value itself
+    if len(names) == 1:  # attrgetter then returns the value itself
         values_of = partial(_values, names)
     return (
         head,
@@ -583,8 +581,8 @@ def _values(names: list[str], record: Any) -> tuple[Any, ...]:
 
 @uncollected()
 def dump(manifest: Manifest) -> bytes:
-    """Return a manifest as bytes, with its own digest in it."""
-    # Text with indents is made in Python, which would ask for each record; without them C does it, at twice the speed.
+    """Return a manifest as bytes, including its own digest."""
+    # Indented JSON is written by Python code; without indents C code does it, twice as fast.
     return sign(json.loads(json.dumps(to_json(manifest), default=to_json)))
 
 
@@ -595,7 +593,7 @@ def sign(content: Mapping[str, Any]) -> bytes:
 
 
 def encode(content: Mapping[str, Any]) -> bytes:
-    """Return the bytes that shardkit writes for some JSON."""
+    """Return JSON as the bytes that shardkit writes."""
     return json.dumps(content, indent=1, ensure_ascii=True, default=to_json).encode() + b"\n"
 
 
@@ -605,14 +603,14 @@ def _digest(body: Mapping[str, Any]) -> int:
 
 
 _parsed: WeakValueDictionary[FileStamp, Manifest] = WeakValueDictionary()
-"""Manifests that somebody has: that of many tensors takes a second to parse, and a verb has several uses for it."""
+"""Manifests in use: parsing one of many tensors takes a second, and a verb uses it several times."""
 
 
 def read(directory: str) -> Manifest | None:
-    """Return the manifest of a directory, checked against its own digest; None if there is none.
+    """Return the manifest of a directory, checked against its own digest, or None.
 
     Raises:
-        SourceError, IntegrityError, ResourceError: as `read_file`; or a link leads out of the directory.
+        SourceError, IntegrityError, ResourceError: as for `read_file`; or it is a link that leaves the directory.
     """
     if not storage.lexists(os.path.join(directory, NAME)):
         return None
@@ -622,20 +620,20 @@ def read(directory: str) -> Manifest | None:
 def read_file(
     path: str, name: str, *, check: Callable[[bytes, Mapping[str, Any]], object] | None = None
 ) -> Manifest:
-    """Return the manifest in a file. It is parsed once for as long as anybody has it and the file does not change.
+    """Return the manifest in a file. It is cached while it is referenced and the file does not change.
 
     Args:
         path: of the file.
-        name: how to call it in messages.
-        check: looks at the bytes, and at the JSON in them before it is used up; the file is parsed for it.
+        name: for messages.
+        check: receives the bytes and the parsed JSON before decoding; disables the cache for this call.
 
     Raises:
-        SourceError: it is missing, not a manifest, not a regular file, or of a version that this shardkit does not know.
-        IntegrityError: it is not what was written.
-        ResourceError: it may not be read.
+        SourceError: the file is missing, not regular, not a manifest, or of a newer version.
+        IntegrityError: the file was modified.
+        ResourceError: the file cannot be read.
     """
     stamp = None
-    with contextlib.suppress(OSError):  # reading says what is wrong
+    with contextlib.suppress(OSError):  # reading reports the error
         stamp = FileStamp.of(storage.stat(path))
     manifest = _parsed.get(stamp) if stamp is not None and check is None else None
     if manifest is None:
@@ -651,20 +649,20 @@ def read_file(
 
 
 def read_bytes(directory: str) -> bytes:
-    """Return the manifest of a directory as it lies there; a link must not lead out of the directory.
+    """Return the bytes of a directory's manifest, which must not be a link that leaves the directory.
 
     Raises:
-        SourceError: there is none, or it is no regular file.
-        ResourceError: it may not be read.
+        SourceError: the manifest does not exist, or is not a regular file.
+        ResourceError: the manifest cannot be read.
     """
     return read_small(locate(directory, NAME), NAME, MAX_BYTES)
 
 
 def is_manifest(path: str) -> bool:
-    """True for a file that has the name of a manifest or begins as one, damaged or not; only the beginning is read.
+    """True for a file that has the name or the first bytes of a manifest, damaged or not; only these are read.
 
     Raises:
-        ResourceError: it may not be read.
+        ResourceError: the file cannot be read.
     """
     if os.path.basename(path) == NAME or path.endswith(_SIDECAR_ENDING):
         return True
@@ -677,11 +675,11 @@ def is_manifest(path: str) -> bool:
 
 
 def lists_files(directory: str) -> bool:
-    """True if the manifest of a directory is a `FileList`. The kind stands in its first bytes; only they are read."""
+    """True if the manifest of a directory is a `FileList`, from the kind in its first bytes; only these are read."""
     try:
         with open_regular(locate(directory, NAME), NAME) as (fd, size):
             head = read_exactly(fd, 0, min(size, 64), NAME)
-    except ShardkitError:  # whoever needs the manifest will say that it cannot be read
+    except ShardkitError:  # reading the manifest will report the error
         return False
     return f'"kind": "{FileList.kind}"'.encode() in head
 
@@ -690,11 +688,11 @@ def parse(data: bytes, name: str) -> Manifest:
     """Return a manifest from its bytes, checked against its own digest.
 
     Args:
-        data: all of the file.
-        name: how to call it in messages.
+        data: the whole file.
+        name: for messages.
 
     Raises:
-        SourceError, IntegrityError: as `read`.
+        SourceError, IntegrityError: as for `read`.
     """
     return decode(load(data, name), name)
 
@@ -704,8 +702,8 @@ def load(data: bytes, name: str) -> dict[str, Any]:
     """Return the JSON of a manifest, checked against its own digest; arguments as for `parse`.
 
     Raises:
-        SourceError: it is not a manifest, or of a version that this shardkit does not know.
-        IntegrityError: it is not what was written.
+        SourceError: the data are not a manifest, or of a newer version.
+        IntegrityError: the manifest was modified.
     """
     shown = escape(name)
     try:
@@ -734,11 +732,11 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
     """Return a manifest from its JSON.
 
     Args:
-        content: as `load` gives it; it is used up, so that memory holds each part once.
-        name: how to call it in messages.
+        content: from `load`; consumed while decoding, to save memory.
+        name: for messages.
 
     Raises:
-        SourceError: naming each field that is missing or of another type.
+        SourceError: fields are missing or of a wrong type; lists all.
     """
     shown, kind = escape(name), content.get("kind", Presharded.kind)
     kinds: dict[str, Any] = {cls.kind: cls for cls in KINDS}
@@ -760,7 +758,7 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
 
 
 class _WrongFields(Exception):
-    """Wrong fields; each problem begins with its place below the value that was decoded."""
+    """Wrong fields; each problem begins with its path in the decoded value."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = list(problems)
@@ -768,7 +766,7 @@ class _WrongFields(Exception):
 
 _Key = TypeVar("_Key")
 _Decoder = Callable[[Any], Any]
-"""Makes a value of one type from JSON, or raises `_WrongFields`."""
+"""Decodes a value of one type from JSON, or raises `_WrongFields`."""
 
 
 def _key(item: dataclasses.Field[Any]) -> str:
@@ -804,7 +802,7 @@ def _records(kind: Any) -> _Decoder:
         (_key(item), _decoder(hints[item.name]), MISSING if item.default is MISSING else None)
         for item in fields(kind)
     ]
-    # Slots are set directly: the `__init__` of a frozen class would look each of them up by name, for each record.
+    # Slots are set directly: the `__init__` of a frozen class would look up each of them by name, for each record.
     setters = [getattr(kind, item.name).__set__ for item in fields(kind)]
 
     def decode(value: Any) -> Any:
@@ -844,7 +842,7 @@ def _mappings(decode_item: _Decoder) -> _Decoder:
         if type(value) is not dict:
             raise _expected("an object", value)
         for name, item in _decode_all(((name, decode_item, value[name]) for name in value), _at_name):
-            value[name] = item  # in place: memory holds each tensor only once
+            value[name] = item  # in place, to save memory
         return value
 
     return decode
@@ -853,11 +851,11 @@ def _mappings(decode_item: _Decoder) -> _Decoder:
 def _decode_all(
     items: Iterable[tuple[_Key, _Decoder, Any]], place: Callable[[_Key], str]
 ) -> Iterator[tuple[_Key, Any]]:
-    """Yield each key and its decoded value; raise all that is wrong at the end, up to a limit.
+    """Yield each key and its decoded value; raise all problems at the end, up to a limit.
 
     Args:
         items: (key, decoder, value) of each.
-        place: what stands before a problem of the value with that key.
+        place: formats a key as the prefix of its problems.
     """
     problems = list[str]()
     for key, decode, value in items:

@@ -1,4 +1,4 @@
-"""What one process reads for others of files that describe the rest: a thousand ranks would open each file for it.
+"""Sharing reads of descriptive files between processes, so that a thousand ranks need not open each file.
 
 These are headers of safetensors files, `.metadata`, and the sizes of the files that `.metadata` names.
 """
@@ -18,7 +18,7 @@ from shardkit.files.stores import is_remote
 from shardkit.files.strict_json import open_regular, read_exactly, refuse_pointer, stamp_of
 
 _State = tuple[str | int, ...]
-"""What it is, then path, size, time and inode of a file: the same on all nodes that share a file system."""
+"""(kind, path, size, time, inode) of a file, which are equal on all nodes that share a file system."""
 
 CONTENT, HEADER, SIZES = "content", "header", "sizes"
 _MOST_NBYTES = 64 * MIB
@@ -27,20 +27,20 @@ _shared_data: dict[_State, bytes] = {}
 
 
 class SharedReads:
-    """What is read meanwhile, for other processes to `learn`."""
+    """Reads to be passed to `learn` in other processes."""
 
     def __init__(self) -> None:
         self._noted: dict[_State, bytes] = {}
         self._nbytes = 0
 
     def add(self, state: _State, data: bytes) -> None:
-        """Note something, unless it would be too much."""
+        """Add data, unless the limit would be exceeded."""
         if self._nbytes + len(data) <= _MOST_NBYTES and state not in self._noted:
             self._nbytes += len(data)
             self._noted[state] = data
 
     def plain(self) -> list[tuple[_State, str]]:
-        """Return all of it as plain data."""
+        """Return all entries as plain data."""
         return [
             (state, base64.b64encode(zlib.compress(data, 1)).decode()) for state, data in self._noted.items()
         ]
@@ -51,7 +51,7 @@ _noting: list[SharedReads] = []
 
 @contextlib.contextmanager
 def noted() -> Iterator[SharedReads]:
-    """Note what is read of files on disk meanwhile."""
+    """Record reads of files on disk within this context."""
     notes = SharedReads()
     _noting.append(notes)
     try:
@@ -61,16 +61,16 @@ def noted() -> Iterator[SharedReads]:
 
 
 def learn(entries: Iterable[tuple[Sequence[str | int], str]]) -> None:
-    """Take what another process has noted, as `SharedReads.plain` has it. Each counts once, for the very same file."""
+    """Adopt reads of another process, from `SharedReads.plain`. Each is used at most once, for the same file."""
     _shared_data.clear()
     _shared_data.update((tuple(state), zlib.decompress(base64.b64decode(text))) for state, text in entries)
 
 
 def read(path: str, name: str, limit: int) -> bytes:
-    """Return the content of a file, which may be no link, of at most `limit` bytes; another process may have read it.
+    """Return the content of a file of at most `limit` bytes, possibly read by another process; links are refused.
 
     Raises:
-        SourceError, ResourceError: as `read_small`.
+        SourceError, ResourceError: as for `read_small`.
     """
     content = take(CONTENT, path)
     if content is None:
@@ -84,13 +84,13 @@ def read(path: str, name: str, limit: int) -> bytes:
 
 
 def note(what: str, path: str, data: bytes, stamp: FileStamp) -> None:
-    """Note what was read of a file, if somebody else may need it: any bytes, whoever takes them checks them.
+    """Record a read, if reads are being recorded. The data may be anything; other processes check them.
 
     Args:
         what: CONTENT, HEADER or SIZES.
         path: of the file.
-        data: what was read.
-        stamp: of the file as it was read.
+        data: from the file.
+        stamp: of the file when it was read.
     """
     if not is_remote(path):
         for notes in _noting:
@@ -98,7 +98,7 @@ def note(what: str, path: str, data: bytes, stamp: FileStamp) -> None:
 
 
 def take(what: str, path: str) -> tuple[bytes, FileStamp] | None:
-    """Return the bytes of a file that another process has read, and the file's stamp; None if no process has.
+    """Return the data that another process has read from a file, and the file's stamp, or None.
 
     Args:
         what: CONTENT, HEADER or SIZES.

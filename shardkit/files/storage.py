@@ -1,12 +1,11 @@
-"""The calls by which files are found, read and changed: one place for all of them.
+"""All calls that find, read and change files.
 
-Other modules call these by their names here (`storage.pwrite(...)`) and never those of `os`. Whoever stands in
-front of the names in this module sees everything that is done to a file: a test that dies at the n-th call,
-lets it fail, or records all and replays what a power loss may leave. Paths such as `s3://bucket/key` are answered by
-`stores`, for reading alone, through the same calls.
+Other modules use these (`storage.pwrite(...)`), never those of `os`. Patching this module therefore intercepts every
+operation on files: tests kill the process at the n-th call, let a call fail, or record all calls and replay what a power
+loss may leave. Paths such as `s3://bucket/key` are passed to `stores`, for reading only.
 
-The first part is the system's own calls, nothing added but this. The second is what several modules do with them. The third
-finds out whether files can share extents (XFS, Btrfs and some others do), by trying it.
+The first part consists of the system's calls, extended by paths of stores. The second has common operations. The third
+tests whether files can share extents (as on XFS, Btrfs and some others).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from shardkit.files.remote import ranges
 from shardkit.files.stores import FIRST_NUMBER, is_remote
 
 BLOCK = 4096
-# Plain calls of the system; each may be replaced by a test, so nothing below keeps a reference of its own.
+# Plain calls of the system. Tests may replace each of them, so nothing below keeps its own reference.
 write = os.write
 mkdir = os.mkdir
 rmdir = os.rmdir
@@ -55,7 +54,7 @@ WAYS_OUT: dict[int | None, str] = {
     errno.EPERM: _ELSEWHERE,
     errno.EROFS: _ELSEWHERE,
 }
-"""Why the system does not write -> what to do."""
+"""Error of writing -> hint."""
 
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 """Flags of `renameat2`. Source: linux/fs.h."""
@@ -66,7 +65,7 @@ _NO_SUCH_CALL = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 _NO_LINKS = (*_NO_SUCH_CALL, errno.EPERM, errno.EXDEV, errno.EMLINK)
 _BUFFER_BYTES = _ASKED_BYTES = 1 << 20
 _SCRATCH = f".shardkit-scratch-{socket.gethostname().partition('.')[0]}-"
-"""Of this host: where locks do not work between hosts, the directories of others seem to be of dead processes."""
+"""Includes the host: if locks do not work across hosts, directories of other hosts would seem abandoned."""
 _CONFIGS, _MAX_CONFIG = (".json", ".py"), 16 << 20
 _copies: dict[tuple[str, frozenset[tuple[str, int]]], str] = {}
 
@@ -76,7 +75,7 @@ _listed: ContextVar[dict[str, list[str]] | None] = ContextVar("listed", default=
 
 
 def open_fd(path: _Path, flags: int, mode: int = 0o777) -> int:
-    """As `os.open`; an object of a store has a number of its own."""
+    """Like `os.open`; objects of stores have separate numbers."""
     if not is_remote(path):
         return os.open(path, flags, mode)
     return stores.open_number(str(path), flags)
@@ -123,12 +122,12 @@ def stat(path: _Path) -> os.stat_result:
 
 
 def lstat(path: _Path) -> os.stat_result:
-    """As `os.lstat`; a store has no links."""
+    """Like `os.lstat`; stores have no links."""
     return stores.status(str(path)) if is_remote(path) else os.lstat(path)
 
 
 def access(path: _Path, mode: int) -> bool:
-    """As `os.access`; a store says when it is read what it denies."""
+    """Like `os.access`; always true for stores, where reading reports missing permissions."""
     return stores.exists(str(path)) if is_remote(path) else os.access(path, mode)
 
 
@@ -147,10 +146,10 @@ def listdir(path: _Path) -> list[str]:
 
 @contextlib.contextmanager
 def listed_once() -> Iterator[None]:
-    """List each directory on disk once meanwhile, or as a decorator: nothing may be written that is looked for later.
+    """Cache listings of directories on disk; a context manager or decorator. Written files may not be noticed.
 
-    What a listing has, or lacks, is not looked for again: over a network each look is a wait. What is listed within
-    another such block is kept until that one ends.
+    Existence is then answered from listings: over a network each query is a wait. In nested contexts, listings are kept
+    until the outermost one ends.
     """
     outer = _listed.get()
     token = _listed.set({} if outer is None else outer)
@@ -161,7 +160,7 @@ def listed_once() -> Iterator[None]:
 
 
 def list_again() -> None:
-    """Forget what `listed_once` has listed: something was written."""
+    """Drop the listings of `listed_once`, as something was written."""
     listings = _listed.get()
     if listings is not None:
         listings.clear()
@@ -183,10 +182,10 @@ def unlink(path: _Path, *, dir_fd: int | None = None) -> None:
 
 
 def flock(fd: int, *, exclusive: bool, wait: bool) -> bool:
-    """Lock an open file until it is closed, in this process or by its end; False if another process has it.
+    """Lock an open file until it is closed or the process ends; False if another process has locked it.
 
     Raises:
-        OSError: the file system has no locks.
+        OSError: the file system does not support locks.
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | (0 if wait else fcntl.LOCK_NB))
@@ -196,13 +195,13 @@ def flock(fd: int, *, exclusive: bool, wait: bool) -> bool:
 
 
 def will_need(fd: int, start: int, nbytes: int) -> None:
-    """Have the system fetch a part of a file, if it can; of a store it is fetched when it is read.
+    """Ask the system to prefetch a part of a file; no effect for stores.
 
-    For one call Linux fetches no more than it reads ahead, or than one request may have: with NFS and disks about 1 MiB.
-    It counts whole pages: of a part that begins within one and is a multiple of that long, the last is left out.
+    Per call, Linux fetches at most its read-ahead size, or one request: about 1 MiB with NFS and disks. It counts whole
+    pages: the last one is omitted if the part is a multiple of that size but does not begin at a page.
     """
     if fd < FIRST_NUMBER and hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):  # reading says what is wrong
+        with contextlib.suppress(OSError):  # reading reports the error
             for at in range(start, start + nbytes, _ASKED_BYTES):
                 os.posix_fadvise(fd, at, min(_ASKED_BYTES, start + nbytes - at), os.POSIX_FADV_WILLNEED)
 
@@ -210,20 +209,20 @@ def will_need(fd: int, start: int, nbytes: int) -> None:
 def will_read(
     fd: int, extents: Iterable[tuple[int, int]], *, num_places: int = 1, is_soon: bool = False
 ) -> None:
-    """Tell what will be read of an object of a store, so that few requests fetch it; of a file nothing has to be told.
+    """Announce the reads of an object of a store, so that few requests suffice; no effect for files on disk.
 
     Args:
         fd: its number.
-        extents: (first byte, byte after the last) of all that will be read of it, in any order.
-        num_places: how many places of all objects are read in turn.
-        is_soon: begin to fetch it now.
+        extents: (first byte, byte after the last) of all reads, in any order.
+        num_places: number of places in all objects that are read in turn.
+        is_soon: begin to fetch now.
     """
     if fd >= FIRST_NUMBER:
         stores.plan_reads(fd, extents, num_places, is_soon=is_soon)
 
 
-def hold_at_most(nbytes: int) -> AbstractContextManager[None]:
-    """Bound what this process holds of objects of stores, what is under way included, while this lasts."""
+def limit_fetched(nbytes: int) -> AbstractContextManager[None]:
+    """Limit the memory for data of stores, including requests in progress, within this context."""
     return ranges.limited(nbytes)
 
 
@@ -274,7 +273,7 @@ def realpath(path: str) -> str:
 
 
 def current_directory() -> str:
-    """Return it; empty if it is gone."""
+    """Return the current directory; empty if it was removed."""
     try:
         return os.getcwd()
     except OSError:
@@ -287,10 +286,10 @@ def absolute(path: str) -> str:
 
 
 def renameat2(source: str, target: str, flags: int) -> bool:
-    """Rename with a flag; False if kernel or file system has no such thing.
+    """Rename with a flag; False if the kernel or the file system does not support it.
 
     Raises:
-        OSError: the system refuses.
+        OSError: renaming failed.
 
     Source: man 2 rename.
     """
@@ -307,11 +306,11 @@ def renameat2(source: str, target: str, flags: int) -> bool:
 
 
 def rename_noreplace(source: str, target: str) -> None:
-    """Rename, unless something has the name already.
+    """Rename without replacing anything.
 
     Raises:
-        FileExistsError: it has.
-        OSError: the system refuses.
+        FileExistsError: the name exists.
+        OSError: renaming failed.
     """
     if renameat2(source, target, RENAME_NOREPLACE):
         return
@@ -321,7 +320,7 @@ def rename_noreplace(source: str, target: str) -> None:
 
 
 def clone_range(source_fd: int, source_start: int, target_fd: int, target_start: int, nbytes: int) -> None:
-    """Let `nbytes` of the target share the source's blocks; all three are multiples of the block size.
+    """Make `nbytes` of the target share blocks with the source; all numbers are multiples of the block size.
 
     Raises:
         OSError: this pair of files cannot share extents.
@@ -333,7 +332,7 @@ def clone_range(source_fd: int, source_start: int, target_fd: int, target_start:
 
 
 class _FileStream(io.RawIOBase):
-    """An open file as a stream of bytes; `fd` is -1 once nothing may be written any more."""
+    """An open file as a byte stream; `fd` is -1 after the last allowed write."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -347,11 +346,11 @@ class _FileStream(io.RawIOBase):
 
 @contextlib.contextmanager
 def writing(path: str, *, is_synced: bool = True) -> Iterator[tuple[int, BinaryIO]]:
-    """Give (descriptor for reading too, buffered stream) of a new or emptied file; on the disk when it ends well, unless
-    it need not be.
+    """Yield (descriptor for reading and writing, buffered stream) of a new or truncated file; synced at the end unless
+    disabled.
 
     Raises:
-        OSError: the system refuses.
+        OSError: writing failed.
     """
     fd = open_fd(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     writer = _FileStream(fd)
@@ -362,25 +361,25 @@ def writing(path: str, *, is_synced: bool = True) -> Iterator[tuple[int, BinaryI
         if is_synced:
             fsync(fd)
     finally:
-        writer.fd = -1  # after an error the stream holds bytes, and tries again when it is collected
+        writer.fd = -1  # after an error the stream would write its buffer when it is garbage collected
         close_fd(fd)
 
 
 def write_file(path: str, data: bytes, *, is_synced: bool = True) -> None:
-    """Write a small file, and unless it need not be, bring its bytes to the disk.
+    """Write a small file, and sync it to disk unless disabled.
 
     Raises:
-        OSError: the system refuses.
+        OSError: writing failed.
     """
     with writing(path, is_synced=is_synced) as (_, stream):
         stream.write(data)
 
 
 def read_file(path: str) -> bytes:
-    """Return the content of a small file of shardkit's own; a link is not followed.
+    """Return the content of a small file of shardkit; links are not followed.
 
     Raises:
-        OSError: the system refuses.
+        OSError: reading failed.
     """
     fd = open_fd(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -393,12 +392,12 @@ def read_file(path: str) -> bytes:
 
 
 def local_config(directory: str) -> str:
-    """Return a directory for a library that opens files by itself: configs and code of one in a store are copied.
+    """Return a local directory for libraries that open files themselves; configs and code in a store are copied.
 
-    The copy goes when the process ends. Any other directory is returned as it is.
+    Copies are removed when the process ends. Other directories are returned unchanged.
 
     Raises:
-        OSError, ShardkitError: the store or the disk refuses.
+        OSError, ShardkitError: reading from the store or writing to disk failed.
     """
     if not is_remote(directory) or not isdir(directory):
         return directory
@@ -421,12 +420,12 @@ def local_config(directory: str) -> str:
 
 @contextlib.contextmanager
 def scratch_directory(above: str) -> Iterator[str]:
-    """Give a new directory below another one, which is made if it is missing. It is removed at the end.
+    """Yield a new directory below another one, which is created if needed. It is removed at the end.
 
-    Those of killed processes are removed first. Where the file system has no locks they stay.
+    Directories of killed processes are removed first, except on file systems without locks.
 
     Raises:
-        OSError: the system refuses.
+        OSError: creating it failed.
     """
     make_directories(above)
     for name in listdir(above):
@@ -436,7 +435,7 @@ def scratch_directory(above: str) -> Iterator[str]:
                     remove_tree(os.path.join(above, name))
     new = tempfile.mkdtemp(dir=above)
     path = os.path.join(above, _SCRATCH + os.path.basename(new))
-    with _locked(new):  # only then has it a name that others look for
+    with _locked(new):  # locked before it gets a name that other processes look for
         rename(new, path)
         try:
             yield path
@@ -446,7 +445,7 @@ def scratch_directory(above: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _locked(directory: str) -> Iterator[bool]:
-    """Lock a directory; give False if another process has it, or the file system has no locks."""
+    """Lock a directory; yield False if another process has locked it, or the file system has no locks."""
     fd = open_fd(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     is_locked = False
     try:
@@ -458,10 +457,10 @@ def _locked(directory: str) -> Iterator[bool]:
 
 
 def make_directories(path: str) -> None:
-    """Make a directory and those above it, where they are missing.
+    """Create a directory and its missing parents.
 
     Raises:
-        OSError: the system refuses, or something else has the name.
+        OSError: creating failed, or the name exists and is not a directory.
     """
     if isdir(path):
         return
@@ -475,16 +474,16 @@ def make_directories(path: str) -> None:
 
 
 def make_folders(directory: str, folder: str) -> None:
-    """Make a folder in a directory, and those between, where they are missing. The directory itself is never made.
+    """Create a folder and its missing parents inside a directory, but never the directory itself.
 
-    Another process may have renamed or removed the directory: made again, it would lie there as nobody's.
+    Another process may have renamed or removed the directory; a new one would never be cleaned up.
 
     Args:
-        directory: it exists.
+        directory: an existing directory.
         folder: relative to it; empty for the directory itself.
 
     Raises:
-        OSError: the system refuses, something else has the name, or the directory is gone.
+        OSError: creating failed, the name exists and is not a directory, or the directory was removed.
     """
     path = directory
     for name in filter(None, folder.split(os.sep)):
@@ -496,17 +495,17 @@ def make_folders(directory: str, folder: str) -> None:
 
 
 def remove_tree(path: str) -> bool:
-    """Remove a directory and all in it, as far as the system lets us; links are removed, never followed.
+    """Remove a directory and its content, as far as permitted; links are removed, never followed.
 
     Returns:
-        True if nothing is left.
+        True if everything was removed.
     """
     with contextlib.suppress(OSError):
         for _, folders, names, fd in os.fwalk(path, topdown=False):
             for name in names:
                 with contextlib.suppress(OSError):
                     unlink(name, dir_fd=fd)
-            for name in folders:  # a link to a directory is among these
+            for name in folders:  # includes links to directories
                 with contextlib.suppress(OSError):
                     rmdir(name, dir_fd=fd)
                 with contextlib.suppress(OSError):
@@ -516,10 +515,10 @@ def remove_tree(path: str) -> bool:
 
 
 def sync_file(path: str) -> None:
-    """Bring to the disk what somebody else wrote into a file.
+    """Sync a file to disk that was written through another descriptor.
 
     Raises:
-        OSError: the system refuses.
+        OSError: syncing failed.
     """
     fd = open_fd(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -529,36 +528,36 @@ def sync_file(path: str) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Bring a directory's entries to the disk.
+    """Sync a directory's entries to disk.
 
     Raises:
-        OSError: the system refuses.
+        OSError: syncing failed.
     """
     fd = open_fd(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fsync(fd)
     except OSError as error:
-        if error.errno not in _NO_SUCH_CALL:  # some file systems have no such thing for directories
+        if error.errno not in _NO_SUCH_CALL:  # some file systems do not support this for directories
             raise
     finally:
         close_fd(fd)
 
 
 def sync_directories(path: str) -> None:
-    """Bring the entries of a directory and of all below it to the disk, innermost first.
+    """Sync the entries of a directory and of all subdirectories to disk, innermost first.
 
     Raises:
-        OSError: the system refuses.
+        OSError: syncing failed.
     """
     for here, _, _ in walk(path, topdown=False):
         sync_directory(here)
 
 
 def can_share_extents(catalog: Catalog, directory: str) -> bool:
-    """True if every source file can share extents with files in `directory`.
+    """True if all source files can share extents with files in `directory`.
 
-    Tries it, with the first block of one file of each device and files without a name, so that nothing is
-    left behind. Equal device numbers are no condition: each subvolume of Btrfs has its own, and shares.
+    Tested with the first block of one file per device, and files without a name, so that nothing is left behind. Device
+    numbers need not be equal: subvolumes of Btrfs have different ones, and can share extents.
     """
     files = [
         file
@@ -583,7 +582,7 @@ def can_share_extents(catalog: Catalog, directory: str) -> bool:
 
 @contextlib.contextmanager
 def _nameless(directory: str) -> Iterator[int]:
-    """Give the descriptor of a file without a name."""
+    """Yield the descriptor of a file without a name."""
     fd = open_fd(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         yield fd
@@ -593,7 +592,7 @@ def _nameless(directory: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _source(path: str) -> Iterator[int]:
-    """Give the descriptor of a source file; for one that is yet to be downloaded, of a block where it will lie."""
+    """Yield the descriptor of a source file; before a download, that of a block in the same directory."""
     if not lexists(path):
         with _nameless(nearest_existing(path)) as fd:
             pwrite(fd, bytes(BLOCK), 0)
@@ -607,7 +606,7 @@ def _source(path: str) -> Iterator[int]:
 
 
 def is_in_memory(path: str) -> bool:
-    """True if a path that exists is on a file system whose files take memory. Source: proc_pid_mountinfo(5)."""
+    """True if an existing path is on a file system in memory. Source: proc_pid_mountinfo(5)."""
     device = stat(path).st_dev
     with contextlib.suppress(OSError), open_file("/proc/self/mountinfo", "rb") as mounts:
         for line in mounts:
@@ -618,13 +617,13 @@ def is_in_memory(path: str) -> bool:
 
 
 def nearest_existing(path: str) -> str:
-    """Return a path, or the directory above it that exists."""
+    """Return a path, or its closest existing parent."""
     while not lexists(path):
         path = os.path.dirname(path) or os.curdir
     return path
 
 
 def shared_part(start: int, nbytes: int) -> tuple[int, int]:
-    """Return (bytes before the first whole block, bytes in whole blocks) of a range at offset `start`."""
+    """Return (bytes before the first whole block, bytes in whole blocks) for a range at offset `start`."""
     head = -start % BLOCK
     return (head, (nbytes - head) // BLOCK * BLOCK) if nbytes >= head else (nbytes, 0)

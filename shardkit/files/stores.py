@@ -1,10 +1,10 @@
-"""Objects of a store (`s3://`, `gs://`, `az://`) and files of the Hub (`hf://`), behind the calls by which `storage` finds and reads files.
+"""Objects of stores (`s3://`, `gs://`, `az://`) and files of the Hub (`hf://`), with the interface of `storage`.
 
-A path is `s3://BUCKET/KEY` or `hf://ORGANISATION/NAME[@REVISION]/KEY`. A directory is what keys have before a "/"; it
-is listed once in an operation. An open object has a number like a descriptor. Each request says which version of the
-object it means: bytes of two versions are never mixed.
+A path is `s3://BUCKET/KEY` or `hf://ORGANISATION/NAME[@REVISION]/KEY`. Directories are prefixes of keys up to a "/"; each
+is listed once per operation. An open object has a number, like a descriptor. Each request names the version of the
+object, so that bytes of different versions are never mixed.
 
-`remote` has the kinds of stores, and reads by ranges.
+`remote` has the kinds of stores, and reading by ranges.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from shardkit.files.remote.kinds import SCHEMES, WRITABLE, kind_of, split, store
 from shardkit.files.remote.ranges import Ranges
 
 FIRST_NUMBER = 1 << 30
-"""Numbers of open objects begin here; the system has no such descriptors."""
+"""The first number of open objects, beyond all descriptors of the system."""
 
 
 def is_remote(path: object) -> bool:
-    """True for a path of a store."""
+    """True for a path in a store."""
     return isinstance(path, str) and path.startswith(SCHEMES)
 
 
@@ -50,26 +50,26 @@ def is_whole(path: str) -> bool:
 
 
 READ_FROM, WRITTEN_TO = ", ".join(SCHEMES), ", ".join(WRITABLE)
-"""How addresses begin, for messages."""
+"""The prefixes of addresses, for messages."""
 
 
 def is_other_address(path: str) -> bool:
-    """True for an address of which nothing here can read."""
+    """True for an address with an unsupported scheme."""
     return "://" in path and not is_remote(path)
 
 
 def as_path(path_like: str | os.PathLike[str]) -> str:
-    """Return a path that a person gave; for the address of a page of the Hub, the `hf://` address of what it shows."""
+    """Return the user's path as text; for the address of a page of the Hub, the corresponding `hf://` address."""
     path = os.fspath(path_like)
     return hub.address_of(path) or path
 
 
 def settled(path: str, revision: str | None) -> tuple[str, str | None]:
-    """Return a path of the Hub with the commit that a revision of it is now, and no revision; any other pair as it is.
+    """Return a path of the Hub with the current commit of a revision, and None; any other pair unchanged.
 
     Raises:
         UsageError: the path has another revision.
-        SourceError, ResourceError: no such repo or revision, or the Hub does not answer.
+        SourceError, ResourceError: the repo or revision does not exist, or the Hub does not answer.
     """
     if not path.startswith(hub.SCHEME):
         return path, revision
@@ -78,7 +78,7 @@ def settled(path: str, revision: str | None) -> tuple[str, str | None]:
 
 
 def repo_of(path: str) -> tuple[str, str | None] | None:
-    """Return the repo of a path of the Hub and its commit; None for any other path."""
+    """Return repo and commit of a path of the Hub; None for any other path."""
     if not path.startswith(hub.SCHEME):
         return None
     return hub.named(split(plain(path))[0])
@@ -102,7 +102,7 @@ _numbers = itertools.count(FIRST_NUMBER)
 
 
 def _after_fork() -> None:
-    """Let a child begin anew: threads of its parent may have held the lock, and the parent's numbers mean nothing."""
+    """Reset a forked child: threads of the parent may have held the lock, and its open objects are not valid here."""
     global _lock
     _lock = threading.Lock()
     _open.clear()
@@ -112,7 +112,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def forget() -> None:
-    """Forget what directories held, and which commits branches named: an operation begins."""
+    """Drop all listings and resolved commits, at the start of an operation."""
     with _lock:
         _listings.clear()
         _single.clear()
@@ -120,7 +120,7 @@ def forget() -> None:
 
 
 def known() -> dict[str, Any]:
-    """Return the listings of directories, as JSON, for other processes to `learn`."""
+    """Return listings and resolved commits, as JSON, for `learn` in other processes."""
     with _lock:
         return {
             "pins": dict(_pins),
@@ -135,7 +135,7 @@ def known() -> dict[str, Any]:
 
 
 def learn(listings: Mapping[str, Any]) -> None:
-    """Take what another process knows of directories, so that this one need not list them."""
+    """Adopt listings and resolved commits of another process."""
     with _lock:
         _pins.update(listings["pins"])
         for path, listing in listings["directories"].items():
@@ -144,10 +144,10 @@ def learn(listings: Mapping[str, Any]) -> None:
 
 
 def plain(path: str) -> str:
-    """Return a path in the form that is looked up: no "/" at its end, none twice, and of one commit.
+    """Return a path in normal form: no "/" at the end, no "//", and with a commit.
 
     Raises:
-        ShardkitError: the Hub does not say which commit a branch is, or the path names no repo.
+        ShardkitError: the Hub does not resolve a branch to a commit, or the path is not in a repo.
     """
     root, key = split(path)
     if root not in _pins:
@@ -157,7 +157,7 @@ def plain(path: str) -> str:
 
 
 def _listing(path: str) -> Listing:
-    """Return the listing of a directory; an empty one if there is no such directory."""
+    """Return the listing of a directory, empty if it does not exist."""
     path = plain(path)
     with _lock:
         listing = _listings.get(path)
@@ -170,7 +170,7 @@ def _listing(path: str) -> Listing:
 
 
 def _find(path: str) -> ObjectStat | bool | None:
-    """Return an object; True for a directory, None for nothing."""
+    """Return the attributes of an object; True for a directory; None if the path does not exist."""
     path = plain(path)
     above, _, name = path.rpartition("/")
     root, key = split(path)
@@ -215,7 +215,7 @@ def status(path: str) -> os.stat_result:
     """Return the status of an object or directory.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the path does not exist.
     """
     entry = _find(path)
     if entry is None:
@@ -224,7 +224,7 @@ def status(path: str) -> os.stat_result:
 
 
 def _status(state: ObjectStat | None, path: str) -> os.stat_result:
-    """Return a status whose inode number stands for the path and the version."""
+    """Return a status whose inode number is a hash of path and version."""
     version = hashlib.sha256(f"{path}\n{state.etag if state else ''}".encode("utf-8", "surrogateescape"))
     inode = int.from_bytes(version.digest()[:7], "little")
     mode = stat.S_IFREG | 0o444 if state else stat.S_IFDIR | 0o555
@@ -237,7 +237,7 @@ def names(path: str) -> list[str]:
     """Return the names in a directory.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: it is none.
+        FileNotFoundError, NotADirectoryError: the path is not a directory.
     """
     entry = _find(path)
     if entry is None:
@@ -249,7 +249,7 @@ def names(path: str) -> list[str]:
 
 
 class StoreEntry(NamedTuple):
-    """What `os.scandir` gives for each name: as much of it as is used."""
+    """An entry of `os.scandir`, with the methods that are used."""
 
     name: str
     path: str
@@ -260,15 +260,15 @@ class StoreEntry(NamedTuple):
         return self.is_folder
 
     def is_symlink(self) -> bool:
-        """False: a store has no links."""
+        """False, as stores have no links."""
         return False
 
 
 def scan(path: str) -> contextlib.AbstractContextManager[Iterator[StoreEntry]]:
-    """Return the entries of a directory, as `os.scandir` does.
+    """Return the entries of a directory, like `os.scandir`.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: it is none.
+        FileNotFoundError, NotADirectoryError: the path is not a directory.
     """
     entry_names = names(path)
     folders = _listing(path).folders
@@ -278,7 +278,7 @@ def scan(path: str) -> contextlib.AbstractContextManager[Iterator[StoreEntry]]:
 
 
 def walk(path: str, topdown: bool = True) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield (directory, directories in it, objects in it), as `os.walk` does."""
+    """Yield (directory, subdirectories, objects), like `os.walk`."""
     if not isdir(path):
         return
     listing = _listing(path)
@@ -292,11 +292,11 @@ def walk(path: str, topdown: bool = True) -> Iterator[tuple[str, list[str], list
 
 
 def open_number(path: str, flags: int) -> int:
-    """Open an object for reading and return its number; a directory has none.
+    """Open an object for reading and return its number.
 
     Raises:
-        FileNotFoundError, IsADirectoryError: there is no such object.
-        OSError: it is to be written.
+        FileNotFoundError, IsADirectoryError: the path is not an object.
+        OSError: the flags are for writing.
     """
     if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
         raise OSError(errno.EROFS, "object stores are read only so far", path)
@@ -346,7 +346,7 @@ def _opened(number: int) -> _OpenObject:
 
 
 def close_number(number: int) -> None:
-    """Close an object, and drop what is held of it."""
+    """Close an object, and drop its fetched data."""
     with _lock:
         opened = _open.pop(number, None)
     if opened is not None:
@@ -354,7 +354,7 @@ def close_number(number: int) -> None:
 
 
 def status_of_number(number: int) -> os.stat_result:
-    """Return the status of an open object, of the version that is read."""
+    """Return the status of the version that is being read."""
     opened = _opened(number)
     return _status(opened.state, opened.path)
 
@@ -363,8 +363,8 @@ def read(number: int, nbytes: int, start: int) -> bytes:
     """Return bytes of an open object; fewer at its end.
 
     Raises:
-        IntegrityError: it changed.
-        ResourceError: the store does not give them.
+        IntegrityError: the object changed.
+        ResourceError: the request failed.
     """
     ranges = _opened(number).ranges
     buffer = bytearray(max(min(nbytes, ranges.size - start), 0))
@@ -373,16 +373,16 @@ def read(number: int, nbytes: int, start: int) -> bytes:
 
 
 def read_into(number: int, buffers: Sequence[Any], start: int) -> int:
-    """Fill buffers, one after the other, and return how many bytes there were.
+    """Fill buffers in order, and return the number of bytes.
 
     Raises:
-        IntegrityError, ResourceError: as `read`.
+        IntegrityError, ResourceError: as for `read`.
     """
     return _opened(number).ranges.read_into([memoryview(buffer).cast("B") for buffer in buffers], start)
 
 
 def plan_reads(number: int, extents: Iterable[tuple[int, int]], num_places: int, *, is_soon: bool) -> None:
-    """Tell what will be read of an open object; see `storage.will_read`."""
+    """Announce the reads of an open object; see `storage.will_read`."""
     ranges = _opened(number).ranges
     ranges.plan(extents, num_places)
     if is_soon:

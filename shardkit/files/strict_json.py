@@ -1,4 +1,4 @@
-"""Opening and parsing files that somebody else wrote: regular files only, JSON by the letter."""
+"""Opening and parsing untrusted files: regular files only, strict JSON."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FOLLOW = "pass --follow-links if you trust whoever made the links"
 FOLLOW_OR_COPY = f"{FOLLOW}, or copy the directory with its links resolved (cp -rL)"
 DOWNLOAD_AGAIN = "the file is damaged or incomplete: download it again"
 ZIP = b"PK\x03\x04"
-"""With which a zip begins that has entries, such as a record of `torch.save`."""
+"""First bytes of a zip with entries, such as a record of `torch.save`."""
 _LFS_PULL = "run `git lfs pull` in the clone, or download the file"
 POINTER_BYTES = 8
-"""Bytes of a file's start that show whether it is a pointer of Git LFS."""
+"""Number of first bytes of a file that identify a pointer of Git LFS."""
 _LFS_POINTER = b"version https://git-lfs"
-_MAX_POINTER_BYTES = 1024  # git-lfs, docs/spec.md: a pointer has less
+_MAX_POINTER_BYTES = 1024  # git-lfs, docs/spec.md: pointers are smaller
 _MOST_KEPT = 64  # descriptors
-# Errors of opening a file that are about the machine or the moment, not about the file.
+# Errors of opening a file that are caused by the machine or are temporary.
 _OF_THE_MACHINE = (
     errno.EIO,
     errno.EMFILE,
@@ -39,25 +39,25 @@ _OF_THE_MACHINE = (
     errno.ENODEV,
 )
 
-# 2^64 has 20 digits; Python refuses to convert thousands of them, and takes its time below that.
+# 2^64 has 20 digits; Python refuses to convert thousands of digits, and is slow for fewer.
 _MAX_DIGITS = 20
-_MAX_ANY_DIGITS = 1000  # of a config or a manifest, which may hold what no tensor has
+_MAX_ANY_DIGITS = 1000  # in a config or a manifest, which may have larger numbers
 
 FOLLOWS_LINKS: ContextVar[bool] = ContextVar("follow_links", default=False)
-"""The person who runs the operation at hand allowed links that leave the checkpoint's directory."""
+"""True if the user allowed links that leave the checkpoint's directory."""
 
 
 def status_of(path: str) -> os.stat_result:
-    """Return the status of a file, of a link itself unless links are followed.
+    """Return the status of a file; for a link, that of the link itself unless links are followed.
 
     Raises:
-        OSError: there is none, or it may not be asked.
+        OSError: the file does not exist, or its status cannot be read.
     """
     return (storage.stat if FOLLOWS_LINKS.get() else storage.lstat)(path)
 
 
 def is_about_links(error: ShardkitError) -> bool:
-    """True if links alone keep something from being read: it may be whole."""
+    """True if reading failed only because of links, so that the files may be complete."""
     return error.to_json()["hint"] == FOLLOW_OR_COPY
 
 
@@ -65,21 +65,20 @@ def is_about_links(error: ShardkitError) -> bool:
 def open_regular(
     path: str, name: str, *, follow: bool = True, opened: dict[str, int] | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Open a regular file for reading and give (descriptor, size in bytes).
+    """Open a regular file for reading, and yield (descriptor, size in bytes).
 
-    Never waits: a FIFO, a device or a directory is refused without a byte being read.
+    Never blocks: FIFOs, devices and directories are refused without reading.
 
     Args:
-        path: where the file is.
-        name: how to call it in messages.
-        follow: open a symbolic link too; one is always opened where `FOLLOWS_LINKS` is set. The link is judged as
-            it is opened: it may have been something else before.
-        opened: descriptors by path. One is taken from there if it is of the file that is there now, and put there in
-            place of being closed.
+        path: of the file.
+        name: for messages.
+        follow: follow symbolic links, as with `FOLLOWS_LINKS`. The check and opening are one step, without a race.
+        opened: cache of descriptors by path. One is used if it is still that of the file at `path`, and the descriptor
+            is stored there instead of being closed.
 
     Raises:
-        SourceError: there is no such file, or it is not a regular one.
-        ResourceError: it may not be opened, or the machine cannot.
+        SourceError: the file does not exist, or is not regular.
+        ResourceError: the file cannot be opened.
     """
     fd = -1 if opened is None else opened.pop(path, -1)
     if fd >= 0 and not _is_at(fd, path):
@@ -103,12 +102,12 @@ def open_regular(
             assert opened is not None
             opened[path] = fd
         else:
-            with suppress(OSError):  # it says nothing of the bytes that were read
+            with suppress(OSError):  # not an error of the bytes that were read
                 storage.close_fd(fd)
 
 
 def _is_at(fd: int, path: str) -> bool:
-    """True if an open file is what lies at a path."""
+    """True if a descriptor is that of the file at a path."""
     try:
         return os.path.samestat(storage.fstat(fd), status_of(path))
     except OSError:
@@ -117,7 +116,7 @@ def _is_at(fd: int, path: str) -> bool:
 
 def _open(path: str, name: str, *, follow: bool) -> int:
     try:
-        # O_NONBLOCK: opening a FIFO for reading otherwise waits for a writer.
+        # O_NONBLOCK: opening a FIFO for reading would otherwise wait for a writer.
         no_follow = 0 if follow or FOLLOWS_LINKS.get() else os.O_NOFOLLOW
         return storage.open_fd(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | no_follow)
     except FileNotFoundError:
@@ -138,12 +137,12 @@ def _open(path: str, name: str, *, follow: bool) -> int:
 
 
 def stamp_of(fd: int) -> FileStamp:
-    """Return the stamp of an open file: what is read from it later must come from the same one."""
+    """Return the stamp of an open file, to detect changes before later reads."""
     return FileStamp.of(storage.fstat(fd))
 
 
 def stamp_at(path: str) -> FileStamp | None:
-    """Return the stamp of the file that is at a path now; None if it cannot be looked at."""
+    """Return the stamp of the file that is currently at a path; None if its status cannot be read."""
     try:
         return FileStamp.of(storage.stat(path))
     except OSError:
@@ -152,10 +151,10 @@ def stamp_at(path: str) -> FileStamp | None:
 
 @contextmanager
 def named_failures(name: str) -> Iterator[None]:
-    """Name a file in the errors of reading it.
+    """Convert OSErrors of reading a file to errors that name it.
 
     Raises:
-        ResourceError: in place of an OSError.
+        ResourceError: instead of an OSError.
     """
     try:
         yield
@@ -167,8 +166,8 @@ def read_exactly(fd: int, start: int, nbytes: int, name: str) -> bytes:
     """Return `nbytes` bytes from byte `start` on.
 
     Raises:
-        SourceError: the file ends before.
-        ResourceError: the device fails.
+        SourceError: the file is too short.
+        ResourceError: reading failed.
     """
     pieces: list[bytes] = []
     while nbytes:
@@ -184,7 +183,7 @@ def read_exactly(fd: int, start: int, nbytes: int, name: str) -> bytes:
 
 
 def is_pointer(start: bytes) -> bool:
-    """True for the start of what `git clone` without git-lfs leaves in place of a large file."""
+    """True for the first bytes of a Git LFS pointer, which `git clone` without git-lfs creates."""
     return len(start) >= POINTER_BYTES and _LFS_POINTER.startswith(start[: len(_LFS_POINTER)])
 
 
@@ -193,24 +192,24 @@ def refuse_pointer(start: bytes, name: str) -> None:
 
     Args:
         start: the file's first bytes, at least POINTER_BYTES.
-        name: how to call it in messages.
+        name: for messages.
 
     Raises:
-        SourceError: it is one.
+        SourceError: the file is a pointer.
     """
     if is_pointer(start):
         raise SourceError(f"{escape(name)}: a pointer of Git LFS, not the file itself", hint=_LFS_PULL)
 
 
 def refuse_pointers(files: Mapping[str, str]) -> None:
-    """Refuse files that are pointers of Git LFS; a path without a file is left out.
+    """Refuse files that are pointers of Git LFS; paths without a file are skipped.
 
     Args:
         files: name -> path.
 
     Raises:
-        SourceError: naming all of them.
-        ResourceError: a file may not be read.
+        SourceError: some files are pointers; lists all.
+        ResourceError: a file cannot be read.
     """
     pointers = []
     for name, path in files.items():
@@ -225,8 +224,8 @@ def read_small(path: str, name: str, limit: int, *, follow: bool = True) -> byte
     """Return the content of a file of at most `limit` bytes; `follow` as for `open_regular`.
 
     Raises:
-        SourceError: missing, not a regular file, larger than `limit`, or a pointer of Git LFS.
-        ResourceError: it may not be opened, or the device fails.
+        SourceError: the file is missing, not regular, larger than `limit`, or a pointer of Git LFS.
+        ResourceError: the file cannot be opened or read.
     """
     with open_regular(path, name, follow=follow) as (fd, size):
         if size > limit:
@@ -238,9 +237,9 @@ def read_small(path: str, name: str, limit: int, *, follow: bool = True) -> byte
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep the garbage collector from running while a file is parsed, here or as a decorator.
+    """Disable the garbage collector while a file is parsed; a context manager or decorator.
 
-    A million objects are made and none is garbage: the collector would walk them again and again.
+    Parsing creates a million objects without garbage, which the collector would traverse repeatedly.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -252,10 +251,10 @@ def uncollected() -> Iterator[None]:
 
 
 def parse_integer(text: str) -> int:
-    """Return an integer of JSON: `parse_int` of `json.loads`, for files that may hold more than what tensors have.
+    """Parse an integer; a `parse_int` for `json.loads`, for files with numbers beyond those of tensors.
 
     Raises:
-        ValueError: it has thousands of digits; Python refuses those too, in words of its own.
+        ValueError: the integer has thousands of digits, which Python refuses too, with another message.
     """
     if len(text) > _MAX_ANY_DIGITS:
         raise ValueError(f"an integer of {len(text)} digits")
@@ -265,15 +264,15 @@ def parse_integer(text: str) -> int:
 def parse_object(data: bytes, name: str) -> dict[str, object]:
     """Parse strict JSON whose top level is an object.
 
-    Refused besides bad syntax: bytes that are not UTF-8, a key given twice at any level, NaN and
-    Infinity, integers of more than 20 digits, endless nesting.
+    Besides syntax errors, these are refused: bytes that are not UTF-8, duplicate keys at any level, NaN and Infinity,
+    integers of more than 20 digits, excessive nesting.
 
     Args:
         data: the text, without a byte-order mark.
         name: the file, for messages.
 
     Raises:
-        SourceError: names the file and every key given twice.
+        SourceError: the text is not such JSON; names the file, and all duplicate keys.
     """
     twice: list[str] = []
     try:
@@ -301,7 +300,7 @@ def parse_object(data: bytes, name: str) -> dict[str, object]:
 
 
 def is_unicode(text: str) -> bool:
-    """False for text with a lone surrogate, which JSON escapes can spell and UTF-8 cannot."""
+    """False for text with a lone surrogate, which JSON escapes can represent but UTF-8 cannot."""
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
@@ -323,4 +322,4 @@ def _refuse_constant(text: str) -> object:
 def _parse_int(text: str) -> int | float:
     if len(text) > _MAX_DIGITS:
         raise ValueError(f"an integer of {len(text)} digits")
-    return int(text) if text != "-0" else -0.0  # "-0" is no unsigned integer to other parsers
+    return int(text) if text != "-0" else -0.0  # other parsers do not accept "-0" as an unsigned integer

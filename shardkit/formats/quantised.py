@@ -98,7 +98,7 @@ def can_dequantize(config: Mapping[str, Any] | None) -> bool:
 def _said(config: Mapping[str, Any] | None) -> Method | None:
     """Return the method that a config means, if plain values can be made of its weights."""
     named, described = str(method_of(config)), _described(config)
-    return next((method for method in METHODS if method.is_said(named, described)), None)
+    return next((method for method in METHODS if method.is_declared(named, described)), None)
 
 
 def _described(config: Mapping[str, Any] | None) -> Any:

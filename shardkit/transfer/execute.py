@@ -236,7 +236,7 @@ class Execution:
         files, held_bytes = self.plan.catalog.files, self._options.held_bytes(self.plan)
         with (
             one_thread_each(self.plan.needs_torch),
-            storage.hold_at_most(held_bytes) if held_bytes else contextlib.nullcontext(),
+            storage.limit_fetched(held_bytes) if held_bytes else contextlib.nullcontext(),
             SourceFiles(files, self._options.recent_bytes, check=self._source_check) as sources,
         ):
             try:

@@ -153,7 +153,7 @@ class Filler:
                 continue
             part_crc = self._reader.read_into(file, part, start + done, stream.fqn)
             if self._digests:
-                crc = _go_on(crc, part, part_crc)
+                crc = _extended_crc(crc, part, part_crc)
             done += len(part)
         return crc
 
@@ -238,12 +238,12 @@ class Filler:
         while done < nbytes:
             self._check()
             part = view[: nbytes - done]
-            crc = _go_on(crc, part, self._reader.read_into(file, part, start + done, fqn))
+            crc = _extended_crc(crc, part, self._reader.read_into(file, part, start + done, fqn))
             done += len(part)
         return crc
 
 
-def _go_on(crc: int, part: memoryview, part_crc: int | None) -> int:
+def _extended_crc(crc: int, part: memoryview, part_crc: int | None) -> int:
     """Update a CRC-32 with a part, using the part's CRC-32 if reading has computed it."""
     return crc32(part, crc) if part_crc is None else crc32_combine(crc, part_crc, len(part))
 

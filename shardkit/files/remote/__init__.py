@@ -1,6 +1,6 @@
-"""Files that lie elsewhere: what a store of objects has to answer (`contract`), the kinds of stores, and reading by ranges.
+"""Remote files: the interface of an object store (`contract`), the kinds of stores, and reading by ranges.
 
-`stores` makes directories and open files of it, and `storage` is the way there.
+`stores` adds directories and open files, and is used through `storage`.
 
 Internal: import from `shardkit`.
 """

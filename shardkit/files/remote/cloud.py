@@ -1,9 +1,9 @@
 """Buckets of S3, Google and Azure, by obstore: listing, reading and removing.
 
-How objects are written is `objects`. What their services answer is never shown as it is.
+`objects` writes. Texts of the services are never shown to users.
 
-Credentials are those that the store's own tools take. For S3 boto3 finds them, where it is installed: profiles, SSO and
-assumed roles too. Source: obstore 0.12; Amazon S3 API (error codes).
+Credentials are those of the store's own tools. For S3 boto3 finds them if it is installed, including profiles, SSO and
+assumed roles. Source: obstore 0.12; Amazon S3 API (error codes).
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from shardkit.files.remote.contract import (
 
 _CODE = re.compile(r"<Code>([\w.]{1,60})</Code>")
 _STATUS = re.compile(r"status (?:code: )?(\d{3})|HTTP status \w+ error \((\d{3})")
-_ADDRESS = re.compile(r"\w+://(?!169\.254\.)\S+")  # other than those of services that give credentials
+_ADDRESS = re.compile(r"\w+://(?!169\.254\.)\S+")  # except addresses of credential services
 _MAX_DELETED = 1000  # objects in a request. Source: Amazon S3 API, DeleteObjects
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _CHECKSUM = "AWS_CHECKSUM_ALGORITHM"
 """obstore's own variable. Without a checksum SeaweedFS stores a damaged body."""
-_CREDENTIALS_LIVE = timedelta(minutes=5)  # then boto3 is asked again, which renews those that expire
-_METADATA_SERVER = "169.254.169.254"  # gives credentials to machines in a cloud
+_CREDENTIALS_LIVE = timedelta(minutes=5)  # then boto3 is called again, which renews expiring credentials
+_METADATA_SERVER = "169.254.169.254"  # credential service for machines in a cloud
 _connected_by: list[int] = []  # the process that used obstore first
 _buckets = weakref.WeakSet["Bucket"]()
 
 
 def _after_fork() -> None:
-    """Keep the parent's clients for ever in a child.
+    """In a forked child, keep references to the parent's clients forever.
 
-    A thread of the parent may have held a lock of a client's connections, and whoever drops the client waits for it: seen
-    once in some hundred forks that followed a read. Tried with obstore 0.12.
+    A thread of the parent may have held a lock of a client's connections, and dropping the client would wait for it. This
+    happened about once in a hundred forks after a read, with obstore 0.12.
     """
     for bucket in _buckets:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(bucket))
@@ -60,7 +60,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Bucket:
-    """What is the same in all buckets and containers.
+    """The common part of buckets and containers.
 
     Args:
         root: scheme and name, such as `s3://bucket`.
@@ -76,10 +76,10 @@ class Bucket:
         """Return obstore's own store.
 
         Args:
-            num_retries: how often obstore itself repeats a request that fails.
+            num_retries: number of times that obstore itself repeats a failed request.
 
         Raises:
-            ResourceError: obstore is not installed, there are no credentials, or the process was forked.
+            ResourceError: obstore is not installed, credentials are missing, or the process was forked.
         """
         if _connected_by and _connected_by[0] != os.getpid():
             raise _forked(self._root)
@@ -99,8 +99,7 @@ class Bucket:
             {
                 meta["path"].rpartition("/")[2]: _describe(meta)
                 for meta in answer["objects"]
-                if meta["path"].strip("/")
-                != key  # SeaweedFS lists a directory itself, when it has become empty
+                if meta["path"].strip("/") != key  # SeaweedFS lists an emptied directory itself
             },
             {prefix.rstrip("/").rpartition("/")[2] for prefix in answer["common_prefixes"]},
         )
@@ -108,7 +107,7 @@ class Bucket:
         return listing
 
     def objects(self, key: str) -> Sequence[tuple[str, int]]:
-        """Return (key, bytes) of every object below a directory."""
+        """Return (key, bytes) of all objects below a directory."""
         client = self.client()
         import obstore
 
@@ -139,19 +138,19 @@ class Bucket:
             some = keys[start : start + _MAX_DELETED]
             try:
                 obstore.delete(client, some)
-            except FileNotFoundError:  # Google's store is sent one request for each, and none after this one
+            except FileNotFoundError:  # Google's store gets a request per object, and none after this error
                 if len(some) > 1:
                     at_once(lambda key: self.delete([key]), some)
 
     def explain(self, error: Exception, path: str) -> RequestFailure:
-        """Say why a call failed."""
+        """Return why a call failed."""
         answer = _answer_of_boto3(error) or answer_of(error)
         if has_expired(answer):
             self.forget_credentials()
         return explain(answer, path)
 
     def forget_credentials(self) -> None:
-        """Let the next request look for credentials anew."""
+        """Drop the connection, so that the next request looks for credentials again."""
         with self._lock:
             self._clients.clear()
 
@@ -161,10 +160,10 @@ def connect(root: str, *, num_retries: int = 0) -> Any:
 
     Args:
         root: scheme and name, such as `s3://bucket`.
-        num_retries: how often obstore itself repeats a request that fails; `attempt` does that for most requests.
+        num_retries: number of times that obstore itself repeats a failed request; most requests use `attempt` instead.
 
     Raises:
-        ResourceError: obstore is not installed, or what it needs is missing.
+        ResourceError: obstore is not installed, or its settings are incomplete.
     """
     try:
         from obstore.store import from_url
@@ -191,7 +190,7 @@ def connect(root: str, *, num_retries: int = 0) -> Any:
             options["service_account_key"] = _no_account(emulator())
         make: Any = from_url
         return make(root, **options)
-    except Exception as error:  # its own classes, none of which may show what is in the environment
+    except Exception as error:  # obstore's own classes; their texts may contain values of the environment
         answer = answer_of(error)
         found_none = answer.code == NO_CREDENTIALS
         raise (explain(answer, root).error if found_none else unusable(root, error)) from None
@@ -202,21 +201,21 @@ def _endpoint() -> str:
 
 
 def emulator() -> str:
-    """Return the address of an emulator of Google's store, "" if there is none."""
+    """Return the address of an emulator of Google's store, or ""."""
     host = os.environ.get("STORAGE_EMULATOR_HOST", "")
     return host if not host or "://" in host else f"http://{host}"
 
 
 def _no_account(address: str) -> str:
-    """Return a key file for an emulator, which takes any. Source: object_store, ServiceAccountCredentials."""
+    """Return a key file for an emulator, which accepts any. Source: object_store, ServiceAccountCredentials."""
     settings = {"gcs_base_url": address, "disable_oauth": True}
     return json.dumps({**settings, "client_email": "", "private_key": "", "private_key_id": ""})
 
 
 def _from_boto3() -> dict[str, Any]:
-    """Return credentials, region and endpoint as the tools of AWS take them; nothing where obstore does the same.
+    """Return credentials, region and endpoint like the tools of AWS; empty if obstore finds the same by itself.
 
-    boto3 takes a third of a second to import, so it is asked only if the environment has no keys.
+    Importing boto3 takes a third of a second, so it is only used if the environment has no keys.
     """
     if os.environ.get("AWS_SKIP_SIGNATURE") or all(map(os.environ.get, _KEYS)):
         return {}
@@ -237,9 +236,9 @@ def _from_boto3() -> dict[str, Any]:
 
 
 def _forked(path: str) -> ResourceError:
-    """Return the error of a process that was forked after its parent had used a store.
+    """Return the error for a process that was forked after its parent had used a store.
 
-    obstore's threads are not in the child, and a request would wait for them for ever. Tried with obstore 0.12.
+    obstore's threads do not exist in the child, where a request would wait for them forever (obstore 0.12).
     """
     return ResourceError(
         f"{escape(path)}: this process was forked from one that had opened stores, and cannot reach them",
@@ -257,7 +256,7 @@ def _describe(meta: Any) -> ObjectStat:
 
 
 def answer_of(error: Exception) -> StoreAnswer:
-    """Return what a store said, as far as an error of obstore says it."""
+    """Extract the store's answer from an error of obstore."""
     from obstore import exceptions
 
     text = str(error)
@@ -277,7 +276,7 @@ def answer_of(error: Exception) -> StoreAnswer:
             code = NO_PATH
         elif "incorrectly configured region" in text:
             code = "PermanentRedirect"
-        words = _ADDRESS.sub("", text)  # names of buckets and objects say nothing of credentials
+        words = _ADDRESS.sub("", text)  # names of buckets and objects may contain such words
         is_about_credentials = _METADATA_SERVER in text or "credential" in words.lower()
         if is_about_credentials and not code and status not in (401, 403, 412, 429) and status < 500:
             code = NO_CREDENTIALS
@@ -285,7 +284,7 @@ def answer_of(error: Exception) -> StoreAnswer:
 
 
 def _answer_of_boto3(error: Exception) -> StoreAnswer | None:
-    """Return what an error of boto3, which finds credentials, means; None for an error of somebody else."""
+    """Return the meaning of an error of boto3 while finding credentials; None for other errors."""
     kind = type(error)
     if not kind.__module__.startswith("botocore."):
         return None

@@ -1,4 +1,4 @@
-"""What each kind of store answers, what a failure means, and trying again. A new kind is a class, and a row in `kinds`."""
+"""The interface of stores, the meaning of failures, and retries. A new kind is a class, and a row in `kinds`."""
 
 from __future__ import annotations
 
@@ -20,75 +20,75 @@ _R = TypeVar("_R")
 
 
 class ObjectStat(NamedTuple):
-    """What a store says of an object."""
+    """The attributes of an object in a store."""
 
     size: int
     """Bytes."""
     etag: str
-    """Names the version. Two versions of an object never have the same."""
+    """Identifies the version: different versions of an object have different tags."""
     modified_ns: int
-    """0 where the store does not say."""
+    """0 if unknown."""
 
 
 @dataclass(slots=True)
 class Listing:
-    """What lies in a directory, by name."""
+    """The content of a directory, by name."""
 
     objects: dict[str, ObjectStat] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
 
 
 class RequestFailure(NamedTuple):
-    """Why a request failed."""
+    """The reason for a failed request."""
 
     error: Exception
-    """In our words. A store's own words may hold keys and names, so they are never shown."""
+    """The error for users. Texts of stores may contain keys and names, so they are never shown."""
     may_pass: bool
-    """The same request may succeed a moment later. It may have been carried out, too."""
+    """True if a retry may succeed. The request may also have been executed already."""
 
 
 class Store(Protocol):
     """A bucket, a container, or a repo at one commit.
 
-    Each method sends its requests once. Whatever it raises goes to `explain`. A key has no "/" at its ends.
+    Methods do not retry. Their errors are passed to `explain`. A key has no "/" at its ends.
     """
 
     def list(self, key: str) -> Listing:
-        """Return the listing of a directory, empty if there is none. The empty key is the whole store."""
+        """Return the listing of a directory, empty if it does not exist. The empty key is the whole store."""
 
     def head(self, key: str) -> ObjectStat:
-        """Return an object.
+        """Return the attributes of an object.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the object does not exist.
         """
 
     def fetch(self, key: str, version: ObjectStat, start: int, nbytes: int) -> memoryview:
-        """Return bytes of a version of an object, from byte `start` on; as many as came.
+        """Return bytes of a version of an object from `start` on, possibly fewer than requested.
 
         Raises:
-            FileNotFoundError: the object is gone.
+            FileNotFoundError: the object no longer exists.
         """
 
     def explain(self, error: Exception, path: str) -> RequestFailure:
-        """Say why a call failed; `path` is for messages."""
+        """Return why a call failed; `path` is for messages."""
 
 
 class OtherVersion(IntegrityError):
-    """An object is not the version that a request names."""
+    """An object is not the requested version."""
 
 
 class Unanswered(ResourceError):
-    """A store does not answer, or fails. The request may have been carried out all the same."""
+    """A store does not answer, or fails. The request may have been executed nevertheless."""
 
 
 class StoreAnswer(NamedTuple):
-    """What a store says of a request that failed; empty and 0 where it says nothing."""
+    """A store's answer to a failed request; code and status are empty and 0 if unknown."""
 
     code: str
     status: int
     kind: str
-    """Of the error, by which the request failed: it is shown where there is nothing else."""
+    """Class of the error, which is shown if code and status are unknown."""
 
 
 class _Meaning(enum.Enum):
@@ -103,12 +103,12 @@ class _Meaning(enum.Enum):
 
 
 NO_CREDENTIALS = "NoCredentials"
-"""Stands for a store's code where nothing was asked, as there are no credentials."""
+"""Placeholder code if no request was sent, as there are no credentials."""
 _CODES = {
     **dict.fromkeys(("SlowDown", "ServerBusy", "Throttling", "ThrottlingException"), _Meaning.PASSING),
     **dict.fromkeys(("InternalError", "ServiceUnavailable"), _Meaning.PASSING),
     **dict.fromkeys(("RequestTimeout", "OperationTimedOut"), _Meaning.PASSING),
-    # what came is not what was sent
+    # the data were damaged in transit
     **dict.fromkeys(("BadDigest", "InvalidDigest", "Md5Mismatch", "MalformedXML"), _Meaning.PASSING),
     **dict.fromkeys(("XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"), _Meaning.PASSING),
     **dict.fromkeys(("ExpiredToken", "ExpiredTokenException"), _Meaning.EXPIRED),
@@ -124,13 +124,13 @@ _STATUSES = {
     403: _Meaning.DENIED,
     404: _Meaning.NO_OBJECT,
     408: _Meaning.PASSING,
-    409: _Meaning.PASSING,  # somebody else is writing it at this moment
+    409: _Meaning.PASSING,  # another process is writing the object
     412: _Meaning.OTHER_VERSION,
     429: _Meaning.PASSING,
 }
 _SERVER_ERROR = 500
 NO_PATH = "InvalidPath"
-"""Stands for a store's code where a name in it is no path, and obstore gives nothing of its directory."""
+"""Placeholder code if an object's name is not a path, and obstore lists nothing of its directory."""
 _REGION = "the bucket is in another region", "set AWS_REGION to the region of the bucket"
 _REFUSALS = {
     **dict.fromkeys(("PermanentRedirect", "AuthorizationHeaderMalformed"), _REGION),
@@ -144,7 +144,7 @@ _REFUSALS = {
         "rename or remove such objects with the store's own tools, or copy the others to a local disk",
     ),
 }
-"""What is wrong, and what to do, by the code of a store that refuses."""
+"""Code of a store's refusal -> (problem, hint)."""
 _CREDENTIALS = {
     "s3": "AWS_PROFILE (with boto3 installed), or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
@@ -153,7 +153,7 @@ _CREDENTIALS = {
 
 
 def explain(answer: StoreAnswer, path: str) -> RequestFailure:
-    """Say in our words what an answer means; only its code and its status are shown.
+    """Return the error for an answer; of the answer, only code and status are shown.
 
     Args:
         answer: of the store.
@@ -194,9 +194,9 @@ def explain(answer: StoreAnswer, path: str) -> RequestFailure:
 
 
 def unusable(root: str, error: Exception) -> ResourceError:
-    """Return the error of a store that was asked nothing: its name, or this machine's settings, are wrong.
+    """Return the error for a wrong name of a store, or wrong settings of this machine, before any request.
 
-    The error's own words may hold what is in a file, so they are not shown.
+    The original text may contain the content of a file, so it is not shown.
     """
     scheme = root.partition("://")[0]
     endpoint = ", AWS_ENDPOINT_URL (with http:// or https://) and ~/.aws" if scheme == "s3" else ""
@@ -211,25 +211,27 @@ def _meaning(answer: StoreAnswer) -> _Meaning:
         return _CODES[answer.code]
     if answer.status in _STATUSES:
         return _STATUSES[answer.status]
-    is_moment = answer.status >= _SERVER_ERROR or not (answer.code or answer.status)  # or the network's
+    is_moment = answer.status >= _SERVER_ERROR or not (
+        answer.code or answer.status
+    )  # or an error of the network
     return _Meaning.PASSING if is_moment else _Meaning.LASTING
 
 
 def has_expired(answer: StoreAnswer) -> bool:
-    """True if whoever gave the credentials may have new ones."""
+    """True if new credentials may be available."""
     return _meaning(answer) is _Meaning.EXPIRED
 
 
 def may_status_pass(status: int) -> bool:
-    """True for the HTTP status of something that may be over in a moment."""
+    """True for the HTTP status of a temporary failure."""
     return _meaning(StoreAnswer("", status, "")) is _Meaning.PASSING
 
 
 def attempt(store: Store, path: str, call: Callable[[], _R]) -> _R:
-    """Call a store and return its answer. Failures that may pass are tried again, with longer and longer waits.
+    """Call a store and return its answer. Temporary failures are retried with increasing waits.
 
     Raises:
-        ShardkitError, OSError: what the last failure means.
+        ShardkitError, OSError: the last failure.
     """
     for turn in range(NUM_TRIES):
         try:
@@ -240,16 +242,16 @@ def attempt(store: Store, path: str, call: Callable[[], _R]) -> _R:
             failure = store.explain(error, path)
             if turn + 1 == NUM_TRIES or not failure.may_pass:
                 raise failure.error from None
-        # many processes that failed at once do not come back at once
+        # random, so that processes that failed together do not retry together
         time.sleep(FIRST_WAIT_S * 2**turn * random.uniform(0.5, 1))
     raise AssertionError
 
 
 def attempt_without_object(store: Store, path: str, call: Callable[[], _R]) -> _R:
-    """As `attempt`, for a request that needs no object to be there: "not found" is a failure of the store.
+    """Like `attempt`, for a request that does not need an object: "not found" is then a failure of the store.
 
     Raises:
-        ShardkitError: what the last failure means.
+        ShardkitError: the last failure.
     """
     try:
         return attempt(store, path, call)
@@ -258,21 +260,21 @@ def attempt_without_object(store: Store, path: str, call: Callable[[], _R]) -> _
 
 
 def gone(path: str) -> FileNotFoundError:
-    """Return the error that the system raises for a file that does not exist."""
+    """Return the error of the system for a missing file."""
     return FileNotFoundError(errno.ENOENT, "no such object", path)
 
 
 def short_body() -> OSError:
-    """Return the error of a body with other bytes than it was asked for."""
+    """Return the error for a body of unexpected length."""
     return OSError(errno.EIO, "a body of another length")
 
 
 def unanswered(path: str, detail: str) -> Unanswered:
-    """Return the error of a store that does not answer.
+    """Return the error for a store that does not answer.
 
     Args:
-        path: of what was wanted.
-        detail: a code or a status, or the kind of the error; nothing that may hold a secret.
+        path: of the object.
+        detail: a code, a status, or the class of the error; must not contain secrets.
     """
     elsewhere = ", and AWS_ENDPOINT_URL if the store is not Amazon's" if path.startswith("s3://") else ""
     return Unanswered(

@@ -1,8 +1,8 @@
-"""Repos of the Hub, `hf://organisation/name[@revision][/folder]`, read by ranges: nothing is kept on the disk.
+"""Repos of the Hub, `hf://organisation/name[@revision][/folder]`, read by ranges, without a copy on the disk.
 
-A branch or tag is resolved to its commit first, and all that is read is of that commit. Traffic goes through
-huggingface_hub, with its session, token and environment. A token goes to the Hub alone: what lies elsewhere is read by
-the addresses that the Hub signs. Those are never shown, since they are as good as a token for a while.
+A branch or tag is resolved to its commit first, and only that commit is read. Requests use huggingface_hub, with its
+session, token and environment. Tokens are sent to the Hub only: files on other servers are read by addresses that the
+Hub signs. These are never shown, as they are temporarily equivalent to a token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PAGE = re.compile(
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)", re.ASCII)  # RFC 9110, 14.4
-_NO_MODELS = ("datasets/", "spaces/", "buckets/", "kernels/")  # as hf:// paths of huggingface_hub begin
+_NO_MODELS = ("datasets/", "spaces/", "buckets/", "kernels/")  # prefixes in hf:// paths of huggingface_hub
 _FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".metadata", ".py", ".txt")
 _PIECE_BYTES = 1 << 16
 _PARTIAL = 206
@@ -43,18 +43,18 @@ _REACH = "check the network and HF_ENDPOINT; then start again"
 
 
 class Response(Protocol):
-    """A response, as the clients of all versions of huggingface_hub give it."""
+    """The common interface of responses in all versions of huggingface_hub."""
 
     status_code: int
     headers: Any
 
 
 class Named(NamedTuple):
-    """A repo that a path names."""
+    """The repo of a path."""
 
     repo_id: str
     revision: str | None
-    """None is the default branch."""
+    """None for the default branch."""
 
 
 def names_repo(root: str) -> bool:
@@ -64,7 +64,7 @@ def names_repo(root: str) -> bool:
 
 
 def address_of(page: str) -> str | None:
-    """Return the `hf://` address of a repo's page, or of a folder or file of it as the site links them; None for others."""
+    """Return the `hf://` address for a page of the Hub: a repo, or a folder or file of it; None for other addresses."""
     match = _PAGE.fullmatch(page)
     if match is None or not names_repo(match["root"]):
         return None
@@ -76,7 +76,7 @@ def named(root: str) -> Named:
     """Return the repo of `hf://organisation/name[@revision]`. A "/" in a revision is written as %2F.
 
     Raises:
-        UsageError: it is written otherwise.
+        UsageError: the address has another form.
     """
     match = _ROOT.fullmatch(root.removeprefix(SCHEME))
     if match is None or not names_repo(root):
@@ -88,10 +88,10 @@ def named(root: str) -> Named:
 
 
 def at_revision(root: str, revision: str | None) -> str:
-    """Return a root at a revision that was given beside it, if any was.
+    """Return a root with the revision of a separate option, if there is one.
 
     Raises:
-        UsageError: it has another one.
+        UsageError: the root has another revision.
     """
     repo_id, root_revision = named(root)
     if revision is None:
@@ -105,10 +105,10 @@ def at_revision(root: str, revision: str | None) -> str:
 
 
 def pinned(root: str) -> str:
-    """Return a root with the commit that its revision has now.
+    """Return a root with the current commit of its revision.
 
     Raises:
-        UsageError, SourceError, ResourceError: it names no repo, or the Hub does not say.
+        UsageError, SourceError, ResourceError: the root is not a repo, or the Hub does not answer.
     """
     repo_id, revision = named(root)
     if revision is not None and _COMMIT.fullmatch(revision):
@@ -121,7 +121,7 @@ class HubStore:
     """A repo at one commit.
 
     Args:
-        root: with the commit.
+        root: including the commit.
     """
 
     def __init__(self, root: str) -> None:
@@ -172,12 +172,12 @@ class HubStore:
         except Exception as error:
             if is_new or status_of(error) not in _SIGNATURE_GONE:
                 raise
-        with self._lock:  # the signature of an address holds for a while
+        with self._lock:  # signed addresses are valid for a while
             self._places.pop(key, None)
         return _fetch(self._place(key, version)[0], start, nbytes, version.size)
 
     def _place(self, key: str, version: ObjectStat) -> tuple[str, bool]:
-        """Return the address where a file's bytes lie, and whether the Hub was asked for it just now."""
+        """Return the address of a file's bytes, and whether it was just requested from the Hub."""
         with self._lock:
             address = self._places.get(key)
         if address is not None:
@@ -194,7 +194,7 @@ class HubStore:
         return metadata.location, True
 
     def explain(self, error: Exception, path: str) -> RequestFailure:
-        """Say why a call failed."""
+        """Return why a call failed."""
         from huggingface_hub import errors
 
         if isinstance(error, (FileNotFoundError, ShardkitError)):
@@ -215,7 +215,7 @@ class HubStore:
 
 
 def _fetch(url: str, start: int, nbytes: int, size: int) -> memoryview:
-    """Return a range of what lies at an address."""
+    """Return a range of the bytes at an address."""
     from huggingface_hub import utils
 
     stop, done, into = start + nbytes, 0, memoryview(bytearray(nbytes))
@@ -239,11 +239,11 @@ def _fetch(url: str, start: int, nbytes: int, size: int) -> memoryview:
 
 
 def _headers(url: str) -> dict[str, str]:
-    """Return the headers of a request. The token goes to the Hub alone."""
+    """Return the headers of a request. The token is sent to the Hub only."""
     from huggingface_hub import constants
     from huggingface_hub import utils as installed
 
-    utils: Any = installed  # it exports its functions without saying so
+    utils: Any = installed  # its functions are not in __all__
     is_the_hubs = urlsplit(url)[:2] == urlsplit(constants.ENDPOINT)[:2]
     headers: dict[str, str] = utils.build_hf_headers(token=None if is_the_hubs else False)
     return {**headers, "Accept-Encoding": "identity"}  # compression would hide sizes
@@ -251,7 +251,7 @@ def _headers(url: str) -> dict[str, str]:
 
 @contextmanager
 def _stream(url: str, headers: dict[str, str]) -> Iterator[tuple[Response, Iterable[bytes]]]:
-    """Ask for something and yield the response before its body is read. No try again: that would log the address."""
+    """Send a request, and yield the response before reading its body. No retries: these would log the address."""
     from huggingface_hub import constants
     from huggingface_hub import utils as installed
 
@@ -266,7 +266,7 @@ def _stream(url: str, headers: dict[str, str]) -> Iterator[tuple[Response, Itera
 
 
 def explain(error: Exception, repo_id: str, revision: str | None) -> ShardkitError | None:
-    """Translate an error of huggingface_hub for people; return None for an error of the network or a server."""
+    """Return the error for users for one of huggingface_hub; None for errors of the network or a server."""
     from huggingface_hub import errors
 
     name, chain = escape(repo_id), list(causes(error))
@@ -302,6 +302,6 @@ def explain(error: Exception, repo_id: str, revision: str | None) -> ShardkitErr
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status that an error is about."""
+    """Return the HTTP status of an error, or None."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None

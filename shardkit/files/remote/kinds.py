@@ -1,4 +1,4 @@
-"""The kinds of stores, by the scheme of their paths, and the stores that this process has used."""
+"""The kinds of stores, by scheme, and the stores that this process has used."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shardkit.files.remote.contract import Store
 
 
 class _StoreKind(NamedTuple):
-    """A kind of stores."""
+    """A kind of store."""
 
     make: Callable[[str], Store]
     num_parts: int = 1
-    """Parts of a path, between "/", that name the store."""
+    """Number of path components that name the store."""
     pin: Callable[[str], str] = str
-    """Returns the store that a name means now."""
+    """Returns a store's name with the current commit, for repos of the Hub."""
     names_store: Callable[[str], bool] = bool
-    """False for what can be no store: the directory above one, and a file in that."""
+    """False for a path that cannot be a store, such as `hf://organisation`, or a file in it."""
     is_writable: bool = True
 
 
@@ -40,7 +40,7 @@ _stores: dict[str, Store] = {}
 
 
 def _after_fork() -> None:
-    """Let a child begin anew: threads of its parent may have held the lock, and their connections are not its own."""
+    """Reset a forked child: threads of the parent may have held the lock, and connections cannot be shared."""
     global _lock
     _lock = threading.Lock()
     _stores.clear()
@@ -55,7 +55,7 @@ def kind_of(path: str) -> _StoreKind:
 
 
 def split(path: str) -> tuple[str, str]:
-    """Return (what names the store, key without a "/" at its ends)."""
+    """Return (name of the store, key without a "/" at its ends)."""
     scheme, _, rest = path.partition("://")
     names = re.sub("/+", "/", rest).strip("/").split("/")
     count = kind_of(path).num_parts
@@ -72,6 +72,6 @@ def store_of(path: str) -> tuple[Store, str]:
 
 
 def forget_stores() -> None:
-    """Let the next request read the environment anew."""
+    """Drop all stores, so that the next request reads the environment again."""
     with _lock:
         _stores.clear()

@@ -1,8 +1,8 @@
-"""The objects below an address of S3, Google or Azure, for what writes: whole files, and puts under a condition.
+"""Writing objects below an address of S3, Google or Azure: whole files, and conditional puts.
 
-Names are relative to the address. Requests that may succeed a moment later are repeated, and errors are in our own
-words. obstore repeats no part that a store refused as damaged or expired, and no end of an upload whose answer was
-lost, so a put of a file is repeated as a whole.
+Names are relative to the address. Temporary failures are retried, and errors have our own texts. obstore does not retry a
+part that a store refused as damaged or expired, or the end of an upload whose answer was lost, so the put of a file is
+retried as a whole.
 
 Source: obstore 0.12.
 """
@@ -25,21 +25,21 @@ from shardkit.files.remote.kinds import WRITABLE, split, store_of
 
 PART_NBYTES = 8 << 20
 NUM_SENT = 4
-"""Parts of a file that are sent at once."""
+"""Number of concurrent parts of a file."""
 NUM_SENDS = 2
-"""Files that a job sends at once."""
+"""Number of concurrent files of a job."""
 NUM_PUTS, FIRST_PAUSE_S = 3, 1.0
 """Of a file. obstore looks for credentials again during the pause."""
 NUM_RETRIES = 5
 """Of a part, by obstore."""
-_MAX_PARTS = 9_000  # stores take 10,000
-_PIECE_NBYTES = 1 << 20  # of one call of obstore, during which Python hears no Ctrl-C
+_MAX_PARTS = 9_000  # stores allow 10,000
+_PIECE_NBYTES = 1 << 20  # per call of obstore, during which Python does not handle Ctrl-C
 
 Version = Mapping[str, str]
-"""What a condition names: the ETag, the generation, or both."""
+"""The version in a condition: ETag, generation, or both."""
 NO_SUCH_VERSION: Version = {"e_tag": '"0123456789abcdef0123456789abcdef"', "version": "1"}
 PutResult = Literal["put", "same", "other"]
-"""Of a conditional put: this call has put the object, one with the same tags was there, or another one was."""
+"""Result of a conditional put: written, an object with the same tags existed, or a different one did."""
 _R = TypeVar("_R")
 
 
@@ -47,16 +47,16 @@ class StoredObject(NamedTuple):
     """An object."""
 
     tags: Mapping[str, str]
-    """Its metadata. Azure takes no "-" in a key."""
+    """Its metadata. Azure does not allow "-" in keys."""
     version: Version
     size: int
     """In bytes."""
     data: bytes
-    """Empty if it was not read."""
+    """Empty if not read."""
 
 
 def upload_nbytes(size: int) -> int:
-    """Return the memory that an upload of a file of `size` bytes takes."""
+    """Return the memory for the upload of a file of `size` bytes."""
     return (NUM_SENT + 1) * _part_nbytes(size)
 
 
@@ -81,7 +81,7 @@ class Objects:
         self._store = cast(Bucket, store_of(root)[0])
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Return the bytes of each object in a folder and the folders below it, by name."""
+        """Return the size of each object below a folder, at any depth, by name."""
         above, start = f"{self._prefix}{folder}".rstrip("/"), len(self._prefix)
         return {key[start:]: size for key, size in self._attempt("", lambda _: self._store.objects(above))}
 
@@ -90,11 +90,11 @@ class Objects:
         return self._attempt("", lambda _: self._store.list(self._prefix.rstrip("/")))
 
     def head(self, name: str) -> StoredObject | None:
-        """Return an object without its content; None if there is none."""
+        """Return an object without its content, or None."""
         return self._find(name, is_read=False)
 
     def get(self, name: str) -> StoredObject | None:
-        """Return a small object; None if there is none."""
+        """Return a small object with its content, or None."""
         return self._find(name, is_read=True)
 
     def put(
@@ -104,13 +104,13 @@ class Objects:
         pieces: Callable[[], Iterable[bytes]],
         tags: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Put an object, and replace one of its name.
+        """Put an object, replacing one with the same name.
 
         Args:
             name: of the object.
             size: in bytes.
-            pieces: returns the content, each time from the beginning. Python runs between the pieces of a large
-                object, so that Ctrl-C ends its upload at once.
+            pieces: returns the content, from the beginning on each call. Python code runs between the pieces of a large
+                object, so that Ctrl-C ends its upload immediately.
             tags: of the object.
         """
         import obstore
@@ -130,7 +130,7 @@ class Objects:
                 )
                 return
             except _errors() as error:
-                if isinstance(error, OSError) and error.errno is not None:  # the local file is gone
+                if isinstance(error, OSError) and error.errno is not None:  # an error of the local file
                     raise
                 failure = self._store.explain(error, f"{self.path}/{name}").error
                 if isinstance(failure, FileNotFoundError):  # the store has forgotten the upload
@@ -141,14 +141,14 @@ class Objects:
 
     @contextlib.contextmanager
     def writing(self, name: str, expected_nbytes: int) -> Iterator[ObjectStream]:
-        """Give a stream whose bytes are sent while they are written. The object is there once the block has ended well.
+        """Yield a stream whose bytes are sent while they are written. The object exists after the block succeeds.
 
-        An error of the store is raised whatever the block raises. Who can write the same again should do so: nothing
-        else is repeated than what obstore repeats.
+        An error of the store replaces any error of the block. Only obstore's own retries are made, so callers that can
+        write the same content again should do so.
 
         Args:
-            name: of the object; one of its name is replaced.
-            expected_nbytes: about the size of the object, and not much less.
+            name: of the object; an existing one is replaced.
+            expected_nbytes: approximate size of the object, not much too small.
         """
         stream = ObjectStream(self._store, self._prefix + name, f"{self.path}/{name}", expected_nbytes)
         try:
@@ -160,10 +160,10 @@ class Objects:
         stream.finish()
 
     def put_if(self, name: str, data: bytes, tags: Mapping[str, str], replaced: Version | None) -> PutResult:
-        """Put a small object in place of one version, or where there is none.
+        """Put a small object if the existing one has a given version, or does not exist.
 
-        obstore's error says little: a request may have been carried out before it failed, or have been sent twice. The
-        object's tags decide.
+        obstore's errors are not conclusive: a request may have been executed before it failed, or may have been sent
+        twice. The object's tags decide.
         """
         num_tries = 0
 
@@ -189,10 +189,10 @@ class Objects:
         return attempt_without_object(self._store, f"{self.path}/{name}", lambda: put(self._prefix + name))
 
     def copy(self, name: str, target: str) -> None:
-        """Copy an object inside the store, with its tags.
+        """Copy an object inside the store, including its tags.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: the object does not exist.
         """
 
         def copy(key: str) -> None:
@@ -203,7 +203,7 @@ class Objects:
         self._attempt(name, copy)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects. It is no error if one does not exist."""
+        """Remove objects; missing ones are ignored."""
         keys = [self._prefix + name for name in names]
         if keys:
             self._attempt("", lambda _: self._store.delete(keys))
@@ -233,7 +233,7 @@ class ObjectStream(io.RawIOBase):
     """An object that is written front to back.
 
     Args:
-        store: that has it.
+        store: of the object.
         key: of the object.
         path: of the object, for messages.
         expected_nbytes: as for `Objects.writing`.
@@ -250,7 +250,7 @@ class ObjectStream(io.RawIOBase):
             max_concurrency=NUM_SENT,
         )
         self.failure: Exception | None = None
-        """Why the store has failed, in our words."""
+        """The error for users if the store has failed."""
 
     def writable(self) -> bool:
         return True
@@ -261,14 +261,14 @@ class ObjectStream(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _PIECE_NBYTES):
-            # A copy: obstore goes on reading the memory, and torch reuses it at once.
+            # A copy: obstore reads the memory later, and torch reuses it immediately.
             piece = bytes(view[start : start + _PIECE_NBYTES])
             self._try(partial(self._writer.write, piece))
             self._offset += len(piece)
         return len(view)
 
     def finish(self) -> None:
-        """Make the object of what was written."""
+        """Complete the object."""
         self._try(self._writer.close)
 
     def _try(self, call: Callable[[], object]) -> None:
@@ -287,7 +287,7 @@ def _part_nbytes(size: int) -> int:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """Return what obstore raises for a request. Its FileNotFoundError has no number."""
+    """Return the error of a request. A FileNotFoundError of obstore has no errno."""
     from obstore.exceptions import BaseError
 
     return BaseError, FileNotFoundError

@@ -1,14 +1,14 @@
 """Reading objects by ranges: few requests, several at a time, each byte fetched once, in bounded memory.
 
-An object is divided into *spans*; a span is one request. Who knows what will be read says so (`Ranges.plan`): what lies
-close together becomes one span of at most 8 MiB, and while a span is used the next ones are fetched. Without a plan a
-small read fetches what is around it, and reading that goes on where it ended fetches 8 MiB at a time.
+An object is divided into *spans*, each fetched by one request. Reads should be announced (`Ranges.plan`): close ranges
+then become one span of at most 8 MiB, and while a span is used the next ones are fetched. Without a plan, a small read
+fetches its surroundings, and sequential reads fetch 8 MiB at a time.
 
-Where many places are read in turn and memory is tight, a request brings several spans, of 1 MiB each: what of it was used
-makes room before the rest is.
+If many places are read in turn and memory is tight, a request fetches several spans of 1 MiB, so that used ones can be
+dropped before the others.
 
-All threads share the spans: two that want one wait for one request. Spans that were used up make room first. What is
-held and what is under way stays below one limit, which is the process's (`set_limit`).
+All threads share the spans: threads that need the same one wait for one request. Used spans are dropped first. Fetched
+data and requests in progress together stay below one limit, which is the process's (`set_limit`).
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from itertools import zip_longest
 
 MAX_REQUEST_NBYTES = 8 << 20
 MAX_GAP_NBYTES = 1 << 20
-"""Read through, where at least as much was wanted before it."""
+"""Gaps up to this size are read if at least as much was needed before them."""
 _SMALL_GAP_NBYTES = 32 << 10
-"""Always read through: 0.8 ms at 40 MB/s, and a request of 32 ms takes 1 ms where 32 are under way."""
+"""Gaps up to this size are always read: 0.8 ms at 40 MB/s, while one of 32 concurrent requests of 32 ms costs 1 ms."""
 DEFAULT_LIMIT_NBYTES = 48 << 20
 MAX_CONNECTIONS = 32
-_FIRST_NBYTES = 64 << 10  # of a small read: a header, or the directory of a record
-_LARGE_NBYTES = 256 << 10  # tensors are read in such pieces, headers are not
+_FIRST_NBYTES = 64 << 10  # for a small read: a header, or the directory of a record
+_LARGE_NBYTES = 256 << 10  # reads of tensors are at least this large, those of headers are not
 _MIN_REQUEST_NBYTES = 64 << 10
 _PIECE_NBYTES = 1 << 20
-_OVERHEAD_NBYTES = 1 << 19  # of a request under way: what the HTTP client holds of its body
-_KEPT_ENDS = 32  # places of an object at which reading may go on
+_OVERHEAD_NBYTES = 1 << 19  # of a request in progress: buffers of the HTTP client
+_KEPT_ENDS = 32  # ends of reads of an object, where sequential reads may continue
 BLOCK = 4096
-_STREAK = 2  # spans that followed each other, from which on the next is fetched ahead
+_STREAK = 2  # consecutive spans before the next one is fetched ahead
 
 Fetch = Callable[[int, int], memoryview]
-"""(first byte, bytes) -> so many bytes."""
+"""Returns `nbytes` bytes from a first byte on."""
 
 
 class _FetchedSpan:
-    """Bytes of an object that are fetched together, and make room together."""
+    """A range of an object that is fetched, and dropped, as a unit."""
 
     __slots__ = (
         "data",
@@ -72,7 +72,7 @@ class _FetchedSpan:
 
     @property
     def is_used_up(self) -> bool:
-        """True if nobody is likely to want it again."""
+        """True if it is unlikely to be needed again."""
         return self.unread_bytes <= 0 and self.is_read_to_end
 
     @property
@@ -82,26 +82,26 @@ class _FetchedSpan:
 
 
 class _Memory:
-    """What a process holds and fetches. `changed` is the lock of all that is here and in `Ranges`."""
+    """The memory of all spans in a process. `changed` is the lock for it and for all `Ranges`."""
 
     def __init__(self) -> None:
         self.limit = DEFAULT_LIMIT_NBYTES
         self.changed = threading.Condition()
         self.filled_spans: OrderedDict[_FetchedSpan, None] = OrderedDict()
-        """Spans with data; the first was used longest ago."""
+        """Spans with data, least recently used first."""
         self.used = 0
-        """Bytes held and under way."""
+        """Bytes fetched and being fetched."""
         self.most = 0
-        """The most that there were."""
+        """The maximum of `used` so far."""
         self.ahead = 0
-        """Bytes of it that were fetched ahead and not used yet."""
+        """Bytes of `used` that were fetched ahead and are not used yet."""
         self.num_under_way = self.num_waiting = 0
         self.copying = threading.Lock()
         self.pool: ThreadPoolExecutor | None = None
         self.pid = os.getpid()
 
     def reserve(self, nbytes: int, *, must: bool) -> bool:
-        """Make room for a request; False if there is none, and it is not a must. The lock is held."""
+        """Make room for a request; False if there is none and the request is optional. The lock is held."""
         nbytes += _OVERHEAD_NBYTES
         while self.used + nbytes > self.limit:
             if not self._drop_one(must=must):
@@ -120,7 +120,7 @@ class _Memory:
         return True
 
     def _drop_one(self, *, must: bool) -> bool:
-        """Drop what was used up; of the rest what costs least to fetch again. What nobody has begun goes last."""
+        """Drop a span: preferably a used one, then one that is cheap to fetch again, and an unused one last."""
         dropped = next((span for span in self.filled_spans if span.is_used_up), None)
         if dropped is None and must:
             begun = (span for span in self.filled_spans if span.is_begun)
@@ -135,20 +135,20 @@ class _Memory:
         """Forget the bytes of a span. The lock is held."""
         assert span.data is not None
         self.used -= len(span.data)
-        self.is_wanted(span)
+        self.claim(span)
         span.data, span.was_held = None, True
         del self.filled_spans[span]
-        span.owner.was_dropped(span)
+        span.owner.remove_unplanned(span)
         self.changed.notify_all()
 
-    def is_wanted(self, span: _FetchedSpan) -> None:
-        """Note that a span is ahead of nobody any more. The lock is held."""
+    def claim(self, span: _FetchedSpan) -> None:
+        """Stop counting a span as fetched ahead. The lock is held."""
         if span.is_ahead:
             span.is_ahead = False
             self.ahead -= span.nbytes
 
     def threads(self) -> ThreadPoolExecutor:
-        """Return the threads that fetch ahead. The lock is held."""
+        """Return the thread pool for fetching ahead. The lock is held."""
         if self.pool is None:
             self.pool = ThreadPoolExecutor(MAX_CONNECTIONS, "shardkit-store")
         return self.pool
@@ -158,7 +158,7 @@ _memory = _Memory()
 
 
 def _after_fork() -> None:
-    """Begin anew in a child: locks may be held there by threads that it does not have."""
+    """Reset a forked child: threads of the parent may have held locks."""
     global _memory
     _memory = _Memory()
 
@@ -168,7 +168,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextmanager
 def limited(nbytes: int) -> Iterator[None]:
-    """Bound what this process holds and fetches, while this lasts. Requests become smaller where it is little."""
+    """Limit the memory for fetched data within this context. A low limit makes requests smaller."""
     memory = _memory
     with memory.changed:
         before, memory.limit = memory.limit, max(nbytes, _MIN_REQUEST_NBYTES)
@@ -180,16 +180,16 @@ def limited(nbytes: int) -> Iterator[None]:
 
 
 def request_nbytes(num_places: int) -> int:
-    """Return the size of requests, where so many places are read in turn."""
+    """Return the size of requests if data are read from a number of places in turn."""
     return max(min(MAX_REQUEST_NBYTES, _memory.limit // (num_places + 2)), _MIN_REQUEST_NBYTES)
 
 
 class Ranges:
-    """One version of one object, and what is held of it.
+    """One version of an object, and its fetched data.
 
     Args:
         size: bytes of the object.
-        fetch: returns bytes from one on, or raises.
+        fetch: returns a range, or raises.
     """
 
     def __init__(self, size: int, fetch: Fetch) -> None:
@@ -201,17 +201,17 @@ class Ranges:
 
     def _set_places(self, num_places: int) -> None:
         self._nbytes = self._piece_nbytes = request_nbytes(num_places)
-        # A place that moves on to its next request may need what is left of the one before.
+        # When a place moves on to its next request, it may still need the rest of the previous one.
         if self._nbytes >= 2 * _PIECE_NBYTES and 2 * num_places * self._nbytes > self._memory.limit:
             self._nbytes, self._piece_nbytes = self._nbytes // _PIECE_NBYTES * _PIECE_NBYTES, _PIECE_NBYTES
         self._ahead_nbytes = max(self._memory.limit - num_places * self._nbytes, 0)
 
     def plan(self, extents: Iterable[tuple[int, int]], num_places: int = 1) -> None:
-        """Tell what will be read, instead of what was told before.
+        """Announce the reads, replacing previous announcements.
 
         Args:
             extents: (first byte, byte after the last) of each range, in any order; they may overlap.
-            num_places: how many places, in all open objects, are read in turn: each needs its own request.
+            num_places: number of places in all open objects that are read in turn; each needs its own request.
         """
         with self._memory.changed:
             self._set_places(num_places)
@@ -225,7 +225,7 @@ class Ranges:
                 end = stop
 
     def _add_planned(self, start: int, stop: int, nbytes: int, request: int) -> None:
-        """Plan a span, but for what is there already."""
+        """Plan a span, except for parts that exist already."""
         offset = start
         for span in self._overlapping(start, stop):
             if offset < span.start:
@@ -254,7 +254,7 @@ class Ranges:
         return bisect_right(self._spans, offset, key=_start_of) - 1
 
     def read_into(self, views: Sequence[memoryview], start: int) -> int:
-        """Fill buffers, one after the other, and return how many bytes there were: fewer at the object's end."""
+        """Fill buffers in order, and return the number of bytes, which is smaller at the end of the object."""
         stop, offset = min(start + sum(map(len, views)), self.size), start
         into = _Into(views)
         while offset < stop:
@@ -266,20 +266,20 @@ class Ranges:
         return max(stop - start, 0)
 
     def ahead(self) -> None:
-        """Begin to fetch what is planned, as far as there is room."""
+        """Begin to fetch planned spans, as far as there is room."""
         with self._memory.changed:
             self._fetch_ahead(self._planned_from(0))
 
     def close(self) -> None:
-        """Drop what is held."""
+        """Drop all fetched data."""
         with self._memory.changed:
             for span in list(self._spans):
                 if span.data is not None:
                     self._memory.drop(span)
             self._spans = []
 
-    def was_dropped(self, span: _FetchedSpan) -> None:
-        """Forget a span that nobody planned, now that its bytes are gone. The lock is held."""
+    def remove_unplanned(self, span: _FetchedSpan) -> None:
+        """Remove a span that was not planned, after its data were dropped. The lock is held."""
         self._ends.append(span.stop)
         if not span.is_planned:
             index = self._index(span.start)
@@ -287,7 +287,7 @@ class Ranges:
                 del self._spans[index]
 
     def _batch(self, span: _FetchedSpan) -> list[_FetchedSpan]:
-        """Return a span and those after it that one request brings. The lock is held."""
+        """Return a span and its successors in the same request. The lock is held."""
         batch = [span]
         if span.is_planned:
             for index in range(self._index(span.start) + 1, len(self._spans)):
@@ -299,19 +299,19 @@ class Ranges:
         return batch
 
     def _bytes_at(self, offset: int, stop: int) -> tuple[_FetchedSpan, memoryview, int]:
-        """Return the span around byte `offset`, its bytes, and the place of the first of them."""
+        """Return the span around byte `offset`, its bytes, and the position of the first of them."""
         memory = self._memory
         with memory.changed:
             while True:
                 span = self._span(offset, stop)
-                memory.is_wanted(span)
+                memory.claim(span)
                 if span.data is not None:
                     return span, span.data, span.start
                 if not span.is_under_way:
                     break
                 memory.changed.wait()
             if span.was_held:
-                span.start = offset  # it was dropped half used
+                span.start = offset  # it was dropped after partial use
             batch = self._batch(span)
             for member in batch:
                 member.is_under_way = True
@@ -326,7 +326,7 @@ class Ranges:
         return span, self._carry_out(batch), begin
 
     def _count(self, span: _FetchedSpan, start: int, stop: int) -> None:
-        """Count what was taken of a span; once its end was, the next ones are fetched."""
+        """Count a read from a span; a read of its end starts fetching the next ones."""
         with self._memory.changed:
             span.unread_bytes -= stop - start
             span.is_begun = True
@@ -337,7 +337,7 @@ class Ranges:
                 self._fetch_ahead(self._next_after(span, stop))
 
     def _span(self, offset: int, stop: int) -> _FetchedSpan:
-        """Return the span that holds byte `offset`; a new one where nobody planned any."""
+        """Return the span that contains byte `offset`; a new one if none was planned."""
         index = self._index(offset)
         if index >= 0 and offset < self._spans[index].stop:
             return self._spans[index]
@@ -346,13 +346,13 @@ class Ranges:
         return self._add(offset, end, min(stop, end) - offset)
 
     def _guess(self, offset: int, needed_bytes: int) -> int:
-        """Return how much to fetch from byte `offset` on, of which `needed_bytes` bytes are needed now."""
+        """Return how many bytes to fetch from `offset` on, of which `needed_bytes` are needed now."""
         before = self._spans[index].stop if (index := self._index(offset)) >= 0 else -1
-        goes_on = not self._is_planned and any(
+        is_sequential = not self._is_planned and any(
             end <= offset <= end + MAX_GAP_NBYTES for end in (before, *self._ends) if end >= 0
         )
-        self._streak = self._streak + 1 if goes_on else 0
-        if goes_on or needed_bytes > self._nbytes:
+        self._streak = self._streak + 1 if is_sequential else 0
+        if is_sequential or needed_bytes > self._nbytes:
             return self._nbytes
         return needed_bytes if needed_bytes >= _LARGE_NBYTES else min(_FIRST_NBYTES, self._nbytes)
 
@@ -360,13 +360,13 @@ class Ranges:
         """Return the spans to fetch while one is in use: the rest of a large read, then the spans that come next."""
         if span.is_planned:
             return self._planned_from(self._index(span.start) + 1)
-        goes_on, spans, offset = self._streak >= _STREAK, list[_FetchedSpan](), span.stop
-        until = min(max(stop, span.stop + self._nbytes if goes_on else 0), self.size)
+        is_sequential, spans, offset = self._streak >= _STREAK, list[_FetchedSpan](), span.stop
+        until = min(max(stop, span.stop + self._nbytes if is_sequential else 0), self.size)
         while offset < until and len(spans) < MAX_CONNECTIONS:
             index = self._index(offset)
             if index < 0 or self._spans[index].stop <= offset:
                 follows = self._spans[index + 1].start if index + 1 < len(self._spans) else self.size
-                end = min(offset + self._nbytes, follows, self.size if goes_on else until)
+                end = min(offset + self._nbytes, follows, self.size if is_sequential else until)
                 spans.append(self._add(offset, end, end - offset))
             else:
                 spans.append(self._spans[index])
@@ -374,7 +374,7 @@ class Ranges:
         return spans
 
     def _planned_from(self, index: int) -> list[_FetchedSpan]:
-        """Return the planned spans from one on that are not used yet, as many as may be fetched ahead."""
+        """Return the planned, unused spans from one on, as many as may be fetched ahead."""
         spans, room, requests = list[_FetchedSpan](), self._ahead_nbytes, set[int | None]()
         while index < len(self._spans) and len(requests) < MAX_CONNECTIONS:
             span = self._spans[index]
@@ -390,14 +390,14 @@ class Ranges:
     def _fetch_ahead(self, spans: Iterable[_FetchedSpan]) -> None:
         """Fetch spans in the background, as far as there is room. The lock is held.
 
-        What is fetched ahead leaves room for one request of each place: else it would drive out what is read now.
-        Whoever waits for room comes first.
+        Fetching ahead leaves room for one request of each place, so that it does not displace data in use. Requests that
+        wait for room have precedence.
         """
         memory = self._memory
         if memory.num_waiting:
             return
         for span in spans:
-            # Of what was begun and dropped, only who goes on with it can say what is left.
+            # Of a partially used span that was dropped, only its reader knows the part that is still needed.
             if span.data is not None or span.is_under_way or span.is_begun:
                 continue
             batch = self._batch(span)
@@ -414,17 +414,17 @@ class Ranges:
     def _carry_out_quietly(self, batch: Sequence[_FetchedSpan]) -> None:
         try:
             self._carry_out(batch)
-        except Exception:  # who needs the bytes tries again, and says what is wrong
+        except Exception:  # a reader that needs the bytes will retry, and report the error
             return
 
     def _carry_out(self, batch: Sequence[_FetchedSpan]) -> memoryview:
-        """Fetch spans that follow one another and for which there is room, hold them, and return the bytes of the first."""
+        """Fetch consecutive spans, for which room was made, store them, and return the bytes of the first."""
         memory, start, parts = self._memory, batch[0].start, list[memoryview | None]()
         try:
             data: memoryview | None = self._fetch(start, _nbytes_of(batch))
             if len(batch) == 1:
                 parts.append(data)
-            else:  # each is copied: a part would keep all of them in memory. One at a time: both are there meanwhile
+            else:  # copied, as slices would keep the whole body alive; one at a time, as both exist meanwhile
                 with memory.copying:
                     assert data is not None
                     parts += [_copied(data[member.start - start : member.stop - start]) for member in batch]
@@ -442,14 +442,14 @@ class Ranges:
                     if part is not None and index >= 0 and self._spans[index] is span:
                         span.data = part
                         memory.filled_spans[span] = None
-                    else:  # it failed, or the object was closed meanwhile
-                        memory.is_wanted(span)
+                    else:  # the request failed, or the object was closed meanwhile
+                        memory.claim(span)
                         memory.used -= span.nbytes
                 memory.changed.notify_all()
 
 
 class _Into:
-    """Buffers that are filled one after the other."""
+    """Buffers that are filled in order."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views, self._number, self._offset = views, 0, 0
@@ -466,7 +466,7 @@ class _Into:
 
 
 def _copied(data: memoryview) -> memoryview:
-    """Return a copy in pages of its own, which the system gets back with it: `malloc` would keep them."""
+    """Return a copy in separate pages, which are returned to the system, unlike memory of `malloc`."""
     view = memoryview(mmap.mmap(-1, len(data), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     view[:] = data
     return view
@@ -481,10 +481,10 @@ def _start_of(span: _FetchedSpan) -> int:
 
 
 def _coalesce(extents: Iterable[tuple[int, int]], nbytes: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first byte, byte after the last, bytes wanted of it) of requests for ranges.
+    """Yield (first byte, byte after the last, needed bytes) of requests for ranges.
 
-    A gap is read through if it is small, or if at least as much was wanted just before it. Requests begin and end with
-    whole blocks, since small things are read with the blocks around them.
+    A gap is included if it is small, or if at least as much is needed just before it. Requests consist of whole blocks,
+    like small reads.
     """
     group, last = list[tuple[int, int]](), 0
     for start, stop in sorted(extents):

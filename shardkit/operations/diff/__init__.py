@@ -258,7 +258,7 @@ class Comparison:
         one, two = sides = self._a, self._b
         names = [name for name in self._names if self._is_read(name)]
         with ExitStack() as stack:
-            stack.enter_context(storage.hold_at_most(parse_size(self._options.max_memory) // 2))
+            stack.enter_context(storage.limit_fetched(parse_size(self._options.max_memory) // 2))
             files = [stack.enter_context(SourceFiles(side.catalog.files)) for side in sides]
             self._readers = [stack.enter_context(source.reader()) for source in files]
             places = max((sum(side.entry(name).num_chunks for side in sides) for name in names), default=1)

@@ -118,7 +118,7 @@ class Method:
     Raises:
         ValueError: scales are missing, or do not match the numbers.
     """
-    is_said: Callable[[str, Any], bool]
+    is_declared: Callable[[str, Any], bool]
     """True if a config declares this method, given its `quant_method` and the whole quantisation config."""
     shows: bool = True
     """True if names alone identify the method, so that operations that would separate scales can be refused."""
@@ -258,7 +258,7 @@ class Exponents(Product):
         return stored.int() - _BIAS
 
 
-def is_said(writers: Mapping[str, str], method: str, described: Any) -> bool:
+def is_declared(writers: Mapping[str, str], method: str, described: Any) -> bool:
     """True if a config declares a method, for all layers or for a group; `writers` is library -> name of the method.
 
     False with transforms of compressed-tensors: such models also transform the inputs of layers.
@@ -350,6 +350,6 @@ def _claim_pairs(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
     return ScaledNames(plain, name, scales, activation_scales=_activation_scales(plain))
 
 
-FP8 = Method("fp8", Product, _claim_fp8, _fit_fp8, partial(is_said, _WRITERS))
+FP8 = Method("fp8", Product, _claim_fp8, _fit_fp8, partial(is_declared, _WRITERS))
 MXFP4 = Method("mxfp4", Exponents, _claim_mxfp4, _fit_mxfp4, lambda method, _: method == "mxfp4")
-PAIRS = Method("mxfp4", Pairs, _claim_pairs, _fit_mxfp4, partial(is_said, _WRITERS_OF_PAIRS), shows=False)
+PAIRS = Method("mxfp4", Pairs, _claim_pairs, _fit_mxfp4, partial(is_declared, _WRITERS_OF_PAIRS), shows=False)

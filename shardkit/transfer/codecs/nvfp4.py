@@ -30,7 +30,7 @@ from shardkit.transfer.codecs.dequantize import (
     Method,
     Pairs,
     ScaledNames,
-    is_said,
+    is_declared,
 )
 
 if TYPE_CHECKING:
@@ -98,5 +98,5 @@ def _fit(claim: ScaledNames, tensors: Mapping[str, Held], config: Mapping[str, A
 
 
 NVFP4 = Method(
-    "nvfp4", TwoScales, _claim, _fit, partial(is_said, _WRITERS), shows=False, files=(EXPORT_CONFIG,)
+    "nvfp4", TwoScales, _claim, _fit, partial(is_declared, _WRITERS), shows=False, files=(EXPORT_CONFIG,)
 )
