@@ -1,6 +1,6 @@
 """The command line: parsing, rendering, exit codes. It calls the library, never the reverse.
 
-Commands load when they are run; `shardkit --help` imports click and nothing else of any size.
+Commands are imported when they run; `shardkit --help` imports nothing large except click.
 
 Internal: import from `shardkit`.
 """
@@ -33,24 +33,24 @@ _SECTIONS = {
     "Main": {
         "preshard": "Write a Hub model as one file for each rank of a mesh.",
         "consolidate": "Write any trainer's sharded checkpoint as a Hub model.",
-        "reshard": "Write a sharded checkpoint for another mesh, its optimizer too.",
+        "reshard": "Write a sharded checkpoint for another mesh, including its optimizer.",
     },
     "Look": {
-        "inspect": "Show what is in a model or a checkpoint.",
-        "verify": "Check that a checkpoint is whole and as it was written.",
+        "inspect": "Show the contents of a model or a checkpoint.",
+        "verify": "Check that a checkpoint is complete and undamaged.",
         "diff": "Compare two checkpoints of any formats, tensor by tensor.",
     },
     "Many machines": {
-        "commit": "Make the output from what the parts of a job have written.",
-        "status": "Show how far a job is that was not committed.",
-        "abort": "Remove what a job has written and not committed.",
+        "commit": "Complete an output from the parts of a job.",
+        "status": "Show the progress of uncommitted jobs.",
+        "abort": "Remove the uncommitted files of a job.",
     },
     "More": {
         "env": "Show versions and settings, to paste into a bug report.",
         "completion": "Print the script that completes commands in your shell.",
     },
 }
-"""Heading of `shardkit --help` -> name -> its line; the module `shardkit.cli.<name>` has it as `command`."""
+"""Heading of `shardkit --help` -> command -> help line; the module `shardkit.cli.<name>` defines it as `command`."""
 _COMMANDS = {name: line for section in _SECTIONS.values() for name, line in section.items()}
 _SHARED = {
     "abort": "parts",
@@ -59,7 +59,7 @@ _SHARED = {
     "env": "shell",
     "status": "parts",
 }
-"""Name -> module, where one has several; it has them as `<name>_command`."""
+"""Command -> module, for modules with several commands, which are called `<name>_command`."""
 _LINES = {
     "AbortResult": "parts.abort_lines",
     "CommitResult": "parts.commit_lines",
@@ -72,15 +72,15 @@ _LINES = {
     "StatusResult": "parts.status_lines",
     "VerifyResult": "verify.render",
 }
-"""Class of a result -> what makes lines of it, below `shardkit.cli`."""
+"""Class of a result -> the function below `shardkit.cli` that renders it."""
 _FLAGS = frozenset("-q --quiet -v --verbose --json --no-progress".split())
-"""What most commands have, and some type before the command."""
+"""Options of most commands, which some users type before the command."""
 _NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
-"""What click 8.2 and newer raise for a group without a command: it shows the help."""
+"""The exception of click 8.2 and newer for a group without a command, which shows the help."""
 
 
 def lines_of(result: object) -> list[str] | None:
-    """Return a result as lines for people who call the library, as in a notebook; None if no command prints its like."""
+    """Return a result as lines for `str` and notebooks; None if no command prints such results."""
     module, _, function = _LINES.get(type(result).__name__, "").partition(".")
     if not module:
         return None
@@ -92,7 +92,7 @@ def page_of(result: object) -> Page:
     """Return the page of a result, as `--html` writes it.
 
     Raises:
-        UsageError: nothing tells who holds what.
+        UsageError: the result has no holdings.
     """
     verb = type(result).__name__.removesuffix("Result").lower()
     page: Page = import_module(f"shardkit.cli.{verb}").page_of(result)
@@ -100,10 +100,10 @@ def page_of(result: object) -> Page:
 
 
 class Commands(click.Group):
-    """A group that imports a command when it is run, and maps errors to exit codes."""
+    """A group that imports commands lazily, and maps errors to exit codes."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Keep what was typed. Errors need it, for `--json` and for the command that resumes."""
+        """Keep the arguments. Errors need them, for `--json` and for the command that resumes."""
         args = _behind_command(args)
         ctx.obj = tuple(args)
         try:
@@ -117,7 +117,7 @@ class Commands(click.Group):
             ctx.exit(report_usage(error, ctx, ctx.obj))
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the order of the help text."""
+        """Return the commands in the order of the help text."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -141,7 +141,7 @@ class Commands(click.Group):
                 formatter.write_dl([(name.ljust(width), line) for name, line in commands.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command, and turn every error but click's own into an exit code."""
+        """Run a command, and turn all errors except those of click into an exit code."""
         _give_streams()
         try:
             with signals_raised(), _collecting_seldom():
@@ -155,21 +155,21 @@ class Commands(click.Group):
                 raise
             ctx.exit(report_usage(error, ctx, ctx.obj))
         except KeyboardInterrupt as error:
-            # After the answer nothing is said: the work is done, and a document is all of stdout.
+            # After the result nothing more is printed: the work is done, and with --json stdout is one document.
             ctx.exit(128 + signal_of(error) if ANSWERED in ctx.meta else report(error, ctx.obj))
         except Exception as error:
             ctx.exit(report(error, ctx.obj))
 
 
 def _behind_command(args: list[str]) -> list[str]:
-    """Put flags of a command that stand before it behind it, as if typed there: `shardkit -q preshard MODEL`."""
+    """Move options of a command that precede it after it, as in `shardkit -q preshard MODEL`."""
     flags = list(takewhile(_FLAGS.__contains__, args))
     rest = args[len(flags) :]
     return [*rest[:1], *flags, *rest[1:]]
 
 
 def _give_streams() -> None:
-    """Open streams that go nowhere in place of those that the caller closed, which are None in Python."""
+    """Replace streams that the caller closed, which are None in Python, by ones that discard output."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
@@ -177,9 +177,9 @@ def _give_streams() -> None:
 
 @contextmanager
 def _collecting_seldom() -> Iterator[None]:
-    """Let the garbage collector run after 50,000 new objects, not after 700: hardly anything is garbage.
+    """Run the garbage collector after 50,000 new objects instead of 700, as there is hardly any garbage.
 
-    A run over very many chunks otherwise spends a tenth of its time on walking through the same objects.
+    With very many chunks, a tenth of the time would otherwise be spent traversing the same objects.
     """
     before = gc.get_threshold()
     gc.set_threshold(50_000, *before[1:])
@@ -193,12 +193,12 @@ def _collecting_seldom() -> Iterator[None]:
 def signals_raised() -> Iterator[None]:
     """Raise KeyboardInterrupt for SIGINT and `Terminated` for SIGTERM. A second signal ends the process at once.
 
-    Ending at once loses nothing: files that have a note are on disk, and nothing else counts.
+    Ending immediately loses nothing: files with a note are on disk, and no others count.
     """
     if threading.current_thread() is not threading.main_thread():  # signal.signal refuses
         yield
         return
-    # An ignored signal stays ignored: `nohup` and background jobs of a plain shell want that.
+    # An ignored signal stays ignored, as `nohup` and background jobs of a plain shell expect.
     chosen = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
     handler = _SignalHandler()
     before = {signum: signal.signal(signum, handler) for signum in chosen}

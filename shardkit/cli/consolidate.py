@@ -36,7 +36,7 @@ Examples:
     first=True,
     type=opt.PATH,
     metavar="MODEL",
-    help="The model that the training started from, a Hub directory or repo id: for config, tokenizer, names, shapes.",
+    help="The base model of the training, a Hub directory or repo id: for config, tokenizer, names, shapes.",
 )
 @opt.option("Input", "--base-revision", metavar="REV", help="Branch, tag or commit of a repo id.")
 @opt.option(
@@ -52,7 +52,7 @@ Examples:
     first=True,
     type=opt.PATH,
     metavar="DIR",
-    help="Use this tokenizer instead of the base's, if training changed the vocabulary.",
+    help="Use this tokenizer instead of the base's, for a changed vocabulary.",
 )
 @opt.dtype("--dtype", "base", help="Convert floating tensors; base: each as it is stored in the base.")
 @opt.dtype_rules
@@ -68,9 +68,9 @@ Examples:
 @opt.keys("auto", "a set that knows all names")
 @opt.on_or_off(
     "--ask-class",
-    help="Ask the config's class whether from_pretrained would find all weights; off saves seconds.",
+    help="Check with the config's class that from_pretrained finds all weights; off saves seconds.",
 )
-@opt.option("OSFT", "--keep-factors", is_flag=True, help="Write the factors of OSFT as they are, not folded.")
+@opt.option("OSFT", "--keep-factors", is_flag=True, help="Write OSFT factors unfolded.")
 @opt.option(
     "Output",
     "--merge-lora",
@@ -98,8 +98,8 @@ Examples:
 def command(*, out: Output, checkpoint: str, output: str | None, **options: Any) -> None:
     """Write CHECKPOINT, sharded by any trainer, as a Hub model: safetensors, config, tokenizer.
 
-    CHECKPOINT is what a trainer saved, or a run's directory, whose newest complete checkpoint is taken.
-    OUTPUT is the directory to make; by default it is in the working directory, and its name is the checkpoint's:
+    CHECKPOINT is a checkpoint of a trainer, or a run's directory, whose newest complete checkpoint is used.
+    OUTPUT is the directory to create; by default it is in the working directory, named after the checkpoint:
     last.ckpt/ -> last-hf/. Optimizer and trainer state are neither read nor written. To continue an interrupted run, run
     the same command again.
     """
@@ -113,7 +113,7 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
 
 
 def render(result: ConsolidateResult) -> list[str]:
-    """Return a result as lines for people."""
+    """Return a result as lines of text."""
     return written(result, _facts(result), partial(_how_to_load, result))
 
 
@@ -149,7 +149,7 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
 
 
 def _names(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
-    """Yield what was taken for the model, and what was taken out of its names."""
+    """Yield which part of the checkpoint is the model, and what was removed from its names."""
     root = f"everything below {escape(result.root)}" if result.root else "names as they are"
     alternatives = f"; also there: {', '.join(map(escape, result.candidates))}" if result.candidates else ""
     yield "weights", f"{escape(result.weights)}, {root}{alternatives}"
@@ -180,7 +180,7 @@ def _upload(upload: Upload) -> str:
 def _skipped(part: SkippedPart) -> str:
     counts = [count(part.num_tensors, "tensor")] if part.num_tensors else []
     counts += [f"{part.num_objects} other"] if part.num_objects else []
-    names = dict.fromkeys([escape(part.what), escape(part.where)])  # an optimizer may lie in `optimizer`
+    names = dict.fromkeys([escape(part.what), escape(part.where)])  # an optimizer may be in `optimizer`
     return ": ".join(filter(None, [*names, ", ".join(counts)]))
 
 

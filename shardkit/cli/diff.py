@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _DIFFERS = 1
 _ALONE = {"only_a": "only in A", "only_b": "only in B", "shape": "shapes differ"}
-"""What is said of tensors whose values are not compared."""
+"""Texts for tensors whose values are not compared."""
 
 
 @click.command(
@@ -57,7 +57,7 @@ Examples:
     "--stats",
     first=True,
     is_flag=True,
-    help="Show how much they differ: largest differences, cosine.",
+    help="Show the size of differences: largest ones, cosine.",
 )
 @opt.globs
 @opt.option(
@@ -65,7 +65,7 @@ Examples:
     "--all",
     "all_tensors",
     is_flag=True,
-    help="Compare all other tensors too, such as the optimizer's, under their stored names.",
+    help="Also compare all other tensors, such as the optimizer's, by their stored names.",
 )
 @opt.strict
 @opt.option(
@@ -74,7 +74,7 @@ Examples:
     type=click.Choice(SORTS),
     default="name",
     show_default=True,
-    help="difference: what differs most comes first; this turns on --stats.",
+    help="difference: largest differences first; turns on --stats.",
 )
 @opt.max_memory
 @opt.picture
@@ -93,7 +93,7 @@ def command(
     """Compare the weights of A and B: Hub models or sharded checkpoints, in any two formats.
 
     Tensors are paired by their names on the Hub: = equal, ~ equal after folding, - only in A, + only in B,
-    * differs. Bits are compared, unless a tolerance is given. Exit code 0 means equal; 1 means that something
+    * differs. Without a tolerance, bits are compared. Exit code 0 means equal; 1 means that something
     differs.
     """
     page = PageFile(html_file, (a, b))
@@ -108,7 +108,7 @@ def command(
     if html_file is not None:
         page.write(out, page_of(result))
     if result.differences:
-        sys.stdout.flush()  # the reader may be gone, and this error is reported like any other
+        sys.stdout.flush()  # an error of the reader of stdout is reported like any other
         click.get_current_context().exit(_DIFFERS)
 
 
@@ -120,8 +120,8 @@ def page_of(result: DiffResult) -> Page:
 
 
 def render(result: DiffResult) -> list[str]:
-    """Return a result as lines for people."""
-    # Figures are shown of all tensors that have some, such as those that are equal after folding.
+    """Return a result as lines of text."""
+    # Figures are shown for all tensors that have them, such as those that are equal after folding.
     rows = list(_rows([tensor for tensor in result.tensors if tensor.is_difference or tensor.stats]))
     lines = first_rows(rows, indent="")
     return [*facts(_facts(result)), "", *_alike(result), *lines, "", result.headline()]
@@ -158,7 +158,7 @@ def _alike(result: DiffResult) -> Iterator[str]:
 
 
 class _DiffRow(NamedTuple):
-    """A line of the list; the name comes between the first two."""
+    """A line of the list; the name is shown between the first two fields."""
 
     symbol: str
     dtypes: str
@@ -167,7 +167,7 @@ class _DiffRow(NamedTuple):
 
 
 def _rows(tensors: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
-    """Yield the lines of the list, one for the tensors of all layers that differ alike."""
+    """Yield the lines of the list, one for tensors of several layers with similar differences."""
     alike: dict[tuple[str, ...], list[TensorDiff]] = {}
     for tensor in tensors:
         row = _row(tensor)
@@ -175,7 +175,7 @@ def _rows(tensors: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
         alike.setdefault((without_numbers(tensor.name), *row[:3], tensor.status, kind), []).append(tensor)
     rows = dict[str, _DiffRow]()
     for group in alike.values():
-        texts = {_what(tensor) for tensor in group}  # else the least and the most of each number
+        texts = {_what(tensor) for tensor in group}  # otherwise the minimum and maximum of each number
         what = texts.pop() if len(texts) == 1 else spread([_what(tensor, is_one=False) for tensor in group])
         rows |= dict.fromkeys([tensor.name for tensor in group], _row(group[0])._replace(what=what))
     for line in fold((tensor.name, rows[tensor.name]) for tensor in tensors):
@@ -193,7 +193,7 @@ def _row(tensor: TensorDiff) -> _DiffRow:
 
 
 def _what(tensor: TensorDiff, *, is_one: bool = True) -> str:
-    """Return the text about a difference; for one of many alike, without the details of it alone."""
+    """Return the text about a difference; for a group of similar ones, without individual details."""
     if tensor.status == "shape" and tensor.rows is not None:
         return f"{count(tensor.rows[0], 'row')} and {count(tensor.rows[1], 'row')}"
     if tensor.status in _ALONE:
@@ -214,10 +214,10 @@ def _values(tensor: TensorDiff, *, is_one: bool) -> Iterator[str]:
     changed = tensor.share_changed or 0.0
     percent = f"{100 * changed:.3g}%" if changed >= 1e-5 else "below 0.001%"
     if tensor.relative_error is not None and percent == "100%":
-        pass  # nearly every step of training changes all: how far they are apart is the news
+        pass  # nearly every training step changes all elements: only the distance is interesting
     elif is_one:
         share = f" ({percent})" if tensor.num_elements > 1 else ""
-        # Where all differ, the first of them is no news.
+        # If all elements differ, the first one is not interesting.
         is_news = tensor.first_changed and tensor.num_changed < tensor.num_elements
         first = f", first at {list(tensor.first_changed or ())}" if is_news else ""
         yield f"{tensor.num_changed:,} of {tensor.num_elements:,} elements{share}{first}"

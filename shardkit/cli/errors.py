@@ -1,9 +1,9 @@
-"""From an error to what a person reads and to the exit code that the shell gets.
+"""Error messages and exit codes.
 
 0   done                       5    disk, permission, memory or network
 1   the answer is no           70   our bug
 2   usage                      130  Ctrl-C, 143 SIGTERM
-3   bad input                  141  whoever read our output went away
+3   bad input                  141  the reader of our output went away
 4   incomplete, run again
 """
 
@@ -26,17 +26,17 @@ from shardkit.errors import Interrupted, ResourceError, ShardkitError, UsageErro
 
 _ENVIRONMENT, _BUG, _BROKEN_PIPE = 5, 70, 141
 _UNKNOWN, _NO_CHOICE = re.compile(r"No such command '(.*)'"), re.compile(r"'(.*)' is not one of ")
-"""What click says in any version."""
+"""Messages of all versions of click."""
 _NO_THREAD = "can't start new thread"
-"""What Python says, in a RuntimeError."""
+"""Message of Python's RuntimeError."""
 
 
 def report(error: BaseException, args: Sequence[str]) -> int:
     """Print an error and return the exit code.
 
     Args:
-        error: what a command raised.
-        args: what was typed after the program's name.
+        error: raised by a command.
+        args: the arguments of the program.
     """
     if isinstance(error, BrokenPipeError):
         silence(sys.stdout)
@@ -51,20 +51,20 @@ def report(error: BaseException, args: Sequence[str]) -> int:
         try:
             out.document(content)
             sys.stdout.flush()
-        except (OSError, ResourceError):  # the lines above have said it
+        except (OSError, ResourceError):  # already reported above
             silence(sys.stdout)
     return int(content["exit_code"])
 
 
 _NOT_DIVIDED = (
-    "what only reads is not divided, verify and diff neither: run it once, in one process. The parts of preshard, "
-    "consolidate and reshard compare what they move with the checksums in the source"
+    "commands that only read, such as verify and diff, are not divided: run them in one process. The parts of preshard, "
+    "consolidate and reshard compare data with the checksums in the source"
 )
 _IN_A_JOB = (
     "prepare(model, model, osft=0.3) and finalize compute the factors on all ranks of a job, save writes them, and further "
     "runs start from there"
 )
-_ALWAYS_RESUMED = "the same command resumes what was finished, on any host; `shardkit abort OUTPUT` removes it, to begin anew"
+_ALWAYS_RESUMED = "the same command resumes what was finished, on any host; `shardkit abort OUTPUT` removes it, to start over"
 REMOVED = {
     "cache": "`shardkit env` shows the directory of the cache: remove it with rm -r",
     "gc": "shardkit abort OUTPUT removes what was not committed; the store's own tool removes replaced data, whose prefix "
@@ -90,27 +90,25 @@ REMOVED = {
     "--osft-svd": _IN_A_JOB,
     "keys": "preshard and consolidate with --keys RULES --dry-run show every name and who decided it, and rules that match "
     "nothing",
-    "manifest": "preshard, reshard and `consolidate --manifest` write manifests with what they make; those that this "
+    "manifest": "preshard, reshard and `consolidate --manifest` write manifests with their output; those that this "
     "command wrote are still read",
-    "--check": "what moves is compared on the way (--check-source); for an answer before a byte moves, run shardkit "
+    "--check": "data are compared while they move (--check-source); for an answer before that, run shardkit "
     "verify on the checkpoint first",
     "preshard --device": "verl starts from the Hub's files",
 }
-"""What earlier versions had -> the way now. A key is a command, an option of one ("verify --x"), or an option of any."""
+"""Feature of earlier versions -> replacement. A key is a command, its option ("verify --x"), or an option of any."""
 
 
 def report_usage(error: click.ClickException, root: click.Context, args: Sequence[str]) -> int:
-    """Print what click says of a command that was typed wrongly, like any other error; return the exit code.
+    """Print an error of click in the usual form; return the exit code.
 
     Args:
-        error: click's own.
+        error: of click.
         root: the context of `shardkit` itself.
-        args: what was typed after the program's name.
+        args: the arguments of the program.
     """
-    context = getattr(error, "ctx", None) or typed_context(
-        root, args
-    )  # not every error of click's brings one
-    # What click suggests by itself reads otherwise: `Did you mean`.
+    context = getattr(error, "ctx", None) or typed_context(root, args)  # not every error of click has one
+    # click's own suggestion has another form: `Did you mean`.
     plain = error.message if isinstance(error, click.NoSuchOption) or _UNKNOWN.match(error.message) else None
     text = " ".join((plain or error.format_message()).split()).rstrip(".")
     text = f"{text[:1].lower()}{text[1:]}"
@@ -129,7 +127,7 @@ def report_usage(error: click.ClickException, root: click.Context, args: Sequenc
 
 
 def _way_now(error: click.ClickException, context: click.Context) -> str | None:
-    """Return what to type instead of a removed command or option; None for any other error."""
+    """Return the replacement of a removed command or option; None for any other error."""
     if match := _UNKNOWN.match(error.message):
         return REMOVED.get(match[1])
     option = getattr(error, "option_name", "")
@@ -137,7 +135,7 @@ def _way_now(error: click.ClickException, context: click.Context) -> str | None:
 
 
 def typed_context(root: click.Context, args: Sequence[str]) -> click.Context:
-    """Return the context of the command that was typed, options and arguments aside."""
+    """Return the context of the command in the arguments, without parsing its options."""
     context = root
     for name in args:
         group = context.command
@@ -148,7 +146,7 @@ def typed_context(root: click.Context, args: Sequence[str]) -> click.Context:
 
 
 def _nearest(error: click.ClickException, context: click.Context) -> str:
-    """Return a suggestion of the word that may have been meant."""
+    """Return a suggestion for a misspelled word."""
     command = context.command
     if isinstance(error, click.NoSuchOption):
         names = [name for param in command.get_params(context) for name in param.opts + param.secondary_opts]
@@ -171,9 +169,7 @@ def describe(error: BaseException) -> dict[str, Any]:
         return _plain("ResourceError", "out of memory", hint, _ENVIRONMENT)
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         hint = "`ulimit -v` limits memory, `ulimit -u` processes: raise what is reached, or lower --jobs"
-        return _plain(
-            "ResourceError", "a limit of the system keeps threads from being started", hint, _ENVIRONMENT
-        )
+        return _plain("ResourceError", "a system limit prevents starting threads", hint, _ENVIRONMENT)
     if isinstance(error, ImportError) and (lacking := without_torch(error)):
         return lacking.to_json()
     if isinstance(error, FileNotFoundError) and error.filename is None and _has_no_cwd():
@@ -204,7 +200,7 @@ def _say(
     if os.environ.get("SHARDKIT_DEBUG") not in (None, "", "0"):
         whole = traceback.TracebackException.from_exception(error)
         lines = list(whole.format())
-        # What the error says comes below, in the words of the command line.
+        # The hint of the error follows below, in terms of the command line.
         way = "".join(lines[: len(lines) - len(list(whole.format_exception_only()))]).rstrip()
         if way:
             remark(way)
@@ -226,20 +222,20 @@ def _say(
 
 
 def resume_command(args: Sequence[str]) -> str:
-    """Return the command that goes on with an interrupted one, as the shell takes it.
+    """Return the command that resumes an interrupted one, quoted for the shell.
 
-    It is the command that was typed.
+    It is the same command.
     """
     return typed_command(args, (), ())
 
 
 def typed_command(args: Sequence[str], without: Collection[str], flags: Collection[str]) -> str:
-    """Return the command that was typed, as the shell takes it.
+    """Return the current command, quoted for the shell.
 
     Args:
-        args: what was typed after the program's name.
-        without: options that are left out, each with its value.
-        flags: options without a value that are left out.
+        args: the arguments of the program.
+        without: options to leave out, with their values.
+        flags: options without a value to leave out.
     """
     kept, rest = [*_program()], iter(args)
     for arg in rest:
@@ -251,13 +247,13 @@ def typed_command(args: Sequence[str], without: Collection[str], flags: Collecti
 
 
 def _program() -> list[str]:
-    """Return how this process was started: a console script, or `python -m shardkit`."""
+    """Return the program: a console script, or `python -m shardkit`."""
     script = sys.argv[0]
     if os.path.basename(script) == "__main__.py":
         return sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
     name = os.path.basename(script)
     path = shutil.which(name)
-    with contextlib.suppress(FileNotFoundError):  # the directory that `script` starts from may be gone
+    with contextlib.suppress(FileNotFoundError):  # the working directory may have been removed
         if path is not None and os.path.realpath(path) == os.path.realpath(script):
             return [name]
     return [script]

@@ -58,8 +58,8 @@ Examples:
 def command(*, out: Output, path: str, picture: bool, html_file: str | None, **options: Any) -> None:
     """Show what PATH contains: a Hub model, a pre-sharded directory, or any trainer's sharded checkpoint.
 
-    In a run's directory, the newest complete checkpoint is taken. Headers and metadata are read, but no tensor data.
-    Anything odd about the checkpoint is reported on stderr.
+    In a run's directory, the newest complete checkpoint is used. Headers and metadata are read, but no tensor data.
+    Anomalies of the checkpoint are reported on stderr.
     """
     page = PageFile(html_file, (path,))
     is_drawn = picture and not (out.is_quiet or out.as_json)
@@ -75,7 +75,7 @@ def command(*, out: Output, path: str, picture: bool, html_file: str | None, **o
 
 
 def page_of(result: InspectResult) -> Page:
-    """Return the page of a result; who holds what is looked up where the result does not have it."""
+    """Return the page of a result; missing holdings are computed."""
     from shardkit.pictures.held import held_page
 
     if result.holdings is None:
@@ -84,7 +84,7 @@ def page_of(result: InspectResult) -> Page:
 
 
 def render(result: InspectResult) -> list[str]:
-    """Return a result as lines for people."""
+    """Return a result as lines of text."""
     return [
         result.headline(),
         *facts(_facts(result)),
@@ -129,7 +129,7 @@ def _facts(result: InspectResult) -> Iterator[tuple[str, str]]:
 
 
 def _objects(names: Sequence[str]) -> Iterator[str]:
-    """Yield the entries that are not tensors; those below one name, such as a param group's, are one line."""
+    """Yield the entries that are not tensors; entries with a common parent, such as a param group, share a line."""
     below = Counter(name.rpartition(".")[0] for name in names)
     shown_parents = set[str]()
     for name in names:

@@ -1,4 +1,4 @@
-"""The options that several commands share. Options that belong together form a group."""
+"""Options that several commands share, in groups."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
     _Choice = click.Choice[str]
 else:
-    _Choice = click.Choice  # which click 8.1 cannot subscribe
+    _Choice = click.Choice  # click 8.1 does not support subscripts here
 
 PATH = click.Path(readable=False)
-"""A path as it was typed, which shells complete. Whoever opens it says what is wrong with it."""
+"""A path as typed, which shells complete. Opening it reports errors."""
 
 _R = TypeVar("_R")
 Function = Callable[..., Any]
 Decorator = Callable[[Function], Function]
 Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
-"""Returns what a value may be, of which a person has typed a part."""
+"""Returns the completions of a partial value."""
 
 
 SECTIONS = (
@@ -46,19 +46,19 @@ SECTIONS = (
     "OSFT",
     "General",
 )
-"""The headings of options, in the order of the help, of docs/commands.md and of what shells complete."""
+"""Headings of options, in the order of help, docs/commands.md and shell completion."""
 
 _MAX_NAME = 24
-"""Most columns of an option's name; the text of a longer one begins on the next line."""
+"""Width of the column of option names; the text for a longer name begins on the next line."""
 _IS_SHORT = "shardkit.help.is_short"
 
 
 class SectionedOption(click.Option):
-    """An option that stands below a heading.
+    """An option below a heading.
 
     Args:
         section: one of SECTIONS.
-        first: a first user needs it: the short help, `-h`, has it too.
+        first: for new users: the short help, `-h`, shows it too.
     """
 
     def __init__(self, *args: Any, section: str, first: bool = False, **rest: Any) -> None:
@@ -72,14 +72,14 @@ def option(section: str, *names: str, first: bool = False, **rest: Any) -> Decor
 
 
 def _section(param: click.Parameter) -> str:
-    return getattr(param, "section", SECTIONS[-1])  # click makes --help
+    return getattr(param, "section", SECTIONS[-1])  # click adds --help
 
 
 def sections(context: click.Context) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Yield the headings of a command's options, each with its lines (name, text).
 
     Args:
-        context: of the command; of the short help it has only what a first user needs.
+        context: of the command; in that of the short help, only options for new users are shown.
     """
     options = [option for option in context.command.get_params(context) if isinstance(option, click.Option)]
     if _IS_SHORT in context.meta:
@@ -102,12 +102,12 @@ def _show_short(context: click.Context, _option: click.Parameter, value: bool) -
 
 
 class Verb(click.Command):
-    """A command whose options stand below headings: `-h` shows what a first user needs, `--help` shows all."""
+    """A command with headings for options: `-h` shows those for new users, `--help` shows all."""
 
     def __init__(self, *args: Any, **rest: Any) -> None:
         super().__init__(*args, **rest)
         if all(getattr(param, "first", True) for param in self.params):
-            return  # -h and --help are one option of click's
+            return  # -h and --help are a single option of click
         text = "Show the options that you need first, and exit."
         self.params.append(
             SectionedOption(
@@ -126,7 +126,7 @@ class Verb(click.Command):
         return sorted(super().get_params(ctx), key=_place)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options below their headings, all texts in one column."""
+        """Write the options below their headings, with all texts in one column."""
         shown = list(sections(ctx))
         names = [name for _, records in shown for name, _ in records]
         width = max(len(name) for name in names if len(name) <= _MAX_NAME)
@@ -135,7 +135,7 @@ class Verb(click.Command):
                 formatter.write_dl([(name.ljust(width), text) for name, text in records], col_max=width)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples, and below the short help where the rest is."""
+        """Write the examples; the short help also refers to the full one."""
         super().format_epilog(ctx, formatter)
         if _IS_SHORT in ctx.meta:
             formatter.write_paragraph()
@@ -144,7 +144,7 @@ class Verb(click.Command):
 
 
 def group(*options: Decorator) -> Decorator:
-    """Return several options as one decorator. Help lists them in this order."""
+    """Combine options into one decorator. Help lists them in this order."""
 
     def add(command: Function) -> Function:
         for option in reversed(options):
@@ -155,7 +155,7 @@ def group(*options: Decorator) -> Decorator:
 
 
 def on_or_off(name: str, *, help: str) -> Decorator:
-    """Return a check that is on by default; the command gets a bool."""
+    """Return an on/off option that is on by default; the command gets a bool."""
     return option(
         "Checks",
         name,
@@ -168,11 +168,11 @@ def on_or_off(name: str, *, help: str) -> Decorator:
 
 
 def completing(words: Callable[[], Iterable[str]], *, and_files: str = "") -> Complete:
-    """Return a completer of a value: one of some words, which are looked up when a shell asks.
+    """Return a completer for a value that is one of some words, which are computed lazily.
 
     Args:
-        words: returns them.
-        and_files: how the names of files end that may be given too; empty for none.
+        words: returns the words.
+        and_files: suffix of files that are accepted too; empty for none.
     """
 
     def complete(_context: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -182,19 +182,19 @@ def completing(words: Callable[[], Iterable[str]], *, and_files: str = "") -> Co
 
         candidates = [*words(), *(glob(f"{escape(typed)}*{and_files}") if and_files else ())]
         items = [CompletionItem(word) for word in candidates if word.startswith(typed)]
-        # Where nothing fits, the shell completes folders by itself, in which such files may lie.
+        # Without a match, the shell completes folders, which may contain such files.
         return items or ([CompletionItem(typed, type="file")] if and_files else [])
 
     return complete
 
 
 class _DTypeChoice(_Choice):
-    """A choice of dtypes, which may also be written as torch has them: bfloat16, torch.bfloat16."""
+    """A choice of dtypes, which also accepts torch's names: bfloat16, torch.bfloat16."""
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Complete the short names, or where none fits, the long ones."""
+        """Complete short names, or long ones if no short one matches."""
         short = super().shell_complete(ctx, param, incomplete)
         return short or completing(lambda: ("bfloat16", "float16", "float32"))(ctx, param, incomplete)
 
@@ -203,7 +203,7 @@ class _DTypeChoice(_Choice):
 
 
 def dtype(name: str, *choices: str, help: str) -> Decorator:
-    """Return an option for the dtype that floating tensors are converted to; `choices` are allowed too."""
+    """Return an option for the target dtype of floating tensors; `choices` are additional values."""
     values = _DTypeChoice(["keep", *choices, "bf16", "fp16", "fp32"])
     return option("Dtypes", name, first=True, type=values, default="keep", show_default=True, help=help)
 
@@ -225,7 +225,7 @@ dequantize = option(
 
 
 def overwrite(what: str, *, first: bool = True) -> Decorator:
-    """Return `--overwrite`; `what` is what the command writes."""
+    """Return `--overwrite`; `what` describes the output."""
     return option("Output", "--overwrite", first=first, is_flag=True, help=f"Replace an existing {what}.")
 
 
@@ -233,7 +233,7 @@ exist_ok = option(
     "Output",
     "--exist-ok",
     is_flag=True,
-    help="If OUTPUT is there, leave it as it is and exit with 0. For commands that a launcher starts again.",
+    help="If OUTPUT exists, leave it unchanged and exit with 0. For commands that a launcher restarts.",
 )
 as_json = option(
     "General",
@@ -263,7 +263,7 @@ def answering(function: Function) -> Function:
         "-v",
         first=True,
         is_flag=True,
-        help="Say what is being done, and print whole lists.",
+        help="Print each step, and complete lists.",
     )
     @wraps(function)
     def command(
@@ -283,7 +283,7 @@ def answering(function: Function) -> Function:
 
 
 def reporting(function: Function) -> Function:
-    """Add `--no-progress` to what `answering` adds, for commands that take their time."""
+    """Add `--no-progress`, and the options of `answering`, for long-running commands."""
     return option(
         "General",
         "--no-progress",
@@ -295,7 +295,7 @@ def reporting(function: Function) -> Function:
 
 
 def silence_hub() -> None:
-    """Switch off huggingface_hub's bars. This imports it, so it is only for commands that are going to use it."""
+    """Disable huggingface_hub's bars. This imports it, so call it only in commands that use it."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
@@ -308,14 +308,14 @@ html = option(
     first=True,
     type=PATH,
     metavar="FILE",
-    help="Write the result as a page too: one file, for any browser.",
+    help="Also write the result as a page: one file, for any browser.",
 )
-picture = option("Output", "--picture", first=True, is_flag=True, help="Draw it in the terminal too.")
+picture = option("Output", "--picture", first=True, is_flag=True, help="Also draw it in the terminal.")
 follow_links = option(
     "Input",
     "--follow-links",
     is_flag=True,
-    help="Read links that lead out of the checkpoint's directory as the files that they lead to.",
+    help="Follow links that leave the checkpoint's directory.",
 )
 strict = option(
     "Input", "--strict", is_flag=True, help="Warnings are errors (exit code 3), before an output appears."
@@ -326,7 +326,7 @@ dry_run = option(
     "-n",
     first=True,
     is_flag=True,
-    help="Check everything, say what would be done, write nothing.",
+    help="Check everything, print what would be done, write nothing.",
 )
 sha256 = option("Checks", "--sha256", is_flag=True, help="Compute every file's sha256 too, for the manifest.")
 jobs = option(
@@ -375,7 +375,7 @@ parts = group(
 
 
 def _take_part(out: Output, text: str | None) -> Part | None:
-    """Return the part that was asked for, and say what it is where the launcher told it."""
+    """Return the requested part; print it if it comes from the launcher."""
     if text is None:
         return None
     from shardkit.cli.errors import typed_command
@@ -390,24 +390,24 @@ def _take_part(out: Output, text: str | None) -> Part | None:
 
 @contextmanager
 def divisible(out: Output, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Give the options of a verb that can be divided: its part, a bar and its warnings too, with stdout kept for the result.
+    """Give the keywords of a verb that supports parts, while stdout is reserved for the result.
 
     Args:
-        out: where the command prints.
-        options: with `part` as it was typed.
+        out: output of the command, which shows the bar and the warnings.
+        options: of the command, with `part` as typed.
     """
     part = _take_part(out, options["part"])
     from shardkit.cli.errors import resume_command
     from shardkit.operations.parts.agreement import typed
 
     again = typed(resume_command(click.get_current_context().find_root().obj))
-    # Ray reports on stdout what becomes of its workers.
+    # Ray prints the status of its workers on stdout.
     with again, redirect_stdout(sys.stderr) if options["executor"] else nullcontext():
         yield {**options, "part": part, "progress": out.progress(), "on_warning": out.warn}
 
 
 def keys(default: str, meaning: str) -> Decorator:
-    """Return `--keys`; `meaning` says what the default stands for."""
+    """Return `--keys`; `meaning` explains the default."""
     none = "" if default == "none" else "none, "
     words = [default] if default == "none" else [default, "none"]
 
@@ -458,7 +458,7 @@ naming = group(
     ),
     option("Names", "--root", metavar="PATH", help="Where the model begins, dotted; nothing is guessed."),
     option(
-        "Names", "--strip-prefix", multiple=True, metavar="PREFIX", help="Take this off names; repeatable."
+        "Names", "--strip-prefix", multiple=True, metavar="PREFIX", help="Remove this from names; repeatable."
     ),
     option("Names", "--add-prefix", default="", metavar="PREFIX", help="Put this before every name."),
     option("Names", "--rename", multiple=True, metavar="REGEX=REPL", help="Rename, in order; repeatable."),
@@ -468,7 +468,7 @@ naming = group(
         "--fill-from-base",
         multiple=True,
         metavar="GLOB",
-        help="Take what the checkpoint lacks of these from the base: whole parts alone; repeatable.",
+        help="Take missing tensors of these from the base, for whole parts only; repeatable.",
     ),
     option("Names", "--allow-missing", is_flag=True, help="Allow tensors of the base to be missing."),
     option("Names", "--allow-unexpected", is_flag=True, help="Allow tensors that the base does not have."),
@@ -497,7 +497,7 @@ recording = group(
         "Output",
         "--manifest",
         is_flag=True,
-        help="Put shardkit.json, with sizes and digests, into the output.",
+        help="Add shardkit.json, with sizes and digests, to the output.",
     ),
     option(
         "Output",
@@ -514,19 +514,19 @@ moving = group(
         type=click.Choice(["crc32", "none"]),
         default="crc32",
         show_default=True,
-        help="Checksum of every tensor and file that is written.",
+        help="Checksum of all written tensors and files.",
     ),
     sha256,
     on_or_off(
         "--check-source",
-        help="Compare what is read with the checksums in the source; off lets damaged bytes through.",
+        help="Compare data with the checksums in the source; off copies damaged bytes.",
     ),
     option(
         "Checks",
         "--source-manifest",
         type=PATH,
         metavar="FILE",
-        help="Compare with this manifest of the source too; one in or beside the source is found without this.",
+        help="Also compare with this manifest of the source; one in or next to the source is found automatically.",
     ),
     jobs,
     max_memory,
@@ -535,6 +535,6 @@ moving = group(
         "--scratch",
         type=PATH,
         metavar="DIR",
-        help="Directory for files on their way into a store; by default beside the cache.",
+        help="Directory for files to be sent to a store; by default next to the cache.",
     ),
 )

@@ -32,29 +32,29 @@ if TYPE_CHECKING:
     from shardkit.pictures.page import Page
 
 MAX_LINES = 20
-"""Most lines of one list for people; --verbose and --json have all."""
+"""Maximum lines of a list; --verbose and --json show all."""
 
 REST = "-v or --json"
-"""What has the lines that a list lacks."""
+"""The options that show a complete list."""
 
 MAX_COPIED = 8
-"""Most names of files that are copied: a Hub model has about as many beside its weights."""
+"""Maximum names of copied files, about as many as a Hub model has besides weights."""
 
 UNEVEN = 1.01
-"""The largest file over the mean, below which nobody would notice."""
+"""Ratio of the largest file to the mean above which an imbalance is shown."""
 
 ANSWERED = "shardkit.answered"
-"""In what click keeps for a command that runs: its answer was printed, or is being printed."""
+"""Key in the context of click: the result has been, or is being, printed."""
 
 _GAP = "  "
 _MISSING = "missing"
 _IS_ALIGNED = re.compile("^ |  ")
 _STAYS = "\0"
-"""Takes the place of a space at which no line is broken."""
+"""Replaces a space at which lines must not be broken."""
 
 
 def show_whole_lists(whole: bool) -> None:
-    """Have the command that runs print its lists whole, or not."""
+    """Make the current command print complete lists, or not."""
     before = LISTS_WHOLE.set(whole)
     click.get_current_context().call_on_close(lambda: LISTS_WHOLE.reset(before))
 
@@ -65,7 +65,7 @@ class _Details(logging.Handler):
 
 
 def show_details() -> None:
-    """Have the command that runs say what it does, as the library logs it."""
+    """Make the current command print what the library logs."""
     logger, handler = logging.getLogger("shardkit"), _Details()
     before = logger.level
     logger.addHandler(handler)
@@ -79,23 +79,23 @@ def show_details() -> None:
 
 
 def max_lines() -> int:
-    """Return the most lines of one list that the command that runs prints."""
+    """Return the maximum lines of a list in the current command."""
     return sys.maxsize if LISTS_WHOLE.get() else MAX_LINES
 
 
 def source_facts(result: WriteResult | CommitResult) -> Iterator[tuple[str, str]]:
-    """Yield what was compared, what could not be compared and why, and which data of a replaced output stay.
+    """Yield what was compared, what was not and why, and which data of a replaced output remain.
 
-    That safetensors cannot be compared is said with -v alone.
+    That safetensors have no checksums is only shown with -v.
     """
-    from shardkit.transfer.checks import NO_CHECKSUMS  # here: `--help` does not need it
+    from shardkit.transfer.checks import NO_CHECKSUMS  # imported here, as `--help` does not need it
 
     if result.checked_bytes:
         size = format_size(result.checked_bytes)
         yield "checked", f"{size} against the CRC-32s in the source"
     yield from limited("checked against", [escape(path) for path in result.source_manifests])
     for part in result.unchecked:
-        if part.reason == NO_CHECKSUMS and not (result.checked_bytes or LISTS_WHOLE.get()):  # no news
+        if part.reason == NO_CHECKSUMS and not (result.checked_bytes or LISTS_WHOLE.get()):  # always the case
             continue
         yield (
             "unchecked",
@@ -106,7 +106,7 @@ def source_facts(result: WriteResult | CommitResult) -> Iterator[tuple[str, str]
 
 
 def copied(names: Sequence[str]) -> str:
-    """Return how many files are copied beside the weights, and which: `9 files: rng_state_{0..7}.pth, scheduler.pt`."""
+    """Return number and names of copied files: `9 files: rng_state_{0..7}.pth, scheduler.pt`."""
     lines = [line.pattern for line in folded([escape(name) for name in names])]
     if len(lines) > MAX_COPIED and not LISTS_WHOLE.get():
         lines[MAX_COPIED:] = ["..."]
@@ -114,14 +114,14 @@ def copied(names: Sequence[str]) -> str:
 
 
 def fused(tensors: Iterable[FusedTensors], label: str) -> Iterator[tuple[str, str]]:
-    """Yield the facts about tensors that become fewer or more: `fused`, `72 expert tensors into 6`."""
+    """Yield facts about fused or split tensors: `fused`, `72 expert tensors into 6`."""
     for kind in tensors:
         what = "expert tensors" if kind.are_experts else "tensors"
         yield label, f"{kind.num_stored:,} {what} into {kind.num_tensors:,}"
 
 
 def named(tensors: Sequence[NamedTensor]) -> Iterator[tuple[str, str]]:
-    """Yield the names of an output, if key rules gave some."""
+    """Yield the names of an output, if it has key rules."""
     if {"person", "shipped rules"}.isdisjoint(tensor.by for tensor in tensors):
         return
     lines = [
@@ -132,7 +132,7 @@ def named(tensors: Sequence[NamedTensor]) -> Iterator[tuple[str, str]]:
 
 
 def uneven(imbalance: float) -> str:
-    """Return how much larger than the others the largest file is."""
+    """Return a text about the imbalance of file sizes."""
     return f"the largest file is {imbalance:.2f} times the mean"
 
 
@@ -143,12 +143,12 @@ def written(
     *,
     shows_rate: bool = True,
 ) -> list[str]:
-    """Return the result of a verb that writes as lines for people.
+    """Return the result of a verb that writes as lines of text.
 
     Args:
-        result: the verb's.
-        pairs: what it says of the output.
-        next_steps: returns the lines about what to do with the output.
+        result: of the verb.
+        pairs: facts about the output.
+        next_steps: returns lines on how to use the output.
         shows_rate: as for `ending`.
     """
     if result.unfinished is not None:
@@ -158,7 +158,7 @@ def written(
 
 
 def _part_lines(result: WriteResult, part: PartResult, *, shows_rate: bool) -> list[str]:
-    """Return the outcome of a part of an output that is not there yet, or of its dry run."""
+    """Return the result of a part while the output is incomplete, or of its dry run."""
     would = "to write" if result.dry_run else "wrote"
     pairs = [(would, f"{count(part.num_files, 'file')}, {format_size(part.written_bytes)}")]
     if part.resumed_files:
@@ -175,12 +175,12 @@ def _part_lines(result: WriteResult, part: PartResult, *, shows_rate: bool) -> l
 
 
 def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield the last facts of a verb that writes: what it would take, or how it went.
+    """Yield the last facts of a verb that writes: requirements of a dry run, or memory, time and rate.
 
     Args:
-        result: the verb's.
-        more: facts to put before the time.
-        shows_rate: show bytes per second beside the time.
+        result: of the verb.
+        more: facts to show before the time.
+        shows_rate: show bytes per second with the time.
     """
     if result.dry_run:
         yield "memory", f"at most {format_size(result.peak_memory_bytes)} of buffers"
@@ -197,7 +197,7 @@ def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True)
 
 
 def _time(result: WriteResult, *, shows_rate: bool) -> str:
-    """Return how long it took, and the rate of what this process moved, if it moved enough to tell."""
+    """Return the duration, and the rate of this process if it moved enough bytes."""
     part, took_s = result.part, f"{result.elapsed_s:.2f} s"
     if part is None:
         moved_bytes, what, is_all = result.written_bytes, "bytes", not result.resumed_files
@@ -211,7 +211,7 @@ def _time(result: WriteResult, *, shows_rate: bool) -> str:
 
 
 def converted(result: WriteResult) -> Iterator[tuple[str, str]]:
-    """Yield a fact for each pair of dtypes of what is converted."""
+    """Yield a fact for each conversion between dtypes."""
     for pair in result.converted:
         dtypes = f"{short_dtype(pair.stored)} -> {short_dtype(pair.written)}"
         yield (
@@ -221,18 +221,18 @@ def converted(result: WriteResult) -> Iterator[tuple[str, str]]:
 
 
 class PrintableResult(Protocol):
-    """The part of a result that commands which move or compare something print."""
+    """The interface of results that commands print."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain data."""
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a person should know."""
+        """Remarks for the user."""
 
     @property
     def warnings(self) -> Sequence[str]:
-        """What a person should check."""
+        """Remarks that the user should check."""
 
 
 A = TypeVar("A", bound="Result | PrintableResult")
@@ -240,12 +240,12 @@ R = TypeVar("R", bound=PrintableResult)
 
 
 class Output:
-    """Where a command prints.
+    """The output of a command.
 
     Args:
         as_json: print the result as one JSON document, and nothing else to stdout.
-        shows_bars: a person wants to see progress bars.
-        is_quiet: print no result and no notes.
+        shows_bars: whether to show progress bars.
+        is_quiet: print neither result nor notes.
     """
 
     def __init__(self, *, as_json: bool = False, shows_bars: bool = False, is_quiet: bool = False) -> None:
@@ -253,7 +253,7 @@ class Output:
         self._warned = set[str]()
 
     def warn(self, text: str) -> None:
-        """Print a warning once; it may come before anything is done, and again with the result."""
+        """Print a warning, unless it was already printed before the result."""
         if text not in self._warned:
             self._warned.add(text)
             self.say("warning", text)
@@ -265,8 +265,8 @@ class Output:
 
         Args:
             result: of an operation.
-            render: turns it into lines for people.
-            max_warnings: how many warnings a person sees; None for all.
+            render: returns its lines of text.
+            max_warnings: maximum number of warnings; None for all.
         """
         self.answer(result, render)
         if not (self.as_json or self.is_quiet):
@@ -277,7 +277,7 @@ class Output:
             self.warn(warning)
 
     def answer(self, result: A, render: Callable[[A], Iterable[str]]) -> None:
-        """Print what was asked for, as a document or as lines. A signal that comes now has nothing left to stop."""
+        """Print the result as a document or as lines, ignoring signals, as there is nothing left to stop."""
         if (context := click.get_current_context(silent=True)) is not None:
             context.meta[ANSWERED] = True
         if self.as_json:
@@ -286,12 +286,12 @@ class Output:
             self.lines(render(result))
 
     def document(self, content: Mapping[str, Any]) -> None:
-        """Print a result as JSON; ASCII only, so that no name can act on a terminal."""
+        """Print a result as JSON; ASCII only, so that names cannot affect a terminal."""
         with printing():
             print(json.dumps(content, indent=2), file=sys.stdout)
 
     def lines(self, lines: Iterable[str]) -> None:
-        """Print lines of a result for people; prose is broken between words, tables and code stay as they are."""
+        """Print lines of a result; prose is wrapped, tables and code are not."""
         if "_bar" in vars(self):
             self._bar.finish()  # the clock
         for line in lines:
@@ -303,12 +303,12 @@ class Output:
     def say(self, label: str, text: str) -> None:
         """Print `label: text` on stderr, e.g. a warning, an error or a hint."""
         message = printable(text, sys.stderr)
-        if label != "resume":  # a command, to be copied
+        if label != "resume":  # a command to copy
             message = "\n  ".join(wrapped(message, sys.stderr, used=len(label) + 2, indent=2))
         remark(f"{painted(label, sys.stderr)}: {message}")
 
     def progress(self) -> Progress:
-        """Return a bar on a terminal, lines elsewhere, or what shows nothing if nobody wants to see it."""
+        """Return a bar on a terminal, lines elsewhere, or no output if progress is disabled."""
         from shardkit.core.threads import NoProgress
 
         if not self.shows_bars:
@@ -316,7 +316,7 @@ class Output:
         return self._bar if sys.stderr.isatty() else self._lines
 
     def step(self, text: str) -> None:
-        """Say what takes a while and has no bar: at once, above a clock, on a terminal; elsewhere if it does take long."""
+        """Print a step that has no bar: immediately, above a clock, on a terminal; elsewhere only if it takes long."""
         if not self.shows_bars:
             return
         if sys.stderr.isatty():
@@ -329,13 +329,13 @@ class Output:
             self._lines.start(0, text.removesuffix(" ..."))
 
     def watch(self) -> None:
-        """Show a clock on a terminal while a command does what has no bar, once that takes long."""
+        """Show a clock on a terminal during long steps without a bar."""
         if self.shows_bars and sys.stderr.isatty():
             self._bar.start(0, "")
 
     @cached_property
     def _bar(self) -> ByteBar:
-        from shardkit.cli.progress import ByteBar  # here: `--help` needs neither this nor thread pools
+        from shardkit.cli.progress import ByteBar  # here, as `--help` needs neither this nor thread pools
 
         bar = ByteBar()
         if (context := click.get_current_context(silent=True)) is not None:
@@ -352,7 +352,7 @@ class Output:
         return lines
 
     def detail(self, text: str, *, is_code: bool = False) -> None:
-        """Print a line that belongs to what was said before; one of code is not broken."""
+        """Print a line that continues the previous message; code is not wrapped."""
         line = printable(text, sys.stderr)
         for part in [f"  {line}"] if is_code else indented(line, sys.stderr, indent=2):
             remark(part)
@@ -360,11 +360,11 @@ class Output:
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Say what failed where stdout cannot be written, as when it is a file on a full disk.
+    """Convert errors of writing to stdout, as when it is a file on a full disk.
 
     Raises:
-        ResourceError: it cannot. Nothing more is written to it.
-        BrokenPipeError: whoever read it went away.
+        ResourceError: writing failed; further output is discarded.
+        BrokenPipeError: the reader of stdout went away.
     """
     try:
         yield
@@ -378,12 +378,12 @@ def printing() -> Iterator[None]:
 
 
 def remark(text: str) -> None:
-    """Print a line on stderr. One that cannot be printed is lost: that is no reason to stop what a command does."""
-    with suppress(OSError):  # what was printed before comes before it, in a log of both; the last flush tells
+    """Print a line on stderr, ignoring errors, which should not stop a command."""
+    with suppress(OSError):  # keeps the order in a common log; the last flush reports errors
         sys.stdout.flush()
     tqdm = sys.modules.get("tqdm") if sys.stderr.isatty() else None
     try:
-        # A bar that is on its way is drawn again below the line.
+        # An active bar is redrawn below the line.
         with tqdm.tqdm.external_write_mode(sys.stderr) if tqdm else nullcontext():
             print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -391,7 +391,7 @@ def remark(text: str) -> None:
 
 
 def silence(stream: TextIO) -> None:
-    """Let all else that is written to a stream go nowhere, the interpreter's last flush too."""
+    """Discard all further output to a stream, including the interpreter's last flush."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     except (OSError, ValueError):  # a stream without a descriptor
@@ -402,15 +402,15 @@ _COLORS = {"error": "red", "internal error": "red", "warning": "yellow", "hint":
 
 
 def painted(label: str, stream: TextIO) -> str:
-    """Return a label, in its colour if the stream is a terminal that wants colours."""
+    """Return a label, coloured if the stream is a terminal with colours."""
     wants = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return click.style(label, fg=_COLORS.get(label), bold=True) if wants else label
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """Return one line of text, with escapes for what a terminal might act on or what the encoding lacks.
+    """Return a line of text with characters escaped that a terminal might interpret or the encoding lacks.
 
-    Names were escaped when they were put into the text. This is for messages of the system and of libraries.
+    Names in the text are already escaped. This is for messages of the system and of libraries.
     """
     encoding = stream.encoding or "ascii"
     if not text.isprintable():
@@ -419,15 +419,15 @@ def printable(text: str, stream: TextIO) -> str:
 
 
 def wrapped(text: str, stream: TextIO, *, used: int, indent: int) -> list[str]:
-    """Return a text as lines that fit a terminal, broken between words; as one line for what is no terminal.
+    """Wrap a text to the width of a terminal; return a single line if the stream is not a terminal.
 
-    A command in backticks stays on one line, to be copied.
+    Commands in backticks are not broken, so that they can be copied.
 
     Args:
         text: one line.
         stream: where it is printed.
-        used: columns before the first line.
-        indent: columns before the others.
+        used: columns already used on the first line.
+        indent: columns before the other lines.
     """
     width = shutil.get_terminal_size().columns
     if not stream.isatty() or used + len(text) <= width:
@@ -445,16 +445,16 @@ def wrapped(text: str, stream: TextIO, *, used: int, indent: int) -> list[str]:
 
 
 def indented(text: str, stream: TextIO, *, indent: int = 0) -> list[str]:
-    """Return a text as `wrapped` does, with its indentation; all lines but the first have two columns more."""
+    """Like `wrapped`, with indentation; all lines but the first are indented by two more columns."""
     first, *rest = wrapped(text, stream, used=indent, indent=indent + 2)
     return [" " * indent + first, *(" " * (indent + 2) + line for line in rest)]
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent: str = "  ") -> list[str]:
-    """Return rows as aligned lines, without the columns that are empty in every row.
+    """Return rows as aligned lines, without columns that are empty in all rows.
 
     Args:
-        rows: cells; every row has as many as the first.
+        rows: cells; the same number in each row.
         right: columns to align on the right.
         indent: put before every line.
     """
@@ -473,13 +473,13 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent: s
 
 
 def first_rows(rows: Sequence[Sequence[str]], *, indent: str = "  ") -> list[str]:
-    """Return as many rows as the command that runs prints of one list, as `table` does, and how many more there are."""
+    """Like `table`, limited to the lines that the current command shows, and a line about the rest."""
     lines, hidden = table(rows[: max_lines()], indent=indent), len(rows) - max_lines()
     return [*lines, f"{indent}{more(hidden)}"] if hidden > 0 else lines
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Return (label, text) pairs as aligned lines. A label that repeats is shown once."""
+    """Return (label, text) pairs as aligned lines. Repeated labels are shown once."""
     rows, labels = list[tuple[str, str]](), [*pairs]
     indent = max((len(label) for label, _ in labels), default=0) + 2 * len(_GAP)
     previous = None
@@ -491,18 +491,18 @@ def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def limited(label: str, items: Sequence[str]) -> list[tuple[str, str]]:
-    """Return one fact for each of the lines that `shown` makes of items."""
+    """Return one fact for each line of `shown`."""
     return [(label, line) for line in shown(items)]
 
 
 def folded(items: Sequence[str], *, spreads: bool = False) -> list[FoldedNames[None]]:
-    """Return items as `fold_lines` folds them, unless the command that runs prints its lists whole."""
+    """Return items folded by `fold_lines`, unless the current command shows complete lists."""
     is_whole = max_lines() == sys.maxsize
     return [FoldedNames(item, 1, None) for item in items] if is_whole else fold_lines(items, spreads=spreads)
 
 
 def shown(items: Sequence[str], most: int | None = None, *, spreads: bool = False) -> list[str]:
-    """Return items as folded lines: at most `most` or MAX_LINES, then how many more items there are."""
+    """Return items as folded lines: at most `most` or MAX_LINES, then the number of remaining items."""
     most = max_lines() if most is None else most
     lines = folded(items, spreads=spreads)
     hidden = sum(line.count for line in lines[most:])
@@ -510,22 +510,22 @@ def shown(items: Sequence[str], most: int | None = None, *, spreads: bool = Fals
 
 
 def more(num_items: int) -> str:
-    """Return the line that stands for the items that are not shown."""
+    """Return the line about the items that are not shown."""
     return f"... {num_items} more, see {REST}"
 
 
 def file_sizes(result: WriteResult, label: str, one: str) -> list[tuple[str, str]]:
-    """Return facts about the size of each file, files of one size together; `one` is what a file is called."""
+    """Return facts about file sizes, grouped by size; `one` is the noun for a file."""
     return limited(label, [f"{one} {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)])
 
 
 def file_size(num_bytes: int | None) -> str:
-    """Return the size of a file as text; None is that of one that is not there."""
+    """Return the size of a file as text; None is a missing file."""
     return _MISSING if num_bytes is None else format_size(num_bytes)
 
 
 def size_runs(sizes: Sequence[int | None]) -> list[tuple[str, str]]:
-    """Return (range of indexes, size) for runs of files whose sizes read the same.
+    """Return (range of indexes, size) for runs of files with the same displayed size.
 
     Args:
         sizes: as for `file_size`, by index.
@@ -548,14 +548,14 @@ def size_runs(sizes: Sequence[int | None]) -> list[tuple[str, str]]:
 
 
 class PageFile:
-    """The file that `--html` names, if it was given.
+    """The page for `--html`, if that option is given.
 
     Args:
-        path: as it was typed; None if there is none.
-        about: what the page is about; it must not lie in there.
+        path: as typed; None without the option.
+        about: directories that the page must not be in.
 
     Raises:
-        UsageError: something else than a page is there. This comes before anything is read.
+        UsageError: the path exists and is not a page. Checked before anything is read.
         ResourceError: its directory is missing.
     """
 
@@ -568,17 +568,17 @@ class PageFile:
         self._path_as_typed = path
 
     def write(self, out: Output, page: Page) -> None:
-        """Write a page there, and say so."""
+        """Write the page, and print its path."""
         from shardkit.pictures.page import write_page
 
-        assert self._path is not None  # else nobody makes a page
+        assert self._path is not None  # otherwise no page is created
         write_page(self._path, page)
         if not out.is_quiet:
             out.say("page", f"{escape(self._path_as_typed or '')}: open it in a browser")
 
 
 def drawn(lines: Callable[[int, Glyphs], Iterator[str]]) -> list[str]:
-    """Return lines of a picture as wide as the terminal, in characters that it has."""
+    """Return lines of a picture, in the width and the characters of the terminal."""
     from shardkit.pictures.glyphs import glyphs_for
 
     width = shutil.get_terminal_size().columns

@@ -1,4 +1,4 @@
-"""`shardkit commit`, `shardkit status` and `shardkit abort`, of jobs that have not ended."""
+"""`shardkit commit`, `shardkit status` and `shardkit abort`, for unfinished jobs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Examples:
     type=click.FloatRange(min=0),
     default=0,
     metavar="SECONDS",
-    help="Wait for parts that are not finished, or that a network file system does not show yet.",
+    help="Wait for unfinished parts, or for files that a network file system does not show yet.",
 )
 @opt.overwrite("output, even if the parts did not have this option")
 @opt.reporting
 def commit_command(*, out: Output, output: str, wait: float, overwrite: bool) -> None:
-    """Make OUTPUT from what all parts of a job have written, with one rename.
+    """Complete OUTPUT from the files of all parts of a job, with one rename.
 
-    It may run any number of times, and several may run at once. The last part to finish does the same by itself.
+    It may run repeatedly and concurrently. The last part to finish does the same automatically.
     """
     from shardkit.operations.commit import commit
 
@@ -47,7 +47,7 @@ def commit_command(*, out: Output, output: str, wait: float, overwrite: bool) ->
 
 
 def commit_lines(result: CommitResult) -> list[str]:
-    """Return a result as lines for people."""
+    """Return a result as lines of text."""
     return [result.headline(), *facts(_pushed(result) if result.by_another else _commit_facts(result))]
 
 
@@ -74,10 +74,10 @@ Examples:
 @click.argument("output", type=opt.PATH, required=False)
 @opt.reporting
 def status_command(*, out: Output, output: str | None) -> None:
-    """Show how far the jobs that write OUTPUT are, which parts are missing, and how to go on.
+    """Show the progress of jobs that write OUTPUT, missing parts, and how to resume them.
 
-    Without OUTPUT, it shows all that is not committed in this directory. In a bucket, it also shows the data that no output
-    names any more, since they were replaced.
+    Without OUTPUT, show all uncommitted jobs in this directory. In a bucket, also show replaced data that no output
+    uses any more.
     """
     from shardkit.operations.commit import status
 
@@ -85,7 +85,7 @@ def status_command(*, out: Output, output: str | None) -> None:
 
 
 def status_lines(result: StatusResult) -> list[str]:
-    """Return a result as lines for people."""
+    """Return a result as lines of text."""
     is_named = result.outputs is None
     jobs = [line for job in result.jobs for line in facts(_job_facts(job, is_named))]
     replaced = facts(("replaced", escape(prefix)) for prefix in result.replaced)
@@ -103,9 +103,9 @@ Examples:
 @click.argument("output", type=opt.PATH)
 @opt.answering
 def abort_command(*, out: Output, output: str) -> None:
-    """Remove what was written for OUTPUT and not committed. An output that is there stays.
+    """Remove the uncommitted files of jobs that write OUTPUT. An existing output is kept.
 
-    Processes that are still at work end with an error.
+    Processes that are still running end with an error.
     """
     from shardkit.operations.commit import abort
 
@@ -113,7 +113,7 @@ def abort_command(*, out: Output, output: str) -> None:
 
 
 def abort_lines(result: AbortResult) -> list[str]:
-    """Return a result as lines for people."""
+    """Return a result as lines of text."""
     removed = [
         ("removed", f"{_finished(job)} of {escape_command(job.command) or 'a call from Python'}")
         for job in result.jobs
@@ -133,7 +133,7 @@ def _job_facts(job: UnfinishedJob, is_named: bool) -> Iterator[tuple[str, str]]:
         )
         return
     if job.is_committing:
-        yield "state", "its output is being made, or that was interrupted: the same command ends it"
+        yield "state", "its output is being committed, or that was interrupted: the same command completes it"
         return
     yield "finished", _finished(job)
     missing = [

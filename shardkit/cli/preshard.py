@@ -124,7 +124,7 @@ Examples:
     "Layout",
     "--trust-remote-code",
     is_flag=True,
-    help="Let the model's own code run while its layout is traced.",
+    help="Allow the model's own code to run while its layout is traced.",
 )
 @opt.follow_links
 @opt.reporting
@@ -139,12 +139,12 @@ def command(
     """Write SOURCE as one file for each rank of a device mesh, ready for torch.distributed.checkpoint.
 
     SOURCE is the directory or a file of a Hub model, or a repo id such as Qwen/Qwen3-8B. OUTPUT is the
-    directory to make; by default it is in the working directory, and its name gives model and mesh. To continue an
+    directory to create; by default it is in the working directory, named after model and mesh. To continue an
     interrupted run, run the same command again.
     """
     if html_file is not None and options["executor"]:
         raise click.UsageError(
-            "--html: the workers draw nothing; use shardkit inspect OUTPUT --html afterwards"
+            "--html: the workers write no page; use shardkit inspect OUTPUT --html afterwards"
         )
     page = PageFile(html_file, (source,) if output is None else (source, output))
     from shardkit.operations.environment import package_version
@@ -164,14 +164,12 @@ def command(
 
 
 def page_of(result: PreshardResult) -> Page:
-    """Return the page of a result; who holds what is looked up in the output where the result does not have it."""
+    """Return the page of a result; missing holdings are computed from the output."""
     from shardkit.operations.inspect import inspect
     from shardkit.pictures.held import held_page
 
     if result.holdings is None and (result.dry_run or result.unfinished):
-        raise UsageError(
-            "the page needs to know who holds what", hint="shardkit.preshard(..., holdings=True)"
-        )
+        raise UsageError("the page needs the holdings", hint="shardkit.preshard(..., holdings=True)")
     if result.holdings is None:
         result = replace(result, holdings=inspect(result.output, holdings=True).holdings)
     return held_page(result, kicker=_kicker(result), path=result.output, facts=list(_facts(result)))
@@ -190,7 +188,7 @@ def _is_on_the_hub(source: str) -> bool:
 
 
 def render(result: PreshardResult) -> list[str]:
-    """Return a result as lines for people."""
+    """Return a result as lines of text."""
     return written(result, _facts(result), partial(_how_to_load, result))
 
 

@@ -1,4 +1,4 @@
-"""How far a command is, on stderr: a bar on a terminal; elsewhere a line now and then."""
+"""Progress on stderr: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 _REDRAW_S = 0.1
 _BEAT_S = 1.0
-"""A bar on which nothing moves is drawn so often: its clock goes on."""
+"""Interval for redrawing an idle bar, so that its clock advances."""
 _CLOCK_S = 2.0
-"""What takes longer than this shows a clock."""
+"""Steps that take longer show a clock."""
 _FIRST_LINE_S, _NEXT_LINE_S = 10.0, 60.0
 
 
 class Beat:
-    """Calls a function now and then, in a thread of its own, until it is stopped.
+    """Calls a function repeatedly, in a separate thread, until stopped.
 
     Args:
         call: the function.
@@ -45,19 +45,19 @@ class Beat:
                 return
             try:
                 self._call()
-            except (OSError, ValueError):  # stderr is gone, which is no reason to end
+            except (OSError, ValueError):  # stderr is gone, which should not end the command
                 return
 
     def stop(self) -> None:
-        """End it; no call is under way when this returns."""
+        """Stop, and wait for a call in progress."""
         self._over.set()
         self._thread.join()
 
 
 class ByteBar:
-    """A tqdm bar that counts bytes; of a phase without bytes it shows what is done, once that takes a second.
+    """A tqdm bar that counts bytes; a phase without bytes is shown once it takes a second.
 
-    The engine calls `advance` for every MiB, from several threads. It only adds up, and draws ten times a second.
+    The engine calls `advance` for every MiB, from several threads. Drawing is limited to ten times a second.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class ByteBar:
         self._pending_bytes, self._drawn_at, self._begun = 0, 0.0, 0.0
 
     def start(self, total_bytes: int, label: str) -> None:
-        """Begin a bar of `total_bytes`, 0 for a phase without bytes; without a label that has only a clock."""
+        """Begin a bar of `total_bytes`, 0 for a phase without bytes; without a label such a phase is only a clock."""
         self.finish()
         self._label, self._total_bytes = label, total_bytes
         if total_bytes:
@@ -78,17 +78,17 @@ class ByteBar:
 
     @property
     def counts_bytes(self) -> bool:
-        """True while a phase with bytes is under way."""
+        """True during a phase with bytes."""
         return self._beat is not None and self._total_bytes > 0
 
     def _new(self) -> tqdm:
         from tqdm import tqdm
 
-        tqdm.set_lock(threading.RLock())  # tqdm's own lock works between processes, which costs a semaphore
+        tqdm.set_lock(threading.RLock())  # tqdm's own lock works across processes, and needs a semaphore
         return tqdm(
             total=self._total_bytes or None,
             desc=self._label,
-            unit="iB",  # with 1024 as the divisor: 327MiB, as the lines below the bar have it
+            unit="iB",  # with divisor 1024: 327MiB, like the lines below the bar
             unit_scale=True,
             unit_divisor=1024,
             file=sys.stderr,
@@ -96,12 +96,12 @@ class ByteBar:
             miniters=1,
             mininterval=0,
             leave=bool(self._total_bytes),
-            delay=0 if self._total_bytes else 1e-9,  # else it is drawn before its clock is right
+            delay=0 if self._total_bytes else 1e-9,  # otherwise it is drawn before its clock is set
             bar_format=None if self._total_bytes else "{desc}... {elapsed}" if self._label else "  {elapsed}",
         )
 
     def advance(self, num_bytes: int) -> None:
-        """Count bytes, and draw if it is time."""
+        """Count bytes, and redraw if due."""
         with self._lock:
             self._pending_bytes += num_bytes
             now = time.monotonic()
@@ -135,9 +135,9 @@ class ByteBar:
 
 
 def _size() -> dict[str, Any]:
-    """Return the size of the bar as tqdm takes it, which draws nothing on a terminal of 0 columns or lines.
+    """Return the bar's size for tqdm, which draws nothing on a terminal with 0 columns or lines.
 
-    Those of `script`, `kubectl exec` and `ssh -tt` are such terminals.
+    Terminals of `script`, `kubectl exec` and `ssh -tt` have such sizes.
     """
     with contextlib.suppress(OSError, ValueError):  # no terminal
         columns, lines = os.get_terminal_size(sys.stderr.fileno())
@@ -147,7 +147,7 @@ def _size() -> dict[str, Any]:
 
 
 class ByteLines:
-    """Says how far a command is where nobody watches (srun, CI, nohup): after 10 seconds, then every minute.
+    """Prints progress for logs (srun, CI, nohup): after 10 seconds, then every minute.
 
     Args:
         say: prints a line.
@@ -158,10 +158,10 @@ class ByteLines:
         self._beat: Beat | None = None
         self._label, self._total_bytes, self._done_bytes, self._begun = "", 0, 0, 0.0
         self._rate_start = 0, 0.0
-        """Bytes that were done when the rate was last taken, and when."""
+        """Bytes and time at the previous line, to compute the rate."""
 
     def start(self, total_bytes: int, label: str) -> None:
-        """Begin a phase of `total_bytes`, 0 if nobody can say how many."""
+        """Begin a phase of `total_bytes`, 0 if unknown."""
         with self._lock:
             self._label, self._total_bytes, self._done_bytes = label, total_bytes, 0
             self._begun = time.monotonic()
@@ -175,7 +175,7 @@ class ByteLines:
             self._done_bytes += num_bytes
 
     def finish(self) -> None:
-        """End the phase; nothing is said before the next."""
+        """End the phase; nothing is printed before the next one."""
         with self._lock:
             self._label = ""
 
@@ -189,10 +189,10 @@ class ByteLines:
             self._say(line)
 
     def line(self, now: float) -> str:
-        """Return what there is to say; empty between two phases.
+        """Return the line to print; empty between phases.
 
         Args:
-            now: seconds, of the clock by which phases begin.
+            now: seconds, of the monotonic clock.
         """
         with self._lock:
             label, total_bytes, done_bytes = self._label, self._total_bytes, self._done_bytes
@@ -207,14 +207,12 @@ class ByteLines:
         rate = moved_bytes / elapsed_s if elapsed_s > 0 else 0.0
         if not rate:
             return f"{label}: {share}"
-        remaining = f", {format_duration(round((total_bytes - done_bytes) / rate))} left"
-        return (
-            f"{label}: {share}, {format_size(round(rate))}/s{remaining if done_bytes < total_bytes else ''}"
-        )
+        rest = f", {format_duration(round((total_bytes - done_bytes) / rate))} left"
+        return f"{label}: {share}, {format_size(round(rate))}/s{rest if done_bytes < total_bytes else ''}"
 
 
 def bar_of_a_call() -> Progress:
-    """Return a bar for who calls the library on a terminal or in a notebook, unless SHARDKIT_NO_PROGRESS forbids it."""
+    """Return a bar for callers of the library on a terminal or in a notebook, unless SHARDKIT_NO_PROGRESS is set."""
     from shardkit.core.threads import NoProgress
 
     forbids = os.environ.get("SHARDKIT_NO_PROGRESS", "0").lower() not in ("", "0", "false", "no", "off")
@@ -222,7 +220,7 @@ def bar_of_a_call() -> Progress:
 
 
 def _is_notebook() -> bool:
-    """True in a kernel of IPython, whose stderr is no terminal."""
+    """True in a kernel of IPython, whose stderr is not a terminal."""
     ipython = sys.modules.get("IPython")  # a kernel has imported it
     shell = None if ipython is None else ipython.get_ipython()
     return getattr(shell, "kernel", None) is not None

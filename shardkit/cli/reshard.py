@@ -34,7 +34,7 @@ Examples:
     "--no-optimizer",
     first=True,
     is_flag=True,
-    help="Leave the optimizer's state out.",
+    help="Leave out the optimizer's state.",
 )
 @opt.overwrite("checkpoint, whole and in one step")
 @opt.exist_ok
@@ -48,8 +48,8 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
     """Rewrite CHECKPOINT as OUTPUT, for another number of ranks: model, optimizer and everything else.
 
     CHECKPOINT is a sharded checkpoint of any trainer, or a run directory, whose newest complete checkpoint is
-    taken. OUTPUT is the directory to make; by default it is in the working directory, and its name gives checkpoint
-    and mesh. A DCP checkpoint stays one of the same trainer, with the files beside its shards. No model code is
+    used. OUTPUT is the directory to create; by default it is in the working directory, named after checkpoint
+    and mesh. A DCP checkpoint remains one of the same trainer, with the files next to its shards. No model code is
     needed.
     """
     from shardkit.operations.reshard import reshard
@@ -60,7 +60,7 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
 
 
 def render(result: ReshardResult) -> list[str]:
-    """Return a result as lines for people."""
+    """Return a result as lines of text."""
     return written(result, _facts(result), partial(_how_to_go_on, result), shows_rate=False)
 
 

@@ -37,7 +37,7 @@ def env_command(*, out: Output) -> None:
 
 
 def env_lines(environment: Environment) -> list[str]:
-    """Return an environment as lines for people."""
+    """Return an environment as lines of text."""
     memory = "unknown" if environment.memory_bytes is None else format_size(environment.memory_bytes)
     return facts(
         [
@@ -70,8 +70,8 @@ Open a new shell to use it, or run eval "$(shardkit completion bash)" in this on
 def completion_command(ctx: click.Context, shell: str) -> None:
     """Print a script that completes commands, options and paths in your shell."""
     completer = get_completion_class(shell)
-    assert completer is not None  # click brings these three
+    assert completer is not None  # click supports these three
     script = completer(ctx.find_root().command, {}, _PROGRAM, _VARIABLE)
-    # Not `source()`: it looks for the version of a bash, which may be that of another machine.
+    # Not `source()`: it checks the version of the local bash, while the script may be for another machine.
     with printing():
         click.echo(script.source_template % script.source_vars())

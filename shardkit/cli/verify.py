@@ -38,7 +38,7 @@ Examples:
     "--manifest",
     type=opt.PATH,
     metavar="FILE",
-    help="Compare with this manifest, which lies elsewhere.",
+    help="Compare with this manifest, in another place.",
 )
 @opt.strict
 @opt.option(
@@ -54,13 +54,13 @@ Examples:
 @opt.follow_links
 @opt.reporting
 def command(*, out: Output, path: str, html_file: str | None, **options: Any) -> None:
-    """Check that PATH is whole, and has the bytes that were written.
+    """Check that PATH is complete and undamaged.
 
     PATH is a Hub model, a pre-sharded directory, any trainer's sharded checkpoint, or a run's directory, whose
-    newest checkpoint is taken. By default metadata, headers,
+    newest checkpoint is used. By default metadata, headers,
     sizes and manifests are compared with each other; --full compares bytes with checksums. A manifest is
-    looked for in PATH, then beside it (PATH.shardkit.json). Where transformers is installed, a Hub model's class is asked
-    whether it finds all weights, which takes seconds. Exit code 0: nothing is wrong; 1: something is wrong;
+    looked for in PATH, then beside it (PATH.shardkit.json). If transformers is installed, the class of a Hub model checks
+    that it finds all weights, which takes seconds. Exit code 0: nothing is wrong; 1: something is wrong;
     3: not a checkpoint; 5: nothing is wrong, but some files cannot be read.
     """
     page = PageFile(html_file, (path,))
@@ -77,14 +77,12 @@ def page_of(result: VerifyResult) -> Page:
     from shardkit.pictures.damage import damage_page
 
     if result.holdings is None:
-        raise UsageError(
-            "the page needs to know which file holds what", hint="shardkit.verify(..., holdings=True)"
-        )
+        raise UsageError("the page needs the holdings", hint="shardkit.verify(..., holdings=True)")
     return damage_page(result, list(_facts(result)))
 
 
 def render(result: VerifyResult) -> list[str]:
-    """Return a result as lines for people."""
+    """Return a result as lines of text."""
     problems = result.problems
     return [
         result.headline(),
@@ -96,7 +94,7 @@ def render(result: VerifyResult) -> list[str]:
 
 
 def _problem_lines(problems: Sequence[VerifyProblem]) -> Iterator[str]:
-    """Yield the lines of all problems; what is wrong with the same tensor of many layers is one line."""
+    """Yield the lines of all problems; the same problem in many layers is one line."""
     detailed = [problem for problem in problems if problem.details]
     for problem in detailed[: max_lines()]:
         yield from indented(problem.line(), sys.stdout, indent=2)
@@ -122,7 +120,7 @@ def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
         yield "checkpoint", format_name(result.writer or result.format)
     read = ": names, headers and sizes; --full reads the bytes" if result.level == "structure" else ""
     yield "level", f"{result.level}{read}"
-    if result.num_files or result.ok:  # else it could not be opened
+    if result.num_files or result.ok:  # otherwise it could not be opened
         tensors = f"{count(result.num_tensors, 'tensor')}, {count(result.num_chunks, 'chunk')}"
         yield "holds", f"{tensors}, {format_size(result.tensor_bytes)} in {count(result.num_files, 'file')}"
     for name in result.manifests:

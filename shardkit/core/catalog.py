@@ -58,7 +58,7 @@ UNSEEN = -1
 class OpenRecords(Protocol):
     """Opens the records of some tensors of a catalog. Each process opens only the records that it reads.
 
-    Returns a catalog of raw extents in which all other tensors have no chunks (see `with_absent_tensors`).
+    Returns a catalog of raw extents in which all other tensors have no chunks (see `with_missing`).
 
     Raises:
         SourceError, IntegrityError, ResourceError: naming file and tensor; all problems of a kind at once.
@@ -436,10 +436,8 @@ def renumber(file: SourceFile, numbers: Sequence[int]) -> SourceFile:
     derivation = file.derivation
     if not isinstance(derivation, Computed):
         return file
-    numbers_here = (
-        numbers if derivation.numbers is None else [numbers[number] for number in derivation.numbers]
-    )
-    return replace(file, derivation=replace(derivation, numbers=numbers_here))
+    mapped = numbers if derivation.numbers is None else [numbers[number] for number in derivation.numbers]
+    return replace(file, derivation=replace(derivation, numbers=mapped))
 
 
 def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
@@ -460,23 +458,21 @@ def subset(catalog: Catalog, names: Collection[str]) -> Catalog:
     return chosen
 
 
-def carry(
-    catalog: Catalog, names: Collection[str], supplement: Catalog, sources: Mapping[str, str]
-) -> Catalog:
-    """Return a catalog of some tensors of `catalog` and of `supplement`; `sources` maps new names to names there."""
+def carry(catalog: Catalog, names: Collection[str], supply: Catalog, sources: Mapping[str, str]) -> Catalog:
+    """Return a catalog of some tensors of `catalog` and of `supply`; `sources` maps new names to names there."""
     carried = subset(catalog, names)
-    numbers = range(len(carried.files), len(carried.files) + len(supplement.files))
-    carried.files += [renumber(file, numbers) for file in supplement.files]
+    numbers = range(len(carried.files), len(carried.files) + len(supply.files))
+    carried.files += [renumber(file, numbers) for file in supply.files]
     for source, name in sources.items():
-        carried.copy_tensor(supplement, name, source, numbers)
+        carried.copy_tensor(supply, name, source, numbers)
     if (open_records := catalog.open_records) is not None:
         carried.open_records = lambda those, *, as_read=False: carry(
-            open_records(those), names, supplement, sources
+            open_records(those), names, supply, sources
         )
     return carried
 
 
-def with_absent_tensors(chosen: Catalog, whole: Catalog) -> Catalog:
+def with_missing(chosen: Catalog, whole: Catalog) -> Catalog:
     """Return `chosen` with all tensors of `whole`, in its order; those that `chosen` lacks have no chunks."""
     tensors = {
         name: chosen.tensors.get(name) or replace(entry, first_chunk=0, num_chunks=0)

@@ -337,7 +337,7 @@ def _parse_axis(part: str) -> Axis:
     if not (implied_role or role):
         raise MeshError(
             f"mesh axis {name!r} has no known role{suggestion(name, ROLES)}",
-            hint=f"say what it does: {name}:shard={size}, {name}:replicate={size} or {name}:tensor={size}",
+            hint=f"give its role: {name}:shard={size}, {name}:replicate={size} or {name}:tensor={size}",
         )
     if size < 1:
         raise MeshError(f"mesh axis {name!r} must have a size of at least 1, not {size}")

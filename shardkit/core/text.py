@@ -19,7 +19,7 @@ _MAX_SUGGESTIONS = 20  # each searches all names
 _ALIKE = 0.75  # of two parts of a name: `wieght` is `weight`, `up_proj` is not `gate_proj`
 _MAX_LISTED = 3
 _MAX_THERE = 5
-GLOBS_HINT = "globs are about whole names, and * matches dots too: '*.mlp.*'"
+GLOBS_HINT = "globs match whole names, and * also matches dots: '*.mlp.*'"
 """Hint for globs that match nothing."""
 LISTS_WHOLE: ContextVar[bool] = ContextVar("lists_whole", default=False)
 """If True, `listed` does not truncate."""
@@ -134,16 +134,12 @@ def unmatched(globs: Iterable[str], names: Collection[str]) -> list[str]:
     """Return lines about globs that match no name: each with a suggestion, then the most similar names, folded."""
     patterns = list(globs)
     lines = [f"{escape(glob)}{suggestion(glob, names)}" for glob in patterns]
-    existing_patterns = [
-        escape(folded.pattern) for folded in fold((name, None) for name in dict.fromkeys(names))
-    ]
-    existing_patterns.sort(
-        key=lambda pattern: -max((likeness(pattern, glob) for glob in patterns), default=0.0)
-    )
-    rest = len(existing_patterns) - _MAX_THERE
+    shown = [escape(folded.pattern) for folded in fold((name, None) for name in dict.fromkeys(names))]
+    shown.sort(key=lambda pattern: -max((likeness(pattern, glob) for glob in patterns), default=0.0))
+    rest = len(shown) - _MAX_THERE
     return [
         *lines,
-        *(f"there is {pattern}" for pattern in existing_patterns[:_MAX_THERE]),
+        *(f"there is {pattern}" for pattern in shown[:_MAX_THERE]),
         *([f"... {rest} more"] if rest > 0 else []),
     ]
 

@@ -750,7 +750,7 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
         problems = [problem.removeprefix(".") for problem in wrong.problems]
         what = problems[0] if len(problems) == 1 else count(len(problems), "field")
         raise SourceError(
-            f"{shown} lacks what its format has: {what}",
+            f"{shown} does not have the fields of its format: {what}",
             problems=problems,
             hint=f"the file was written by something else; {page('format.md')} describes it",
         ) from None

@@ -329,7 +329,7 @@ def _fetch(path: str, state: ObjectStat) -> Callable[[int, int], memoryview]:
         except FileNotFoundError:
             raise OtherVersion(
                 f"{escape(path)}: the object was removed while it was read",
-                hint="start again with a source that is at rest",
+                hint="start again with a source that no longer changes",
             ) from None
 
     return fetch
@@ -340,7 +340,7 @@ def _opened(number: int) -> _OpenObject:
     if opened is None:
         raise ResourceError(
             "an object of a store was opened by another process",
-            hint="let processes that are forked open what they read by themselves",
+            hint="open objects in the forked process itself",
         )
     return opened
 

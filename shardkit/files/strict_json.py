@@ -292,7 +292,7 @@ def parse_object(data: bytes, name: str) -> dict[str, object]:
         raise SourceError(
             f"{escape(name)}: JSON with the same key given twice",
             problems=[escape(key) for key in twice],
-            hint="which value is meant cannot be told: write the file anew or download it again",
+            hint="it is unclear which value is meant: write the file again or download it again",
         )
     if not isinstance(value, dict):
         raise _not_json(name, f"expected an object at the top, found {type(value).__name__}")

@@ -47,7 +47,7 @@ def floating_targets(tensors: Mapping[str, Held]) -> dict[str, Target]:
     dtypes = {name: tensors[name].dtype for target in targets.values() for name in target.shapes}
     LayoutError.raise_for(
         [f"{escape(name)}: {dtype.name}" for name, dtype in dtypes.items() if not dtype.is_convertible],
-        "factors of OSFT are no floating numbers",
+        "factors of OSFT are not floating-point numbers",
         hint="something quantised them: take the checkpoint of the training itself",
     )
     return targets

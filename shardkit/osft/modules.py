@@ -133,7 +133,7 @@ def factor_modules(model: nn.Module, targets: Iterable[Target]) -> dict[str, Osf
         new.train(old.training)
         setattr(model.get_submodule(parent), attribute, new)
         layers[target.path] = new
-    LayoutError.raise_for(problems, "the model has other layers than the OSFT checkpoint")
+    LayoutError.raise_for(problems, "the model's layers differ from those of the OSFT checkpoint")
     return layers
 
 

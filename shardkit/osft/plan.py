@@ -74,7 +74,7 @@ class OsftPlan:
         errors = [problem for problem in problems if problem]
         UsageError.raise_for(
             errors,
-            "this is no plan for OSFT",
+            "not a valid plan for OSFT",
             hint="osft=0.3 trains three tenths of each target's singular directions",
         )
 
@@ -174,7 +174,7 @@ def _matching(
         raise UsageError(
             match_nothing("OsftPlan.targets", len(unused), "no weight"),
             problems=unmatched(unused, weights),
-            hint="globs are compared with names of weights and of their modules: '*.mlp.up_proj'",
+            hint="globs match names of weights and of their modules: '*.mlp.up_proj'",
         )
     chosen = [name for name in weights if name in named_weights and name not in negated_weights]
     if not chosen:
@@ -215,7 +215,7 @@ def _unfit(name: str, weight: Candidate) -> str:
     if weight.why_not:
         return weight.why_not
     if len(weight.shape) != 2:
-        return f"{list(weight.shape)} is no matrix" + (
+        return f"{list(weight.shape)} is not a matrix" + (
             ": experts stay dense" if len(weight.shape) == 3 else ""
         )
     if weight.module_class != "Linear":
@@ -254,5 +254,5 @@ def _check_ranks(plan: OsftPlan, targets: Sequence[Target]) -> None:
         raise UsageError(
             f"OsftPlan.ranks: {count(len(unused), 'glob')} without a target",
             problems=unmatched(unused, names),
-            hint="globs are compared with names of targets: ranks={'*.mlp.up_proj': 256}",
+            hint="globs match names of targets: ranks={'*.mlp.up_proj': 256}",
         )

@@ -68,7 +68,7 @@ def factorise(weight: torch.Tensor, target: Target, svd: Svd = "exact") -> Facto
 
     if not torch.isfinite(weight).all():
         raise SourceError(
-            f"{escape(target.weight)}: has values that are not finite, and no singular values",
+            f"{escape(target.weight)}: has values that are not finite, so there are no singular values",
             hint="the source is damaged, or training diverged: use an earlier checkpoint",
         )
     with one_thread_each(True), _named(target):

@@ -237,9 +237,8 @@ class _Drawn:
         for number, (start, nbytes, tone) in zip(numbers, places, strict=True):
             problem = self.problems[number]
             about = f"{_tensor(problem)}: " if problem.tensor is not None else ""
-            text = f"{about}{_message(problem)[:300]}" + (
-                self._lost(size, strip) if tone == "missing" else ""
-            )
+            lost = self._lost(size, strip) if tone == "missing" else ""
+            text = f"{about}{_message(problem)[:300]}{lost}"
             # For a file of unknown size, only the bar can be drawn.
             damage.append([start, nbytes or size, text, number, tone])
         return {

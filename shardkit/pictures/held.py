@@ -183,9 +183,7 @@ def _flow_section(holdings: Holdings) -> Section:
 
 def _matrix_section(holdings: Holdings) -> Section:
     noun, peak = _noun(holdings), max((max(row, default=0) for row in holdings.cells), default=0)
-    what = (
-        "a unit that fully_shard wraps, in forward order" if holdings.has_units else "a layer, as names tell"
-    )
+    what = "a unit of fully_shard, in forward order" if holdings.has_units else "a layer, as names tell"
     key = legend(
         ("none", "nothing"),
         ("ramp", f"few to many bytes, at most {format_size(peak)}"),
@@ -332,9 +330,7 @@ def _flow(holdings: Holdings) -> dict[str, Any]:
 
 
 def _data(holdings: Holdings) -> dict[str, Any]:
-    most_pieces = max(
-        range(len(holdings.tensors)), key=lambda index: holdings.tensors[index].tensor_bytes, default=0
-    )
+    sizes = [tensor.tensor_bytes for tensor in holdings.tensors]
     return {
         "kind": "held",
         "has_ranks": holdings.has_ranks,
@@ -356,7 +352,7 @@ def _data(holdings: Holdings) -> dict[str, Any]:
             {"shape": cut.shape, "num_pieces": cut.num_pieces, "files": cut.files, "boxes": cut.boxes}
             for cut in holdings.cuts
         ],
-        "first_tensor": most_pieces,
+        "first_tensor": sizes.index(max(sizes)) if sizes else 0,
         "flow": _flow(holdings) if holdings.has_ranks and holdings.num_holders > 1 else None,
     }
 

@@ -28,8 +28,8 @@ SHORT_READINGS = "read in very short pieces"
 NOT_READ = "blocks shared with the output, not read"
 
 OFF = (
-    "the source was not compared with the checksums in it (--check-source off): damaged bytes would have been taken "
-    "as they are"
+    "the source was not compared with the checksums in it (--check-source off): damaged bytes would not have been "
+    "noticed"
 )
 """The warning if the user disabled comparing."""
 

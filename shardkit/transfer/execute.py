@@ -44,7 +44,7 @@ _STORE_JOBS, _MIN_JOB_BYTES = 4, 2 * MIB
 _LOOK_S = 0.5  # interval for noticing that the job was ended by another process
 _SYNC_THREADS = 8
 """Threads that wait for the disk while others move bytes. Concurrent syncs share a commit of the file system's log."""
-DAMAGED = "use another copy of the checkpoint; --check-source off takes the damaged bytes as they are"
+DAMAGED = "use another copy of the checkpoint; --check-source off copies the damaged bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -473,7 +473,7 @@ def changed(names: Sequence[str]) -> IntegrityError:
     return IntegrityError(
         f"{len(names)} source file{'s' * (len(names) > 1)} changed while being read",
         problems=[escape(name) for name in names],
-        hint="start again once the source is at rest; nothing that was made of it is kept",
+        hint="start again once the source no longer changes; nothing from this run is kept",
     )
 
 

@@ -86,7 +86,7 @@ def test_threads_that_may_not_be_started(fail):
         threading.stack_size(before)
     result = fail(caught.value)
     assert result.exit_code == 5
-    assert "limit of the system" in result.stderr
+    assert "a system limit" in result.stderr
     assert "`ulimit -v`" in result.stderr
 
 

@@ -97,12 +97,12 @@ CASES = {
     "a typo in what is chosen": (
         "diff tiny tiny --include layer.*",
         "layer.*  (closest name: layers.*)\n  there is layers.{0,1}.up.weight",
-        "* matches dots too",
+        "* also matches dots",
     ),
     "a typo in a rule of cuts": (
         "preshard tiny x --mesh dp_shard=2,tp=2 --wrap none --parallel-rule *.embd=rowwise",
         "--parallel-rule matches no tensor and no module\n  *.embd  (closest name: embed)",
-        "globs are about whole names",
+        "globs match whole names",
     ),
     "a typo in an option": ("preshard tiny x --worldsize 4", "no such option", "shows its options"),
     "an option that is gone": (
@@ -121,13 +121,13 @@ CASES = {
     "the pass that is gone": (
         "consolidate dcp x --check",
         "no such option '--check'\n",
-        "for an answer before a byte moves, run shardkit verify on the checkpoint first",
+        "for an answer before that, run shardkit verify on the checkpoint first",
     ),
     **{
         f"parts of what only reads, {command} {option}": (
             f"{command} {option} 1/2",
             f"no such option '{option}'\n",
-            "run it once, in one process",
+            "run them in one process",
         )
         for command in ("verify tiny --full", "diff tiny tiny", "inspect tiny")
         for option in ("--part", "--answers")

@@ -241,7 +241,7 @@ def test_a_checkpoint_that_changes_is_not_called_damaged(
     served.proxy.spoils = change
     with pytest.raises(IntegrityError, match=r"object (changed|was removed) while it was read") as refused:
         read("s3://bucket/moving", tmp_path / "out")
-    assert "at rest" in (refused.value.hint or "")
+    assert "no longer changes" in (refused.value.hint or "")
 
 
 def test_what_is_wrong_is_said_without_a_secret(served: servers.Served, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_what_is_wrong_is_said(hub: Any, run: Run, tmp_path: Path) -> None:
     )
     for found, words in zip(
         refused,
-        ("refuses access", "no such model", "no revision", "names no repo", "no such", "leave out one"),
+        ("refuses access", "no such model", "no revision", "is not a repo", "no such", "leave out one"),
         strict=True,
     ):
         assert words in str(found), found

@@ -65,7 +65,7 @@ def test_other_tensors_stay_in_their_order(tmp_path: Path) -> None:
 def test_integers_are_refused(tmp_path: Path) -> None:
     tensors = random(4, 6, 2)
     tensors["a.b.osft_S_high"] = torch.ones(2, dtype=torch.int32)
-    with pytest.raises(LayoutError, match="no floating numbers") as caught:
+    with pytest.raises(LayoutError, match="not floating-point numbers") as caught:
         catalog_of(tmp_path, tensors)
     assert list(caught.value.problems) == ["a.b.osft_S_high: int32"]
 

@@ -113,7 +113,7 @@ def test_what_cannot_be_divided_is_named_and_can_be_left_out() -> None:
     for part in (
         "5 weights cannot be divided",
         "lm_head.weight: it is tied to model.embed_tokens.weight",
-        "gate_up_proj: [4, 16, 80] is no matrix: experts stay dense",
+        "gate_up_proj: [4, 16, 80] is not a matrix: experts stay dense",
         "conv.weight: it belongs to Conv1D",
         "narrow.weight: [1, 16] has one direction",
         "embed_tokens.weight: it belongs to Embedding",

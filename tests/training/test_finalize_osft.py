@@ -313,7 +313,7 @@ def test_a_lost_slice_is_found(out: Path) -> None:
     if dist.get_rank() == 1:
         held[lost].tensor[-1].mul_(0.9)
     error = same_error(lambda: prove_orthogonal(held, ctx.factoring.targets, "exact"))
-    assert error["message"] == "what the ranks hold of factors is not orthonormal"
+    assert error["message"] == "the factors on the ranks are not orthonormal"
     assert len(error["problems"]) == 1
     assert error["problems"][0].startswith("ranks 0-1: model.layers.1.mlp.down_proj: ")
 

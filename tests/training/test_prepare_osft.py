@@ -87,7 +87,7 @@ def test_a_plan_that_contradicts_the_source_is_refused(dense: str, stored: str) 
     plan = OsftPlan(ratio=0.3, targets="auto,!*.v_proj,lm_head", ranks={"*.o_proj": 5})
     with pytest.raises(LayoutError) as caught:
         prepare(dense, stored, osft=plan)
-    assert caught.value.message == "the source and osft= have 5 other factors"
+    assert caught.value.message == "the source and osft= differ in 5 factors"
     assert caught.value.problems[1] == (
         "model.layers.0.self_attn.o_proj: 16 directions of [24, 24] kept in the source, "
         "5 directions of [24, 24] kept in osft="
@@ -119,7 +119,7 @@ def test_a_model_that_has_factors_is_taken(dense: str, stored: str) -> None:
             again = prepare(copy.deepcopy(ctx.model), source)
             assert again.factoring.targets == ctx.factoring.targets
             assert again.expected == ctx.expected
-    with pytest.raises(LayoutError, match="the source and the model have 2 other factors"):
+    with pytest.raises(LayoutError, match="the source and the model differ in 2 factors"):
         prepare(with_factors(OsftPlan(ratio=0.3, ranks={"*.o_proj": 5})), stored)
 
 

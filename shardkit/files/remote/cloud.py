@@ -249,7 +249,7 @@ def _forked(path: str) -> ResourceError:
 def _describe(meta: Any) -> ObjectStat:
     if not meta["e_tag"]:
         raise ResourceError(
-            f"{escape(meta['path'])}: the store gives no ETag, so a change could not be noticed",
+            f"{escape(meta['path'])}: the store returns no ETag, so changes could not be detected",
             hint="copy it to a local disk with the store's own tool",
         )
     return ObjectStat(meta["size"], meta["e_tag"], int(meta["last_modified"].timestamp() * 1e9))

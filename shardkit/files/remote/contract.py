@@ -134,7 +134,7 @@ NO_PATH = "InvalidPath"
 _REGION = "the bucket is in another region", "set AWS_REGION to the region of the bucket"
 _REFUSALS = {
     **dict.fromkeys(("PermanentRedirect", "AuthorizationHeaderMalformed"), _REGION),
-    "RequestTimeTooSkewed": ("this machine and the store differ in time", "set the clock; then start again"),
+    "RequestTimeTooSkewed": ("this machine's clock differs from the store's", "set it; then start again"),
     "InvalidObjectState": (
         "the object is archived",
         "restore it with the store's own tools; then start again",
@@ -173,7 +173,7 @@ def explain(answer: StoreAnswer, path: str) -> RequestFailure:
         _Meaning.NO_OBJECT: gone(path),
         _Meaning.OTHER_VERSION: OtherVersion(
             f"{where}: the object changed while it was read",
-            hint="start again once the source is at rest; nothing that was made of it is kept",
+            hint="start again once the source no longer changes; nothing from this run is kept",
         ),
         _Meaning.NO_BUCKET: ResourceError(
             f"{where}: there is no such bucket ({detail})", hint="check the name of the bucket"
@@ -211,9 +211,8 @@ def _meaning(answer: StoreAnswer) -> _Meaning:
         return _CODES[answer.code]
     if answer.status in _STATUSES:
         return _STATUSES[answer.status]
-    is_moment = answer.status >= _SERVER_ERROR or not (
-        answer.code or answer.status
-    )  # or an error of the network
+    # Without code and status it is an error of the network.
+    is_moment = answer.status >= _SERVER_ERROR or not (answer.code or answer.status)
     return _Meaning.PASSING if is_moment else _Meaning.LASTING
 
 

@@ -81,7 +81,7 @@ def named(root: str) -> Named:
     match = _ROOT.fullmatch(root.removeprefix(SCHEME))
     if match is None or not names_repo(root):
         raise UsageError(
-            f"{escape(root)} names no repo", hint="write it as hf://organisation/name[@revision][/folder]"
+            f"{escape(root)} is not a repo", hint="write it as hf://organisation/name[@revision][/folder]"
         )
     revision = match["revision"]
     return Named(match["id"], None if revision is None else unquote(revision))
@@ -98,7 +98,7 @@ def at_revision(root: str, revision: str | None) -> str:
         return root
     if root_revision not in (None, revision):
         raise UsageError(
-            f"{escape(root)} is of revision {escape(str(root_revision))}, and --revision is {escape(revision)}",
+            f"{escape(root)} has revision {escape(str(root_revision))}, but --revision is {escape(revision)}",
             hint="leave out one of the two",
         )
     return f"{SCHEME}{repo_id}@{quote(revision, safe='')}"
@@ -187,7 +187,7 @@ class HubStore:
         metadata = get_hf_file_metadata(hf_hub_url(self._id, key, revision=self._revision))
         if metadata.size not in (None, version.size) or metadata.etag not in (None, version.etag):
             raise IntegrityError(
-                f"{escape(key)}: the Hub gives another version than it listed", hint="start again"
+                f"{escape(key)}: the Hub returned another version than it listed", hint="start again"
             )
         with self._lock:
             self._places[key] = metadata.location
@@ -202,8 +202,8 @@ class HubStore:
         if isinstance(error, errors.EntryNotFoundError):
             return RequestFailure(gone(path), may_pass=False)
         if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes(error)):
-            offline = f"{escape(path)}: the Hub must be asked, and HF_HUB_OFFLINE is set"
-            hint = "unset it; a model that is in the cache is named without hf://"
+            offline = f"{escape(path)}: a request to the Hub is needed, but HF_HUB_OFFLINE is set"
+            hint = "unset it; for a model in the cache leave hf:// out"
             return RequestFailure(ResourceError(offline, hint=hint), may_pass=False)
         explained = explain(error, self._id, self._revision)
         if explained is not None:
@@ -289,7 +289,7 @@ def explain(error: Exception, repo_id: str, revision: str | None) -> ShardkitErr
         return SourceError(f"{escape(repo_id)!r} is not a repo id", hint="write it as organisation/name")
     if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in chain):
         return ResourceError(
-            f"{name}: not whole in the cache, and HF_HUB_OFFLINE is set",
+            f"{name}: incomplete in the cache, and HF_HUB_OFFLINE is set",
             hint="unset HF_HUB_OFFLINE, or run once with network access",
         )
     status = next((code for code in map(status_of, chain) if code is not None), None)

@@ -32,7 +32,7 @@ from shardkit.core.catalog import (
     TensorEntry,
     subset,
     subset_within,
-    with_absent_tensors,
+    with_missing,
 )
 from shardkit.core.dtypes import OF_CODES
 from shardkit.core.regions import Region, Shape, find_tiling_error
@@ -157,9 +157,7 @@ class DcpDirectory:
 
     def _open_of(self, catalog: Catalog, names: Collection[str], /, *, as_read: bool = False) -> Catalog:
         chosen = [name for name in catalog.tensors if name in names]
-        return with_absent_tensors(
-            open_late(self.catalog, chosen) if as_read else self.select(chosen), catalog
-        )
+        return with_missing(open_late(self.catalog, chosen) if as_read else self.select(chosen), catalog)
 
     def check(self, names: Collection[str]) -> Iterator[str]:
         """Read the bytes of some tensors and yield a line for each record with another CRC-32 than recorded.

@@ -121,7 +121,7 @@ def _factor_shards(shards: Sequence[LocalShard], targets: Sequence[Target]) -> H
     LayoutError.raise_for(
         [escape(path) for path in lacking],
         f"{count(len(lacking), 'OSFT target is', 'OSFT targets are')} not in the wrapped model",
-        hint="every rank holds a part of every target: OSFT has no stages of a pipeline (pp)",
+        hint="OSFT does not support pipeline stages (pp): every rank needs a part of every target",
     )
     return {name: by_name[name] for target in targets for name in target.shapes}
 

@@ -149,8 +149,8 @@ def _compare(account: str, targets: Iterable[Target], rival: str, rival_targets:
             problems.append(f"{escape(path)}: {shown} in {account}, {rival_shown} in {rival}")
     LayoutError.raise_for(
         problems,
-        f"{account} and {rival} have {count(len(problems), 'other factor', 'other factors')}",
-        hint="leave osft= out: what model and source have is told by their names",
+        f"{account} and {rival} differ in {count(len(problems), 'factor')}",
+        hint="leave osft= out: names of tensors show which weights are factored",
     )
 
 

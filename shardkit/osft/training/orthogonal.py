@@ -44,13 +44,9 @@ def prove_orthogonal(factors: Mapping[str, LocalShard], targets: Sequence[Target
                 for path, distance in measured.items()
                 if not distance <= _allowed(factors, path, svd)  # nan too
             ]
-            + [
-                f"{escape(target.path)}: singular values"
-                for target in targets
-                if not _descend(factors, target)
-            ],
-            "what the ranks hold of factors is not orthonormal",
-            hint="a slice was lost on its way between ranks: look at the network, and start again",
+            + [f"{escape(each.path)}: singular values" for each in targets if not _descend(factors, each)],
+            "the factors on the ranks are not orthonormal",
+            hint="a slice was lost between ranks: check the network, and start again",
         )
 
 

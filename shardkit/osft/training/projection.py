@@ -245,7 +245,7 @@ def _pairs(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor | None]) 
             pairs.append((f"{path}.{trained}", factors[high], factors[trained], is_v))
             if _placements(factors[high]) != _placements(factors[trained]):
                 problems.append(
-                    f"{escape(path)}: {'V' if is_v else 'U'}_high and _low do not lie alike on the ranks"
+                    f"{escape(path)}: {'V' if is_v else 'U'}_high and _low are sharded differently"
                 )
     LayoutError.raise_for(
         problems,
@@ -291,7 +291,7 @@ def _placed_as(parameter: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         and target.placements != parameter.placements
     ):
         raise LayoutError(
-            f"a gradient lies as {target.placements}, its parameter as {parameter.placements}",
+            f"a gradient has placements {target.placements}, its parameter {parameter.placements}",
             hint="project after backward has reduced the gradients",
         )
     return target

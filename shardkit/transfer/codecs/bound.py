@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, ClassVar
 
-from shardkit.core.catalog import Catalog, StoredParts, with_absent_tensors
+from shardkit.core.catalog import Catalog, StoredParts, with_missing
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import (
     Region,
@@ -105,7 +105,7 @@ def _open_of(
     opened = catalog.open_records(
         {*names, *(leaf.name for expression in expressions.values() for leaf in leaves(expression))}
     )
-    return with_absent_tensors(bind(opened, expressions, convert), bound)
+    return with_missing(bind(opened, expressions, convert), bound)
 
 
 def _dtype_of(catalog: Catalog, expression: Expression) -> DType:

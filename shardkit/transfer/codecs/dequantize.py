@@ -284,7 +284,7 @@ def _claim_fp8(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
 
 def _fit_fp8(claim: ScaledNames, tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Blocks:
     if not claim.scales:
-        raise ValueError("fp8, and there are no scales of it")
+        raise ValueError("fp8 without scales")
     layer = claim.numbers.rpartition(".")[0]
     more = [name for last in INCOMPLETE if (name := f"{layer}.{last}") in tensors]
     if more:
@@ -314,7 +314,7 @@ def _block(shape: Shape, grid: Shape, block: tuple[int, int] | None, scales: str
             return whole
         if all(size % n == 0 for size, n in zip(shape, grid, strict=True)):
             return tuple(max(size // n, 1) for size, n in zip(shape, grid, strict=True))
-    reason = "the config tells no size of blocks" if block is None else f"blocks are {list(block)}"
+    reason = "the config has no block size" if block is None else f"blocks are {list(block)}"
     raise ValueError(f"it is {list(shape)}, its scales {escape(scales)} are {list(grid)}, and {reason}")
 
 

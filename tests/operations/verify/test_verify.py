@@ -469,7 +469,7 @@ def test_manifest_that_lacks_something(copied: Callable[[str], Path], key: str) 
     change_manifest(directory, lambda content: content.update({key: 3}))
     (problem,) = {problem.file: problem for problem in verify(directory).problems}.values()
     assert problem.file == manifest.NAME
-    assert "lacks what its format has" in problem.message
+    assert "does not have the fields of its format" in problem.message
 
 
 def test_manifest_names_stay_in_the_directory(copied: Callable[[str], Path]) -> None:

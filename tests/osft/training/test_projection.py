@@ -315,4 +315,4 @@ def test_layers_torn_apart_are_refused_everywhere() -> None:
 
     fully_shard(layer.osft_params, mesh=mesh)
     told = same_error(lambda: shardkit.project_parameters_(model))
-    assert "do not lie alike" in str(told["problems"])
+    assert "are sharded differently" in str(told["problems"])
