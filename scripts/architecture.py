@@ -83,10 +83,7 @@ OSFT_SEAMS = {
     # public names
     "__init__.py": {"plan", "training/projection"},
     # the codec that folds
-    "operations/consolidate/__init__.py": {"fold"},
     "operations/consolidate/job.py": {"fold"},
-    "operations/diff/sides.py": {"fold"},
-    "operations/verify/orthonormality.py": {"fold"},
     # the phases of a training job
     "training/finalize.py": {"training/model"},
     "training/model/fit.py": {"training/model"},

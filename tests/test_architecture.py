@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import io
 import sys
 import tokenize
@@ -10,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+from shardkit.formats.contract import Checkpoint
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -74,6 +77,10 @@ def test_a_class_name_in_two_files_is_found(tmp_path: Path) -> None:
         "class Part is in core/a.py and in core/d.py: name each for what it is, or make them one",
         "class Row is in core/a.py and in core/b.py and in core/d.py: name each for what it is, or make them one",
     ]
+
+
+def test_what_every_format_opens_to_has_at_most_nine_fields() -> None:
+    assert len(dataclasses.fields(Checkpoint)) <= 9
 
 
 def test_osft_is_imported_at_its_seams_alone() -> None:

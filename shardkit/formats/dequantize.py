@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.core.dtypes import DType
 from shardkit.core.text import count, escape
-from shardkit.formats.contract import Checkpoint, Dequantized
+from shardkit.formats.contract import PLAIN, Checkpoint, Dequantized, PlainWeights
 from shardkit.formats.derived import derive_base, derive_checkpoint
 from shardkit.formats.hub.base import Base
 from shardkit.formats.hub.directory import read_config, read_json
@@ -27,15 +27,14 @@ from shardkit.formats.quantised import (
 from shardkit.transfer.codecs.dequantize import Held, Product
 from shardkit.transfer.codecs.nvfp4 import EXPORT_CONFIG
 
-PLAIN = BY_NAME["bfloat16"]
-"""The dtype of weights that were quantised, unless another is asked for."""
-
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """Return the config.json of a checkpoint's model, if there is one."""
     if checkpoint.hub is not None:
         return checkpoint.hub.config
-    return next((config for path in checkpoint.assets if (config := read_config(path)) is not None), None)
+    return next(
+        (config for path in checkpoint.contents.assets if (config := read_config(path)) is not None), None
+    )
 
 
 def why_scaled(checkpoint: Checkpoint, *, is_claimed_known: bool = False) -> str | None:
@@ -53,15 +52,7 @@ def why_scaled(checkpoint: Checkpoint, *, is_claimed_known: bool = False) -> str
     return why_narrow(tensors, None if hub is None else read_json(hub.directory, EXPORT_CONFIG))
 
 
-def take_plain(
-    checkpoint: Checkpoint,
-    *,
-    dequantize: bool,
-    dtype: DType | None = None,
-    by_config: bool = False,
-    by_content: bool = False,
-    has_option: bool = True,
-) -> Checkpoint:
+def plain_checkpoint(checkpoint: Checkpoint, plain: PlainWeights) -> Checkpoint:
     """Return a checkpoint of plain weights.
 
     A config beside the checkpoint of a training may be that of its base: then only names show that weights are
@@ -69,31 +60,26 @@ def take_plain(
 
     Args:
         checkpoint: opened; its files have all their checksums.
-        dequantize: put plain tensors in the place of quantised ones. Otherwise these are refused.
-        dtype: of the plain tensors; None is PLAIN.
-        by_config: take a config's word for it all the same.
-        by_content: take or refuse narrow numbers with scales beside them too, whatever names and config tell. They may be
-            moved and compared as bytes, but not be divided; NVFP4 alone may be made plain.
-        has_option: who asks could be told to dequantise.
+        plain: what is asked for.
 
     Raises:
         LayoutError: it is quantised, or in a way that is not known here; or scales do not fit what they scale.
     """
     config, tensors = config_of(checkpoint), checkpoint.catalog.tensors
-    told = why_quantised(tensors, config if by_config or checkpoint.hub is not None else None)
-    if by_content:
+    told = why_quantised(tensors, config if plain.by_config or checkpoint.hub is not None else None)
+    if plain.by_content:
         scaled = why_scaled(checkpoint)
     else:
-        scaled = why_narrow(hidden(tensors)) if dequantize else None
+        scaled = why_narrow(hidden(tensors)) if plain.dequantize else None
     why = "; ".join(filter(None, (told, scaled)))
     if not why:
         return checkpoint
-    if not dequantize:
-        raise refuse_quantised(why, checkpoint.path, has_option=has_option)
-    if by_content and why_scaled(checkpoint, is_claimed_known=True) is not None:
+    if not plain.dequantize:
+        raise refuse_quantised(why, checkpoint.path, has_option=plain.has_option)
+    if plain.by_content and why_scaled(checkpoint, is_claimed_known=True) is not None:
         raise refuse_quantised(why, checkpoint.path, is_tried=True)
     quantised = find_scaled(tensors, config, checkpoint.path)
-    return _plain(checkpoint, quantised, dtype or PLAIN, method_of(config))
+    return _plain(checkpoint, quantised, plain.dtype, method_of(config))
 
 
 def plain_base(base: Base) -> Base:
@@ -130,8 +116,10 @@ def _plain(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: s
     return replace(
         plain,
         hub=hub,
-        notes=(*checkpoint.notes, *notes),
-        dequantized=Dequantized(
-            ", ".join(sorted(quantised.methods)) or str(method), frozenset(quantised.scaled)
+        remarks=replace(
+            checkpoint.remarks.plus(notes),
+            dequantized=Dequantized(
+                ", ".join(sorted(quantised.methods)) or str(method), frozenset(quantised.scaled)
+            ),
         ),
     )

@@ -35,7 +35,7 @@ def cut_modules(checkpoint: Checkpoint) -> Iterator[str]:
     shapes = _shapes_in(checkpoint)
     try:
         peft = classify_peft(shapes)
-        settings = find_settings((*checkpoint.assets, checkpoint.catalog.directory, checkpoint.path))
+        settings = find_settings((*checkpoint.contents.assets, checkpoint.catalog.directory, checkpoint.path))
     except ShardkitError:
         return
     if settings is None or not settings.is_whole:
@@ -62,7 +62,7 @@ def _shapes_in(checkpoint: Checkpoint) -> Mapping[str, Shape]:
     if checkpoint.hub is not None:
         return {name: entry.shape for name, entry in catalog.tensors.items()}
     try:
-        chosen = select_model(catalog.tensors, catalog.objects, catalog.paths, checkpoint.roots)
+        chosen = select_model(catalog.tensors, catalog.objects, catalog.paths, checkpoint.contents.roots)
     except ShardkitError:
         return {}
     if chosen.unloadable:

@@ -264,7 +264,10 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     home = checkpoint.path
     if checkpoint.hub is not None or not storage.isdir(home):  # a Hub model names them itself
         return
-    said, read = {name for name, _ in checkpoint.skipped}, {file.path for file in checkpoint.catalog.files}
+    said, read = (
+        {name for name, _ in checkpoint.remarks.skipped},
+        {file.path for file in checkpoint.catalog.files},
+    )
     left = [
         name
         for name in list_weights(home)
@@ -272,7 +275,7 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         and said.isdisjoint((*name.split("/"), *folders_above(name), name))
     ]
     if left:  # under another name, or by a link
-        assets = (path for folder in checkpoint.assets for path in list_assets(folder)[0].values())
+        assets = (path for folder in checkpoint.contents.assets for path in list_assets(folder)[0].values())
         skipped = filter(storage.lexists, (os.path.join(home, name) for name in said))  # others are entries
         known = {storage.realpath(path) for path in (*read, *assets, *skipped)}
         left = [name for name in left if storage.realpath(os.path.join(home, name)) not in known]

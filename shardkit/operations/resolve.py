@@ -137,8 +137,8 @@ class Taken:
 
     def _without_warnings(self, checkpoint: Checkpoint) -> Checkpoint:
         """Return a checkpoint without the notes that are warnings here."""
-        notes = tuple(note for note in checkpoint.notes if note not in self.resolved.warnings)
-        return checkpoint if notes == checkpoint.notes else replace(checkpoint, notes=notes)
+        notes = tuple(note for note in checkpoint.remarks.notes if note not in self.resolved.warnings)
+        return replace(checkpoint, remarks=replace(checkpoint.remarks, notes=notes))
 
 
 def _open_models(path: str) -> tuple[Checkpoint, ...]:

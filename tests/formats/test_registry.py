@@ -97,7 +97,11 @@ def test_hub(make_hub, weights):
     model = make_hub(weights, config={"model_type": "llama"})
     assert format_of(str(model)) == format_of(str(model / "model.safetensors")) == "hub"
     found = formats.open(str(model))
-    assert (found.format, dict(found.roots), found.assets) == ("hub", {"model": ()}, (str(model),))
+    assert (found.format, dict(found.contents.roots), found.contents.assets) == (
+        "hub",
+        {"model": ()},
+        (str(model),),
+    )
     names = ["lm_head.weight", "model.embed_tokens.weight"]
     chosen = open_hub_directory(str(model / "model.safetensors")).select(names)
     assert list(chosen.tensors) == names

@@ -164,14 +164,14 @@ def test_how_often_a_shard_is_opened(
 
 def test_a_manifest_that_has_changed_is_read_again(run: Path) -> None:
     checkpoint, path = formats.open(str(run / "step-2")), run / "step-2" / manifest.NAME
-    first = checkpoint.manifest
+    first = checkpoint.read_manifest()
     assert isinstance(first, manifest.Presharded)
-    assert checkpoint.manifest is first
+    assert checkpoint.read_manifest() is first
     path.write_text("{}")
     with pytest.raises(SourceError):
-        _ = checkpoint.manifest
+        _ = checkpoint.read_manifest()
     path.unlink()
-    assert checkpoint.manifest is None
+    assert checkpoint.read_manifest() is None
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -11,13 +11,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from shardkit._folding import fold_lines
 from shardkit.core.catalog import Catalog
-from shardkit.core.factored import Target
+from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.text import count, escape, few, in_shell, nearest
 from shardkit.errors import ResourceError, ShardkitError, SourceError
 from shardkit.files import manifest, storage
@@ -127,21 +127,33 @@ class DcpFolder(Protocol):
         """Return the same with records that its `open_records` opens, as far as somebody reads them."""
 
 
+PLAIN = BY_NAME["bfloat16"]
+"""The dtype of weights that were quantised, unless another is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainWeights:
+    """How a checkpoint is opened as plain weights."""
+
+    dequantize: bool = True
+    """Put plain tensors in the place of quantised ones. Otherwise these are refused."""
+    dtype: DType = PLAIN
+    """Of the plain tensors."""
+    by_config: bool = False
+    """Take the word of a config beside the checkpoint of a training for it, although it may be that of its base."""
+    by_content: bool = False
+    """Take or refuse narrow numbers with scales beside them too, whatever names and config tell. They may be moved and
+    compared as bytes, but not be divided; NVFP4 alone may be made plain."""
+    has_option: bool = True
+    """Whoever asks could be told to dequantise."""
+
+
 class Dequantized(NamedTuple):
     """Plain tensors that are quantised in the files."""
 
     method: str
     """How, such as "fp8"."""
     names: frozenset[str]
-
-
-class Folded(NamedTuple):
-    """Dense weights that are stored as factors of OSFT."""
-
-    targets: Mapping[str, Target]
-    """By the name of the weight."""
-    factors: Callable[[Collection[str]], Catalog]
-    """Return a catalog of some factors, as `Checkpoint.select` does."""
 
 
 class DifferentCopies(NamedTuple):
@@ -181,30 +193,9 @@ def copies_warnings(differing: Collection[DifferentCopies]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint, opened: names, dtypes, shapes and places; no tensor data."""
+class Contents:
+    """What a checkpoint holds beside the tensors in its catalog, and what its tensors are."""
 
-    path: str
-    """The directory or file that was opened."""
-    format: str
-    """Stable identifier, e.g. "dcp", "dcp-hf", "lightning", "accelerate", "verl", "deepspeed-zero3", "hub"."""
-    writer: str
-    """Who wrote it, for people, e.g. "Lightning FSDPStrategy"."""
-    catalog: Catalog
-    """All of its tensors, model or not, under their stored names. Extents may still be records (`encoding`)."""
-    select: Callable[[Collection[str]], Catalog]
-    """Return a catalog of some tensors, in the order given, whose extents are raw bytes. Opens and checks their records
-    and nothing else.
-
-    Raises:
-        SourceError, IntegrityError, ResourceError: naming file and tensor; all problems of a kind at once.
-    """
-    has_checksums: bool = False
-    """True if its files record CRC-32s of the bytes of their tensors."""
-    hub: OpenedHubModel | None = None
-    """The Hub model that it is; None for a checkpoint of a training."""
-    dcp: DcpFolder | None = None
-    """The DCP directory that its weights lie in; None if they lie in files of another kind."""
     roots: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     """Prefix paths that the format itself gives a meaning, by "model", "optimizer" or "ema". The empty tuple stands for
     everything. A kind is absent where only the names can tell."""
@@ -221,33 +212,68 @@ class Checkpoint:
     """The chunks show how tensors were cut for ranks. Flat partitions and tensors saved whole do not."""
     assets: tuple[str, ...] = ()
     """Directories with the model's config, tokenizer and the like, best first."""
-    skipped: tuple[tuple[str, str], ...] = ()
-    """(file or entry, why it was not read)."""
-    dequantized: Dequantized | None = None
-    """What is quantised in the files, where the catalog has plain tensors in their place."""
     padding: Padding | None = None
     """What the trainer's arguments say of a vocabulary that it padded; None if they say nothing."""
-    folded: Folded | None = None
-    """What is stored as factors, where the catalog has dense weights in their place."""
+    manifests: dict[str, Manifest | None] = field(default_factory=dict, repr=False, compare=False)
+    """What `Checkpoint.read_manifest` read, by directory: a manifest is parsed once while somebody has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remarks:
+    """What opening a checkpoint showed."""
+
     notes: tuple[str, ...] = ()
     """What a person should be told."""
-    why_missing: str = ""
-    """Why the save left parameters of the model out; empty if nothing says that it did."""
+    skipped: tuple[tuple[str, str], ...] = ()
+    """(file or entry, why it was not read)."""
     differing: tuple[DifferentCopies, ...] = ()
     """Tensors that differ between the files of ranks, of which one rank's are in the catalog."""
-    parsed: dict[str, Manifest | None] = field(default_factory=dict, repr=False, compare=False)
-    """See `manifest`. Whatever this checkpoint is replaced with has it too."""
+    why_missing: str = ""
+    """Why the save left parameters of the model out; empty if nothing says that it did."""
+    dequantized: Dequantized | None = None
+    """What is quantised in the files, where the catalog has plain tensors in their place."""
 
-    @property
-    def manifest(self) -> Manifest | None:
-        """The manifest that lies with its files; None if there is none. It is parsed once, and again if it changes.
+    def plus(self, notes: Iterable[str] = (), skipped: Iterable[tuple[str, str]] = ()) -> Remarks:
+        """Return these remarks and further ones."""
+        return replace(self, notes=(*self.notes, *notes), skipped=(*self.skipped, *skipped))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint, opened: names, dtypes, shapes and places; no tensor data."""
+
+    path: str
+    """The directory or file that was opened."""
+    format: str
+    """Stable identifier, e.g. "dcp", "dcp-hf", "lightning", "accelerate", "verl", "deepspeed-zero3", "hub"."""
+    writer: str
+    """Who wrote it, for people, e.g. "Lightning FSDPStrategy"."""
+    catalog: Catalog
+    """All of its tensors, model or not, under their stored names. Extents may still be records (`encoding`)."""
+    select: Callable[[Collection[str]], Catalog]
+    """Return a catalog of some tensors, in the order given, whose extents are raw bytes. Opens and checks their records
+    and nothing else. Factors whose dense weights are in the catalog can be selected too.
+
+    Raises:
+        SourceError, IntegrityError, ResourceError: naming file and tensor; all problems of a kind at once.
+    """
+    hub: OpenedHubModel | None = None
+    """The Hub model that it is; None for a checkpoint of a training."""
+    dcp: DcpFolder | None = None
+    """The DCP directory that its weights lie in; None if they lie in files of another kind."""
+    contents: Contents = field(default_factory=Contents)
+    """What it holds beside the tensors, and what these are."""
+    remarks: Remarks = field(default_factory=Remarks)
+    """What opening it showed."""
+
+    def read_manifest(self) -> Manifest | None:
+        """Return the manifest that lies with its files; None if there is none. It is parsed again only if it changes.
 
         Raises:
             SourceError, IntegrityError, ResourceError: as `manifest.read`.
         """
         directory = self.catalog.directory
-        content = manifest.read(directory) if directory else None
-        self.parsed[directory] = content  # whoever else reads it in the meantime gets this one
+        self.contents.manifests[directory] = content = manifest.read(directory) if directory else None
         return content
 
     def opened_at(self, directory: str) -> DcpFolder | None:

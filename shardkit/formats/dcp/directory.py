@@ -53,9 +53,11 @@ from shardkit.files.strict_json import (
 )
 from shardkit.formats.contract import (
     Checkpoint,
+    Contents,
     DamagedFiles,
     DifferentCopies,
     EntryLocation,
+    Remarks,
     asset_directories,
     listing,
 )
@@ -209,10 +211,8 @@ def as_checkpoint(path: str, opened: DcpDirectory) -> Checkpoint:
         catalog=catalog,
         select=opened.select,
         dcp=opened,
-        has_checksums=opened.has_records,
-        assets=asset_directories(path),
-        notes=catalog.notes,
-        differing=opened.differing,
+        contents=Contents(assets=asset_directories(path)),
+        remarks=Remarks(notes=catalog.notes, differing=opened.differing),
     )
 
 

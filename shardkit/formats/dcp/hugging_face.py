@@ -39,7 +39,9 @@ from shardkit.files.links import locate
 from shardkit.files.strict_json import open_regular, parse_object, read_exactly, stamp_of
 from shardkit.formats.contract import (
     Checkpoint,
+    Contents,
     Opener,
+    Remarks,
     asset_directories,
     inner,
     listing,
@@ -114,9 +116,11 @@ def open_dcp_hf(path: str) -> Checkpoint:
         writer=home.writer,
         catalog=shards,
         select=partial(subset, shards),
-        assets=assets,
-        notes=(*shards.notes, LAST_RANKS),
-        skipped=tuple((name, _CONSOLIDATED) for name in matching(listing(path), "model*.safetensors")),
+        contents=Contents(assets=assets),
+        remarks=Remarks(
+            notes=(*shards.notes, LAST_RANKS),
+            skipped=tuple((name, _CONSOLIDATED) for name in matching(listing(path), "model*.safetensors")),
+        ),
     )
 
 

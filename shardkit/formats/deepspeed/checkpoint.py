@@ -30,7 +30,16 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.files import storage
-from shardkit.formats.contract import Checkpoint, Opener, asset_directories, inner, listing, parent
+from shardkit.formats.contract import (
+    Checkpoint,
+    Contents,
+    Opener,
+    Remarks,
+    asset_directories,
+    inner,
+    listing,
+    parent,
+)
 from shardkit.formats.contract.copies import Copies, StoredCopy
 from shardkit.formats.contract.optimizer import (
     GROUPS,
@@ -162,10 +171,15 @@ def _open_zero(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
     reason = "of an earlier save, with other ranks or another stage"
     return replace(
         checkpoint,
-        optimizer=partial(open_zero_optimizer, tag.directory, main, optimizers),
-        why_missing=_WITHOUT_FROZEN if _WITHOUT_FROZEN in notes else "",
-        differing=copies.differing(),
-        skipped=(*((tag.prefix + name, reason) for name in stale), *checkpoint.skipped),
+        contents=replace(
+            checkpoint.contents, optimizer=partial(open_zero_optimizer, tag.directory, main, optimizers)
+        ),
+        remarks=replace(
+            checkpoint.remarks,
+            why_missing=_WITHOUT_FROZEN if _WITHOUT_FROZEN in notes else "",
+            differing=copies.differing(),
+            skipped=(*((tag.prefix + name, reason) for name in stale), *checkpoint.remarks.skipped),
+        ),
     )
 
 
@@ -209,7 +223,8 @@ def _open_without_optimizer(path: str, tag: Tag, files: StateFiles) -> Checkpoin
         (tag.prefix + name, "of an earlier save, with ZeRO-3") for _, name in sorted(files.models.items())
     ]
     stale += [(tag.prefix + name, "of an earlier save") for name in stale_experts(files, state)]
-    return replace(checkpoint, skipped=(*stale, *checkpoint.skipped))
+    remarks = checkpoint.remarks
+    return replace(checkpoint, remarks=replace(remarks, skipped=(*stale, *remarks.skipped)))
 
 
 def _open_universal(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
@@ -229,7 +244,8 @@ def _open_universal(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
     masters, opened = _open_parameters(tag, states[0], len(states))
     weights = _assemble([*(state.file for state in states), *opened], states, masters)
     checkpoint = _checkpoint(path, tag, states[0], weights, "universal", notes)
-    return replace(checkpoint, optimizer=partial(_open_universal_optimizer, tag, states[0], len(states)))
+    optimizer = partial(_open_universal_optimizer, tag, states[0], len(states))
+    return replace(checkpoint, contents=replace(checkpoint.contents, optimizer=optimizer))
 
 
 def _open_main(tag: Tag, files: StateFiles, is_partitioned: bool) -> ModelStates:
@@ -320,13 +336,16 @@ def _checkpoint(
         writer=f"{'Lightning DeepSpeedStrategy, ' if state.is_lightning else ''}{_WRITERS[kind]}",
         catalog=catalog,
         select=partial(subset, catalog),
-        has_checksums=True,
-        roots={"model": ()},
-        has_boxes=False,
-        # accelerate and transformers' Trainer put the model's config beside the tag or one level up.
-        assets=asset_directories(tag.directory, path, parent(tag.directory), parent(path)),
-        skipped=(("optimizer_state_dict", "optimizer state, but for the fp32 weights"), *lost),
-        notes=tuple(notes),
+        contents=Contents(
+            roots={"model": ()},
+            has_boxes=False,
+            # accelerate and transformers' Trainer put the model's config beside the tag or one level up.
+            assets=asset_directories(tag.directory, path, parent(tag.directory), parent(path)),
+        ),
+        remarks=Remarks(
+            skipped=(("optimizer_state_dict", "optimizer state, but for the fp32 weights"), *lost),
+            notes=tuple(notes),
+        ),
     )
 
 

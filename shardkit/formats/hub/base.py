@@ -223,7 +223,7 @@ def find_base(checkpoint: Checkpoint) -> Base | None:
 
 def find_config(checkpoint: Checkpoint) -> str | None:
     """Return the first of a checkpoint's own directories that has a config; None if none has."""
-    for directory in checkpoint.assets:
+    for directory in checkpoint.contents.assets:
         names = storage.listdir(directory)
         if CONFIG in names or ADAPTER_CONFIG in names:
             return directory
@@ -236,7 +236,7 @@ def find_config(checkpoint: Checkpoint) -> str | None:
 def own_directories(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return those of a checkpoint's directories of config and tokenizer that are its own, and not the run's above it."""
     is_model = checkpoint.hub is not None
-    return tuple(place for place in checkpoint.assets if is_model or _is_own(place, checkpoint.path))
+    return tuple(place for place in checkpoint.contents.assets if is_model or _is_own(place, checkpoint.path))
 
 
 def own_home(checkpoint: Checkpoint) -> str | None:
@@ -433,10 +433,10 @@ def read_key_rules(recorded: manifest.Manifest | None) -> tuple[KeyRule, ...] | 
 
 def _manifest_of(checkpoint: Checkpoint) -> manifest.Manifest | None:
     if checkpoint.writer == "shardkit":
-        return checkpoint.manifest
+        return checkpoint.read_manifest()
     # In the form of a trainer, preshard's manifest counts too.
     try:
-        recorded = checkpoint.manifest
+        recorded = checkpoint.read_manifest()
     except IntegrityError:  # who compares checksums warns of it
         return None
     is_there = isinstance(recorded, manifest.Presharded) and recorded.root is not None

@@ -27,9 +27,11 @@ from shardkit.files.strict_json import (
 )
 from shardkit.formats.contract import (
     Checkpoint,
+    Contents,
     DamagedFiles,
     OpenedHubModel,
     Opener,
+    Remarks,
     absent,
     asset_directories,
     listing,
@@ -506,12 +508,11 @@ def as_checkpoint(path: str, model: OpenedHubModel) -> Checkpoint:
         writer=ADAPTER if len(names) == 1 and is_adapter_file(names[0]) else "Hub model",
         catalog=catalog,
         select=lambda names: subset(catalog, names),
-        has_checksums=any(file.checksums is not None for file in catalog.files),
         hub=model,
-        roots={"model": ()},
-        assets=asset_directories(model.directory) or _with_config(path, model),
-        skipped=model.beside,
-        notes=catalog.notes,
+        contents=Contents(
+            roots={"model": ()}, assets=asset_directories(model.directory) or _with_config(path, model)
+        ),
+        remarks=Remarks(skipped=model.beside, notes=catalog.notes),
     )
 
 

@@ -19,7 +19,7 @@ from shardkit.core.regions import Region, Shape, find_tiling_error, full_region
 from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
 from shardkit.files.links import locate_all
-from shardkit.formats.contract import Checkpoint, DamagedFiles, DifferentCopies
+from shardkit.formats.contract import Checkpoint, Contents, DamagedFiles, DifferentCopies, Remarks
 from shardkit.formats.contract.copies import Copies, StoredCopy
 from shardkit.formats.contract.optimizer import Path, path_name
 from shardkit.formats.torchsave.archive import Unsupported
@@ -75,10 +75,8 @@ class Gathered(NamedTuple):
             writer=writer,
             catalog=self.catalog,
             select=self.select,
-            has_checksums=True,
-            roots={"model": ()},
-            differing=self.differing,
-            notes=self.notes,
+            contents=Contents(roots={"model": ()}),
+            remarks=Remarks(differing=self.differing, notes=self.notes),
         )
 
 

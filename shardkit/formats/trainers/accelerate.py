@@ -29,6 +29,7 @@ from shardkit.files import storage
 from shardkit.files.links import locate
 from shardkit.formats.contract import (
     Checkpoint,
+    Contents,
     Opener,
     asset_directories,
     explained,
@@ -92,10 +93,12 @@ def open_accelerate(path: str) -> Checkpoint:
         path=path,
         format="accelerate",
         writer="transformers Trainer (FSDP)" if is_trainer else "accelerate (FSDP)",
-        roots={"model": ("model",)},
-        # Trainer leaves the config to the output directory, where save_model puts it at the end.
-        assets=asset_directories(directory, home, parent(home) if is_trainer else None),
-        skipped=(*checkpoint.skipped, *explained(listing(home) - {name}, _SKIPPED)),
+        contents=Contents(
+            roots={"model": ("model",)},
+            # Trainer leaves the config to the output directory, where save_model puts it at the end.
+            assets=asset_directories(directory, home, parent(home) if is_trainer else None),
+        ),
+        remarks=checkpoint.remarks.plus(skipped=explained(listing(home) - {name}, _SKIPPED)),
     )
 
 
@@ -164,7 +167,8 @@ def open_accelerate_bin(path: str) -> Checkpoint:
     names = _in_order(files)
     if None in files:
         whole = open_full_file(locate(path, names[0]))
-        checkpoint = replace(whole, writer="accelerate (FSDP, full)", has_boxes=False)
+        contents = replace(whole.contents, has_boxes=False)
+        checkpoint = replace(whole, writer="accelerate (FSDP, full)", contents=contents)
         plain = frozenset(whole.catalog.tensors)
     else:
         gathered = gather_files(path, [RankFile(name) for name in names])
@@ -176,9 +180,14 @@ def open_accelerate_bin(path: str) -> Checkpoint:
         checkpoint,
         path=path,
         format="accelerate-bin",
-        optimizer=partial(_open_optimizer, path, optimizer, checkpoint.catalog, plain) if optimizer else None,
-        assets=asset_directories(path),
-        skipped=(*checkpoint.skipped, *explained(listing(path).difference(names), _SKIPPED_FILES)),
+        contents=replace(
+            checkpoint.contents,
+            optimizer=partial(_open_optimizer, path, optimizer, checkpoint.catalog, plain)
+            if optimizer
+            else None,
+            assets=asset_directories(path),
+        ),
+        remarks=checkpoint.remarks.plus(skipped=explained(listing(path).difference(names), _SKIPPED_FILES)),
     )
 
 

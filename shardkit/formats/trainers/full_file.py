@@ -13,7 +13,7 @@ from functools import partial
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError
 from shardkit.files.strict_json import open_regular, read_exactly
-from shardkit.formats.contract import Checkpoint, Opener, asset_directories, parent
+from shardkit.formats.contract import Checkpoint, Contents, Opener, asset_directories, parent
 from shardkit.formats.rankfiles.files import TensorCollector
 from shardkit.formats.rankfiles.inside import find_states, open_states
 from shardkit.formats.torchsave.archive import Unsupported
@@ -68,15 +68,22 @@ def open_full_file(path: str) -> Checkpoint:
         raise _without_tensors(file, "holds no tensors")
     states = list(find_states(file.tree))
     unreadable = tuple(gathering.left_out)
+    optimizer = partial(open_states, replace(file, tree=None), states, gathered.catalog, unreadable)
+    whole = gathered.as_checkpoint(
+        path, "full-file", "Lightning (one file)" if is_lightning else "torch.save"
+    )
     return replace(
-        gathered.as_checkpoint(path, "full-file", "Lightning (one file)" if is_lightning else "torch.save"),
-        roots=_roots(file.tree, is_lightning=is_lightning),
-        optimizer=partial(open_states, replace(file, tree=None), states, gathered.catalog, unreadable)
-        if states
-        else None,
-        assets=asset_directories(parent(path)),
-        skipped=tuple(_skipped(file.tree, gathered.catalog.objects, gathering.left_out)),
-        notes=tuple(_notes(file)),
+        whole,
+        contents=Contents(
+            roots=_roots(file.tree, is_lightning=is_lightning),
+            optimizer=optimizer if states else None,
+            assets=asset_directories(parent(path)),
+        ),
+        remarks=replace(
+            whole.remarks,
+            skipped=tuple(_skipped(file.tree, gathered.catalog.objects, gathering.left_out)),
+            notes=tuple(_notes(file)),
+        ),
     )
 
 

@@ -21,7 +21,15 @@ from typing import NamedTuple
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.links import locate
-from shardkit.formats.contract import Checkpoint, Opener, asset_directories, has_any, heads_of, listing
+from shardkit.formats.contract import (
+    Checkpoint,
+    Contents,
+    Opener,
+    asset_directories,
+    has_any,
+    heads_of,
+    listing,
+)
 from shardkit.formats.dcp.directory import open_dcp_checkpoint
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, leaves, open_torch_file
 
@@ -48,9 +56,9 @@ class _Meta(NamedTuple):
     is_trainer: bool = False
     """A Trainer wrote it, not a Fabric script."""
     refused: Mapping[str, str] = MappingProxyType({})
-    """As `Checkpoint.refused_weights`."""
+    """As `Contents.refused_weights`."""
     notes: tuple[str, ...] = ()
-    """As in `Checkpoint`."""
+    """As in `Remarks`."""
     problem: str | None = None
     """Why it could not be looked into."""
 
@@ -79,14 +87,10 @@ def open_lightning(path: str) -> Checkpoint:
         checkpoint,
         format="lightning",
         writer=_STRATEGIES[model] if is_trainer and model else "Lightning Fabric",
-        roots=roots,
-        refused_weights=meta.refused,
-        assets=asset_directories(path),
-        skipped=(
-            *checkpoint.skipped,
-            (_META, meta.problem or "state of the trainer: not decoded for weights"),
+        contents=Contents(roots=roots, refused_weights=meta.refused, assets=asset_directories(path)),
+        remarks=checkpoint.remarks.plus(
+            meta.notes, [(_META, meta.problem or "state of the trainer: not decoded for weights")]
         ),
-        notes=(*checkpoint.notes, *meta.notes),
     )
 
 

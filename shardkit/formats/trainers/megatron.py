@@ -15,7 +15,7 @@ from dataclasses import replace
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files.links import locate
-from shardkit.formats.contract import Checkpoint, Opener, asset_directories, listing, settings_in
+from shardkit.formats.contract import Checkpoint, Contents, Opener, asset_directories, listing, settings_in
 from shardkit.formats.dcp.directory import is_dcp, open_dcp_checkpoint
 from shardkit.formats.torchsave.file import open_torch_file
 from shardkit.keys.rule_sets import Padding
@@ -54,12 +54,9 @@ def open_megatron(path: str) -> Checkpoint:
         checkpoint,
         format="megatron",
         writer="Megatron-Core (torch_dist)",
-        assets=asset_directories(path),
-        padding=_padding(path),
-        skipped=(*checkpoint.skipped, *skipped),
-        notes=(
-            *checkpoint.notes,
-            f"names and shapes are Megatron's: {stacked}query, key and value are one tensor",
+        contents=Contents(assets=asset_directories(path), padding=_padding(path)),
+        remarks=checkpoint.remarks.plus(
+            [f"names and shapes are Megatron's: {stacked}query, key and value are one tensor"], skipped
         ),
     )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from shardkit.core.text import escape
 from shardkit.files import manifest
 from shardkit.formats.contract import (
     Checkpoint,
+    Contents,
     Opener,
     asset_directories,
     has_any,
@@ -286,10 +287,10 @@ def inside(checkpoint: Checkpoint, recognised: RecognisedDirectory, path: str) -
         path=path,
         format=structure.format or checkpoint.format,
         writer=structure.writer or checkpoint.writer,
-        roots={**checkpoint.roots, **_present(structure.roots, checkpoint)},
-        assets=tuple(dict.fromkeys((*asset_directories(*places), *checkpoint.assets))),
-        skipped=(*checkpoint.skipped, *_beside(path, recognised)),
-        notes=(*checkpoint.notes, *_unfinished(path, structure)),
+        contents=_with_more(
+            checkpoint.contents, asset_directories(*places), _present(structure.roots, checkpoint)
+        ),
+        remarks=checkpoint.remarks.plus(_unfinished(path, structure), _beside(path, recognised)),
     )
 
 
@@ -307,8 +308,11 @@ def open_plain_dcp(directory: str) -> Checkpoint:
     assets = asset_directories(directory, inner(directory, "huggingface"), inner(directory, "hf"))
     heads = heads_of(checkpoint.catalog, 2)
     tops = {head[0] for head in heads}
-    notes = (*checkpoint.notes, *_only_optimizer(tops, directory))
-    checkpoint = replace(checkpoint, assets=tuple(dict.fromkeys((*assets, *checkpoint.assets))), notes=notes)
+    checkpoint = replace(
+        checkpoint,
+        contents=_with_more(checkpoint.contents, assets, {}),
+        remarks=checkpoint.remarks.plus(_only_optimizer(tops, directory)),
+    )
     if manifest.NAME in names and not manifest.lists_files(directory):
         return replace(checkpoint, writer="shardkit")
     for writer in _WRITERS:
@@ -323,8 +327,19 @@ def open_plain_dcp(directory: str) -> Checkpoint:
             optimizer = next(filter(begins, writer.optimizers), None)
             known = {"model": writer.model, "optimizer": optimizer}
             roots = {kind: root for kind, root in known.items() if root is not None}
-            return replace(checkpoint, writer=writer.name, roots={**checkpoint.roots, **roots})
+            return replace(
+                checkpoint, writer=writer.name, contents=_with_more(checkpoint.contents, (), roots)
+            )
     return checkpoint
+
+
+def _with_more(contents: Contents, assets: Iterable[str], roots: Roots) -> Contents:
+    """Return contents with directories of assets that come first, and with further roots."""
+    return replace(
+        contents,
+        assets=tuple(dict.fromkeys((*assets, *contents.assets))),
+        roots={**contents.roots, **roots},
+    )
 
 
 def _begins(head: tuple[str, ...], heads: Collection[tuple[str | int, ...]], tops: set[str | int]) -> bool:

@@ -18,7 +18,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import read_inside
-from shardkit.formats.contract import Checkpoint, Opener, asset_directories, explained, listing
+from shardkit.formats.contract import Checkpoint, Contents, Opener, asset_directories, explained, listing
 from shardkit.formats.rankfiles.files import RankFile, gather_files
 from shardkit.pickles.policies import Inert, UnmadeObject
 
@@ -69,11 +69,15 @@ def open_torch_checkpointing(path: str) -> Checkpoint:
     gathered = gather_files(path, files)
     is_alone = len(names) == 1
     known = [name for name in names if name in ("model", "optimizer", "ema")]
+    checkpoint = gathered.as_checkpoint(path, "torch-checkpointing", "torch_checkpointing")
     return replace(
-        gathered.as_checkpoint(path, "torch-checkpointing", "torch_checkpointing"),
-        roots={name: () if is_alone else (name,) for name in known},
-        assets=asset_directories(path),
-        skipped=tuple(explained(listing(path) - {file.name for file in files}, _SKIPPED)),
+        checkpoint,
+        contents=Contents(
+            roots={name: () if is_alone else (name,) for name in known}, assets=asset_directories(path)
+        ),
+        remarks=checkpoint.remarks.plus(
+            skipped=explained(listing(path) - {file.name for file in files}, _SKIPPED)
+        ),
     )
 
 

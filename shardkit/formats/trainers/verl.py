@@ -68,12 +68,15 @@ def open_verl(path: str) -> Checkpoint:
     states = ["optim" + name.removeprefix("model") for name in files]
     has_states = not listing(home.path).isdisjoint(states)
     version = config.get("FSDP_version")
+    checkpoint = gathered.as_checkpoint(path, "verl", f"verl (FSDP{version if version in (1, 2) else ''})")
     return replace(
-        gathered.as_checkpoint(path, "verl", f"verl (FSDP{version if version in (1, 2) else ''})"),
-        optimizer=partial(_open_optimizer, home.path, states, gathered) if has_states else None,
-        assets=asset_directories(inner(home.path, "huggingface"), home.path, inner(path, "huggingface")),
-        skipped=tuple(_skipped(path, home, files)),
-        notes=(*gathered.notes, *_notes(path, home)),
+        checkpoint,
+        contents=replace(
+            checkpoint.contents,
+            optimizer=partial(_open_optimizer, home.path, states, gathered) if has_states else None,
+            assets=asset_directories(inner(home.path, "huggingface"), home.path, inner(path, "huggingface")),
+        ),
+        remarks=checkpoint.remarks.plus(_notes(path, home), _skipped(path, home, files)),
     )
 
 

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from shardkit import formats
 from shardkit.core.keywords import keywords_of
 from shardkit.core.text import escape, listed
 from shardkit.errors import Interrupted, refuse_warnings, signal_of
 from shardkit.files import storage, stores
 from shardkit.files.links import reading_as
 from shardkit.files.location import location_of
-from shardkit.formats.contract import Checkpoint
-from shardkit.formats.dequantize import plain_base, take_plain
+from shardkit.formats.contract import Checkpoint, PlainWeights
+from shardkit.formats.dequantize import plain_base
+from shardkit.formats.folded import folded_base
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG
 from shardkit.formats.hub.assets import is_weights
 from shardkit.formats.hub.base import Base, FileDifference, find_base, open_base
@@ -44,7 +46,6 @@ from shardkit.operations.parts.on_ray import run_on_ray
 from shardkit.operations.parts.results import WriteResult
 from shardkit.operations.resolve import EXPORT_ENDING, ResolvedCheckpoint, Taken, named_after, take
 from shardkit.operations.write import Writer, Writing
-from shardkit.osft.fold import folded_base, take_folded
 
 
 @keywords_of(ConsolidateOptions, reading_as)
@@ -262,7 +263,9 @@ def _open(taken: Taken, options: ConsolidateOptions) -> tuple[Checkpoint, Base |
     refuse_part(taken.resolved.path)
     dtype, is_asked = dequantized_as(options.dtype, options.rules), options.dequantize
     stored = taken.open() if options.weights != "ema" else take_averaged(taken.open())
-    opened = take_folded(take_plain(stored, dequantize=is_asked, dtype=dtype, by_content=is_asked))
+    opened = formats.open(
+        stored, plain=PlainWeights(dequantize=is_asked, dtype=dtype, by_content=is_asked), folded=True
+    )
     given = None if options.base is None else os.fspath(options.base)
     base = find_base(opened) if given is None else open_base(given, revision=options.base_revision)
     if base is not None and base.is_given and options.config == "checkpoint":
@@ -387,7 +390,7 @@ def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
     carried = {storage.realpath(asset.path) for asset in job.assets if asset.path is not None}
     beside = [
         (name, reason)
-        for name, reason in (*job.checkpoint.skipped, *stray_weights(job.checkpoint))
+        for name, reason in (*job.checkpoint.remarks.skipped, *stray_weights(job.checkpoint))
         if _place(home, name) not in carried
     ]
     if job.base is not None:

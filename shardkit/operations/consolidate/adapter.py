@@ -219,7 +219,7 @@ def _settings_of(checkpoint: Checkpoint, base: Base | None, given: str | None) -
                 hint=f"give an {ADAPTER_CONFIG}, or the directory that it lies in",
             )
         return Settings(values=read_settings(path), is_whole=True, origin=escape(given))
-    places = (*checkpoint.assets, checkpoint.catalog.directory, checkpoint.path)
+    places = (*checkpoint.contents.assets, checkpoint.catalog.directory, checkpoint.path)
     own = places_of_settings(checkpoint) if base is not None and base.own is not None else ()
     return find_settings([*own, *([base.directory] if base else []), *places])
 

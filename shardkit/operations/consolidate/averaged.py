@@ -25,7 +25,7 @@ def take_averaged(checkpoint: Checkpoint) -> Checkpoint:
         UsageError: there are several.
         SourceError, IntegrityError, ResourceError: they cannot be opened.
     """
-    is_inside = BESIDE in checkpoint.roots or BESIDE in checkpoint.refused_weights
+    is_inside = BESIDE in checkpoint.contents.roots or BESIDE in checkpoint.contents.refused_weights
     if is_inside or any(any(map(is_averaged, split(name))) for name in checkpoint.catalog.tensors):
         return checkpoint
     places = sorted(_places(checkpoint))
@@ -40,9 +40,14 @@ def take_averaged(checkpoint: Checkpoint) -> Checkpoint:
     averaged = open_checkpoint(places[0])
     return replace(
         averaged,
-        roots={**averaged.roots, BESIDE: ()},
-        assets=(*averaged.assets, *checkpoint.assets),
-        notes=(*averaged.notes, f"averaged weights taken from {escape(places[0])}, beside the model's"),
+        contents=replace(
+            averaged.contents,
+            roots={**averaged.contents.roots, BESIDE: ()},
+            assets=(*averaged.contents.assets, *checkpoint.contents.assets),
+        ),
+        remarks=averaged.remarks.plus(
+            [f"averaged weights taken from {escape(places[0])}, beside the model's"]
+        ),
     )
 
 

@@ -56,7 +56,7 @@ def keep_settings(checkpoint: Checkpoint, tensors: Sequence[OutputTensor]) -> He
             values.setdefault(key, set()).add(value)
     stored, written = hub.catalog.tensors, {tensor.fqn for tensor in tensors}
     is_renamed = any(tensor.source != tensor.fqn or tensor.fqn not in stored for tensor in tensors)
-    is_cast = checkpoint.dequantized is not None or any(
+    is_cast = checkpoint.remarks.dequantized is not None or any(
         tensor.dtype is not stored[tensor.source].dtype for tensor in tensors if tensor.source in stored
     )
     contradicting = [key for key, said in values.items() if len(said) > 1]

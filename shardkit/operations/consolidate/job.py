@@ -101,9 +101,10 @@ from shardkit.operations.consolidate.vocabulary import RowsChange, check_tokeniz
 from shardkit.operations.parts.agreement import Share
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
-from shardkit.osft.fold import Fold, Written, take_factors
+from shardkit.osft.fold import Written, take_factors
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.derive import made_among
+from shardkit.transfer.codecs.fold import Fold
 from shardkit.transfer.plan import TransferPlan, build_plan
 from shardkit.transfer.sources import is_far
 
@@ -191,6 +192,7 @@ class ConsolidateJob:
 
     def describe(self, crcs: Mapping[str, int] = MappingProxyType({})) -> manifest.HubModel:
         """Return the manifest, as far as it is known before a byte moves; `crcs` are those of tensors."""
+        dequantized = self.checkpoint.remarks.dequantized
         return manifest.HubModel(
             tool=manifest.TOOL,
             layout=self.checkpoint.format,
@@ -200,7 +202,7 @@ class ConsolidateJob:
             root=self.selection.root,
             key_rules=tuple(map(tuple, (*self.selection.stripped, *self.selection.renamed))),
             ties=tuple((kept, dropped) for dropped, kept in self.ties.dropped.items()),
-            dequantized=self.checkpoint.dequantized.method if self.checkpoint.dequantized else None,
+            dequantized=dequantized.method if dequantized else None,
             dtype=self.options.dtype,
             dtype_rules=tuple((rule.glob, rule.dtype) for rule in self.options.rules) or None,
             digest=self.options.digest,
@@ -243,12 +245,12 @@ def build_job(
         checkpoint, evaluated = take_evaluated(checkpoint, _select(checkpoint, base, options.naming).names)
     elif weights == "model":
         of_training = tuple(optimizer_warnings(checkpoint))
-    elif checkpoint.roots.get(weights) == ():  # all of it is what was asked for
+    elif checkpoint.contents.roots.get(weights) == ():  # all of it is what was asked for
         options = replace(options, weights="model")
     named = _name(checkpoint, base, options)
     chosen, selection, fit, base = named.chosen, named.selection, named.fit, named.vocabulary.base
     tensors, dtype_notes = _tensors(named, checkpoint, base, options)
-    written = take_factors(tensors, chosen.catalog, checkpoint.folded, keep=options.keep_factors)
+    written = take_factors(tensors, chosen.catalog, checkpoint, keep=options.keep_factors)
     headers = keep_settings(checkpoint, written.tensors)
     output = _images(written.tensors, base, options, checkpoint, chosen.kind, headers.settings)
     check_tokenizer(options.new_tokenizer, base, {tensor.fqn: tensor.shape for tensor in written.tensors})
@@ -281,7 +283,7 @@ def build_job(
         contents=tuple((asset.name, int(crc32(asset.read()))) for asset in assets),
         weights=weights,
         notes=(
-            *(note for note in checkpoint.notes if note != LAST_RANKS or chosen.kind == "adapter"),
+            *(note for note in checkpoint.remarks.notes if note != LAST_RANKS or chosen.kind == "adapter"),
             *evaluated,
             *named.notes(base),
             *headers.notes,
@@ -294,7 +296,7 @@ def build_job(
         warnings=(
             *unloadable,
             *of_training,
-            *copies_warnings([copy for copy in checkpoint.differing if copy.tensor not in left]),
+            *copies_warnings([copy for copy in checkpoint.remarks.differing if copy.tensor not in left]),
             *named.warnings(base),
             *_tie_warnings(named.ties, base),
             *doubts,
@@ -327,7 +329,8 @@ def is_copied_quantised(checkpoint: Checkpoint) -> bool:
 
 def _copied_scales(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a note about quantised weights that are copied as they are, where no config tells of them."""
-    why = why_scaled(checkpoint) if checkpoint.hub is not None and checkpoint.dequantized is None else None
+    is_copied = checkpoint.hub is not None and checkpoint.remarks.dequantized is None
+    why = why_scaled(checkpoint) if is_copied else None
     if why is not None:
         yield f"the model is quantised, and copied so: {why}: its values mean nothing without their scales"
 
@@ -442,7 +445,7 @@ def _tensors(
     """
     names, stored = named.names, named.chosen.catalog
     sources = {name: source for source, name in names.items()}
-    held = held_dtypes(stored, sources, checkpoint.dequantized, {})
+    held = held_dtypes(stored, sources, checkpoint.remarks.dequantized, {})
     said = list[str]()
     folds = made_among(stored, names, Fold)
     folded = [name for source, name in names.items() if source in folds]
@@ -503,7 +506,7 @@ def _choose(
         derived=saved_derived(checkpoint) if rules is None else None,
         takes_shipped=is_plain and options.key_rules == AUTO,
         config=base.config if base else None,
-        padding=replace(checkpoint.padding or Padding(), tokens=tokens),
+        padding=replace(checkpoint.contents.padding or Padding(), tokens=tokens),
     )
     return sieve, *_with_rules(
         selection, replace(chosen, warnings=(*chosen.warnings, *decided.warnings)), base, decided
@@ -751,7 +754,7 @@ def _fit(
         asked,
         options,
         checkpoint=checkpoint.path,
-        why_missing=checkpoint.why_missing,
+        why_missing=checkpoint.remarks.why_missing,
         left={
             name: entry.shape
             for name, entry in checkpoint.catalog.tensors.items()
@@ -1005,7 +1008,7 @@ def _check_options(checkpoint: Checkpoint, base: Base | None, options: Consolida
         raise UsageError("--allow-missing and --allow-unexpected are about a base: name it with --base")
     if options.fill_from_base:
         _check_filled_from(base)
-    reason = checkpoint.refused_weights.get(options.naming.weights)
+    reason = checkpoint.contents.refused_weights.get(options.naming.weights)
     if reason is not None:
         raise SourceError(
             f"--weights {escape(options.naming.weights)}: {reason}",
@@ -1045,7 +1048,7 @@ def _select(checkpoint: Checkpoint, base: Base | None, naming: Naming) -> Select
         catalog.tensors,
         catalog.objects,
         catalog.paths,
-        checkpoint.roots,
+        checkpoint.contents.roots,
         base_shapes=base_shapes(base),
         key_rules=None if recorded is None else recorded.rules,
     )

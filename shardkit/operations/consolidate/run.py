@@ -158,7 +158,7 @@ class ClassCheck:
         self._question: ClassQuestion | None = None
         self._is_settled = not _may_ask(job)
         self._must_know = (
-            LAST_RANKS in job.checkpoint.notes and job.kind != "adapter" and not _is_compared(job)
+            LAST_RANKS in job.checkpoint.remarks.notes and job.kind != "adapter" and not _is_compared(job)
         )
 
     def __enter__(self) -> ClassCheck:

@@ -275,8 +275,8 @@ def _open_optimizer(checkpoint: Checkpoint, *, may_take_long: bool) -> _Optimize
         folder = open_dcp(directory)
         settings = _read_settings(folder)
         return _Optimizer(checkpoint=_joined(checkpoint, folder.catalog, folder.select), settings=settings)
-    if checkpoint.optimizer is not None and (may_take_long or checkpoint.format in _ONE_FILE):
-        opened = checkpoint.optimizer()
+    if checkpoint.contents.optimizer is not None and (may_take_long or checkpoint.format in _ONE_FILE):
+        opened = checkpoint.contents.optimizer()
         if not isinstance(opened, OptimizerState):
             problem = None if checkpoint.format == "full-file" else opened.reason
             return _Optimizer(checkpoint=checkpoint, settings=opened.settings, problem=problem)

@@ -125,7 +125,7 @@ def _why_not(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | Non
 def _is_said(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> bool:
     """True if the checkpoint's own config, its arguments or record, or a tokenizer says that these rows are all."""
     new = rows.new[0]
-    if checkpoint.padding is not None and checkpoint.padding.rows == new:
+    if checkpoint.contents.padding is not None and checkpoint.contents.padding.rows == new:
         return True
     if tokenizer is not None and tokenizer.tokens is not None:
         padding = new - tokenizer.tokens
@@ -167,7 +167,7 @@ def _has_own(base: Base) -> bool:
 
 def _where(checkpoint: Checkpoint) -> str:
     """Return the checkpoint's own directory that has a tokenizer, to name it; else a placeholder."""
-    homes = (home for home in checkpoint.assets if any(map(is_vocabulary, tokenizer_files(home))))
+    homes = (home for home in checkpoint.contents.assets if any(map(is_vocabulary, tokenizer_files(home))))
     return next(map(in_shell, homes), "DIR")
 
 

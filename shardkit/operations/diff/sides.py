@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from shardkit import formats
 from shardkit.core.catalog import Catalog, TensorEntry
 from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.factored import factor_of
@@ -18,9 +19,10 @@ from shardkit.core.text import MIB, count, escape, listed
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage, stores
 from shardkit.files.links import link_notes
-from shardkit.formats.contract import Checkpoint
+from shardkit.formats.contract import PLAIN, Checkpoint, PlainWeights
 from shardkit.formats.dcp.objects import object_lines
-from shardkit.formats.dequantize import PLAIN, config_of, take_plain
+from shardkit.formats.dequantize import config_of
+from shardkit.formats.folded import floating_targets
 from shardkit.formats.hub.base import recorded_rules, saved_derived
 from shardkit.formats.hub.files import refuse_part
 from shardkit.formats.quantised import can_dequantize, hidden, why_narrow, why_quantised
@@ -32,9 +34,9 @@ from shardkit.layout.traced import SAME_IN_MEMORY, ask_names, may_differ_in_memo
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
-from shardkit.osft.fold import Fold, take_folded
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.derive import made_by
+from shardkit.transfer.codecs.fold import Fold
 from shardkit.transfer.plan import flat_source
 from shardkit.transfer.sources import Reader, bands, same_bytes
 
@@ -205,8 +207,8 @@ def _both_plain(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint
     for entry in other.catalog.tensors.values():
         nbytes[entry.dtype] += entry.nbytes if entry.dtype in CASTS.values() else 0
     dtype = nbytes.most_common(1)[0][0] if nbytes.total() else PLAIN
-    plain = take_plain(side, dequantize=True, dtype=dtype)
-    number = count(len(plain.dequantized.names) if plain.dequantized else 0, "weight")
+    plain = formats.open(side, plain=PlainWeights(dtype=dtype))
+    number = count(len(plain.remarks.dequantized.names) if plain.remarks.dequantized else 0, "weight")
     opened = (plain, other) if index == 0 else (other, plain)
     return opened, [f"{called}: dequantised to {dtype.name}: {number}"]
 
@@ -217,9 +219,8 @@ def _in_one_state(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoi
     Raises:
         LayoutError: factors are not complete, or do not fit each other.
     """
-    folded = (take_folded(opened[0]), take_folded(opened[1]))
-    held = [side.folded is not None for side in folded]
-    if all(held):
+    targets = [floating_targets(side.catalog.tensors) for side in opened]
+    if all(targets):
         named, _ = _name_model(opened)
         one, two = (
             {
@@ -232,11 +233,11 @@ def _in_one_state(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoi
         if one == two:
             return opened, []
     notes = [
-        f"{label}: folded from factors of OSFT: {count(len(side.folded.targets), 'weight')}"
-        for label, side in zip(_LABELS, folded, strict=True)
-        if side.folded is not None
+        f"{label}: folded from factors of OSFT: {count(len(stored), 'weight')}"
+        for label, stored in zip(_LABELS, targets, strict=True)
+        if stored
     ]
-    return folded, notes
+    return (formats.open(opened[0], folded=True), formats.open(opened[1], folded=True)), notes
 
 
 def _in_one_form(side: Side, other: Side, label: str) -> tuple[Side, list[str]]:
@@ -263,7 +264,7 @@ def _in_one_form(side: Side, other: Side, label: str) -> tuple[Side, list[str]]:
             takes_shipped=is_saved,
             ask=lambda _: _ask_class(other, unasked.append),
             config=other.checkpoint.hub.config if other.checkpoint.hub is not None else None,
-            padding=side.checkpoint.padding,
+            padding=side.checkpoint.contents.padding,
             wanted=wanted,
         )
     except SourceError:  # a tensor would be there twice
@@ -419,7 +420,7 @@ def _select(checkpoint: Checkpoint, base: Mapping[str, Shape] | None) -> SideNam
         return SideNames({}, {})
     try:
         selection = select_model(
-            catalog.tensors, catalog.objects, catalog.paths, checkpoint.roots, base_shapes=base
+            catalog.tensors, catalog.objects, catalog.paths, checkpoint.contents.roots, base_shapes=base
         )
     except SourceError as error:
         return error.message

@@ -233,7 +233,7 @@ def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
 
 
 def _saved_layout(checkpoint: Checkpoint) -> Layout | None:
-    said = checkpoint.manifest
+    said = checkpoint.read_manifest()
     return saved_layout(said, checkpoint.catalog.tensors) if isinstance(said, manifest.SavedState) else None
 
 
@@ -296,7 +296,7 @@ def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> Insp
     catalog = checkpoint.catalog
     ties = shared_extents(catalog)
     copies = {name for group in ties for name in group[1:]}
-    placed = _saved_placements(checkpoint.manifest)
+    placed = _saved_placements(checkpoint.read_manifest())
     tensors = [
         _OneTensor(e.fqn, e.dtype.name, e.shape, placed.get(e.fqn))
         for e in catalog.tensors.values()
@@ -316,18 +316,22 @@ def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> Insp
         imbalance=round(imbalance_of([file.file_bytes or 0 for file in files]), 4),
         ties=ties,
         objects=catalog.objects,
-        roots=tuple((kind, ".".join(map(str, root))) for kind, root in checkpoint.roots.items()),
-        assets=checkpoint.assets,
-        refused=tuple(checkpoint.refused_weights.items()),
-        skipped=(*checkpoint.skipped, *stray_weights(checkpoint)),
+        roots=tuple((kind, ".".join(map(str, root))) for kind, root in checkpoint.contents.roots.items()),
+        assets=checkpoint.contents.assets,
+        refused=tuple(checkpoint.contents.refused_weights.items()),
+        skipped=(*checkpoint.remarks.skipped, *stray_weights(checkpoint)),
         notes=(
-            *checkpoint.notes,
+            *checkpoint.remarks.notes,
             *_quantised(checkpoint, None),
             *(_beside(catalog.directory) if is_dcp else ()),
         ),
-        warnings=(*targets.pop("warnings"), *copies_warnings(checkpoint.differing), *_lost(checkpoint)),
+        warnings=(
+            *targets.pop("warnings"),
+            *copies_warnings(checkpoint.remarks.differing),
+            *_lost(checkpoint),
+        ),
         **targets,
-        **_saved_fields(checkpoint.manifest),
+        **_saved_fields(checkpoint.read_manifest()),
     )
 
 

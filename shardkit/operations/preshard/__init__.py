@@ -27,8 +27,7 @@ from shardkit.files import storage
 from shardkit.files.links import reading_as
 from shardkit.files.location import location_of
 from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
-from shardkit.formats.contract import Checkpoint
-from shardkit.formats.dequantize import take_plain
+from shardkit.formats.contract import Checkpoint, PlainWeights
 from shardkit.formats.hub.directory import loader_of
 from shardkit.formats.hub.files import refuse_part
 from shardkit.formats.owned import content_of
@@ -171,7 +170,9 @@ def preshard(options: PreshardOptions) -> PreshardResult:
     assert model is not None  # what was asked for
     writer.find_manifests([model.catalog], local or model.directory)
     as_dtype = dequantized_as(options.dtype, options.rules)
-    plain = take_plain(checkpoint, dequantize=options.dequantize, dtype=as_dtype, by_content=True)
+    plain = formats.open(
+        checkpoint, plain=PlainWeights(dequantize=options.dequantize, dtype=as_dtype, by_content=True)
+    )
     assert plain.hub is not None
     chosen = default_output(plain.hub.label, local, options.ranks) if output is None else output
     path = writer.check_destination(os.fspath(chosen), local, local if output is None else None)

@@ -128,14 +128,14 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
     model = replace(model, catalog=_bound(model, layout, options))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
-    held = held_dtypes(model.catalog, sources, checkpoint.dequantized, layout.made)
+    held = held_dtypes(model.catalog, sources, checkpoint.remarks.dequantized, layout.made)
     dtypes, notes = _choose_dtypes(held, layout, options.dtype)
     dtypes = apply_rules(options.rules, held, dtypes)
     content = _StoredContent(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes)
-    part = _part(model, content, options, checkpoint.dequantized)
+    part = _part(model, content, options, checkpoint.remarks.dequantized)
     output = _in_folder(part, profile.folder)
     files = assets.files
-    if checkpoint.dequantized is not None and files:
+    if checkpoint.remarks.dequantized is not None and files:
         profile, files = with_config(profile, files, model.config)
     return PreshardJob(
         model=model,

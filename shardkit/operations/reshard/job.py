@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from shardkit import formats
 from shardkit.core.catalog import (
     Catalog,
     Checksums,
@@ -37,12 +38,18 @@ from shardkit.files.home import home_of
 from shardkit.files.manifest import Unit
 from shardkit.files.remote.contract import OtherVersion
 from shardkit.files.strict_json import open_regular, refuse_pointers
-from shardkit.formats.contract import Checkpoint, DcpFolder, EntryLocation, copies_warnings, listing
+from shardkit.formats.contract import (
+    Checkpoint,
+    DcpFolder,
+    EntryLocation,
+    PlainWeights,
+    copies_warnings,
+    listing,
+)
 from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.images import DcpImages, JoinedImages
 from shardkit.formats.dcp.objects import distributed_objects
-from shardkit.formats.dequantize import take_plain
 from shardkit.formats.hub.assets import list_assets
 from shardkit.formats.hub.base import (
     RecordedNames,
@@ -179,10 +186,10 @@ def take_apart(taken: Taken, options: ReshardOptions) -> Parts:
 def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
     path, no_optimizer = home_of(taken.resolved.path), options.no_optimizer
     if not storage.isdir(path) or not _keeps_folders(path):
-        return _other(taken.open(), no_optimizer=no_optimizer)
+        return _other(_open_plain(taken), no_optimizer=no_optimizer)
     surveyed = survey(path)
     if not surveyed.folders or not all(_keeps_folders(os.path.join(path, name)) for name in surveyed.folders):
-        return _other(taken.open(), no_optimizer=no_optimizer)
+        return _other(_open_plain(taken), no_optimizer=no_optimizer)
     dropped = _drop_optimizer(surveyed) if no_optimizer else []
     models = taken.models()  # all of them are resharded
     opened = {folder: _open_folder(os.path.join(path, folder), models) for folder in surveyed.folders}
@@ -224,7 +231,7 @@ def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
     of_ranks = [file.name for file in surveyed.files if OF_A_RANK.search(os.path.basename(file.name))]
     return Parts(
         writer=checkpoint.writer,
-        manifests=tuple(checkpoint.parsed.values()),
+        manifests=tuple(checkpoint.contents.manifests.values()),
         parts=parts,
         files=tuple(surveyed.files),
         places={file.name: os.path.join(path, file.name) for file in surveyed.files},
@@ -232,7 +239,7 @@ def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
         weights_beside=beside,
         notes=(*surveyed.notes(), *_notes(of_ranks, beside), *dropped),
         warnings=(
-            *copies_warnings([each for model in models for each in model.differing]),
+            *copies_warnings([each for model in models for each in model.remarks.differing]),
             *_warnings(of_ranks, damaged),
             *_of_old_mesh(
                 [join_name(part.folder, name) for part in parts for name in part.distributed_objects]
@@ -421,17 +428,23 @@ def _entry_notes(folder: str, objects: Mapping[str, EntryLocation | None]) -> It
         yield f"{count(len(lost), 'byte entry', 'byte entries')}{where} without any bytes left out: {listed(lost)}"
 
 
+def _open_plain(taken: Taken) -> Checkpoint:
+    """Open a checkpoint of plain weights: others would have their values and scales cut apart.
+
+    Raises:
+        LayoutError: it is quantised.
+    """
+    return formats.open(taken.open(), plain=PlainWeights(dequantize=False, has_option=False))
+
+
 def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     """Make one DCP directory, with all its tensors, of a checkpoint that is not one.
 
     Config, tokenizer and the like come beside it, from wherever this trainer keeps them.
-
-    Raises:
-        LayoutError: it is quantised: values and scales would be cut apart.
     """
-    take_plain(checkpoint, dequantize=False, has_option=False)
     entries, state = checkpoint.catalog.tensors, frozenset[str]()
-    opened = checkpoint.optimizer() if checkpoint.optimizer is not None and not no_optimizer else None
+    open_optimizer = checkpoint.contents.optimizer
+    opened = open_optimizer() if open_optimizer is not None and not no_optimizer else None
     if no_optimizer:
         state = optimizer_state(entries.values(), checkpoint.catalog.objects, "")
     elif isinstance(opened, Unmapped):
@@ -439,9 +452,9 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
             name for name in entries if name.startswith(tuple(f"{place}." for place in opened.names))
         )
     catalog = checkpoint.select([name for name in entries if name not in state])
-    skipped = list(checkpoint.skipped)
-    warnings, notes, objects = list[str](), list(checkpoint.notes), tuple[str, ...]()
-    unboxed = set[str]() if checkpoint.has_boxes else set(catalog.tensors)
+    skipped = list(checkpoint.remarks.skipped)
+    warnings, notes, objects = list[str](), list(checkpoint.remarks.notes), tuple[str, ...]()
+    unboxed = set[str]() if checkpoint.contents.has_boxes else set(catalog.tensors)
     states = list[str]()
     if isinstance(opened, OptimizerState) and opened.is_whole:
         catalog, objects = opened.catalog, opened.objects
@@ -478,7 +491,7 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     )
     return Parts(
         writer=checkpoint.writer,
-        manifests=tuple(checkpoint.parsed.values()),
+        manifests=tuple(checkpoint.contents.manifests.values()),
         parts=(part,),
         files=tuple(
             BesideFile(name, FileStamp.of(storage.stat(path)), is_executable=False)
@@ -486,7 +499,7 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         ),
         places=places,
         notes=tuple(f"{escape(name)} was not read: {escape(reason)}" for name, reason in skipped),
-        warnings=(*copies_warnings(checkpoint.differing), *warnings),
+        warnings=(*copies_warnings(checkpoint.remarks.differing), *warnings),
         is_training=checkpoint.hub is None,
     )
 

@@ -17,8 +17,8 @@ from shardkit.core.regions import full_region
 from shardkit.core.text import MIB, count
 from shardkit.errors import LayoutError
 from shardkit.formats.contract import Checkpoint
+from shardkit.formats.folded import floating_targets
 from shardkit.operations.verify.result import Report
-from shardkit.osft.fold import floating_targets
 from shardkit.transfer.sources import Reader, SourceFiles, bands
 
 if TYPE_CHECKING:

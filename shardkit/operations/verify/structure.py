@@ -92,12 +92,12 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
         report.warnings += [f"{escape(name)}: {reason}" for name, reason in strays]
         report.add_notes(
             f"not read: {escape(name)}: {escape(reason)}"
-            for name, reason in checkpoint.skipped
+            for name, reason in checkpoint.remarks.skipped
             if name.rstrip("/") not in folders and (name, reason) not in strays
         )
-        if checkpoint.differing:
-            lines = tuple(each.line() for each in checkpoint.differing)
-            report.problem(copies_message(checkpoint.differing), details=lines, is_contradiction=True)
+        if checkpoint.remarks.differing:
+            lines = tuple(each.line() for each in checkpoint.remarks.differing)
+            report.problem(copies_message(checkpoint.remarks.differing), details=lines, is_contradiction=True)
         files += _weights(checkpoint, directory, folders, report)
         report.add_notes(part_notes(os.path.basename(path)) if not storage.isdir(path) else ())
         for said in described:
@@ -236,7 +236,7 @@ def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report:
     if any(storage.realpath(os.path.join(directory, folder)) == home for folder in folders):
         return []
     report.num_tensors += len(catalog.tensors)
-    report.add_notes(checkpoint.notes)
+    report.add_notes(checkpoint.remarks.notes)
     if checkpoint.hub is not None:
         return _hub_files(checkpoint, directory, report)
     try:
@@ -247,11 +247,18 @@ def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report:
         report_failure(error, directory, report)
         return []
     files = _files(catalog, directory, report)
-    if checkpoint.has_checksums:
+    if _has_checksums(checkpoint):
         decoded = _decoded(catalog)
         for file in files:
             _add_entries(file, decoded.get(file.path, ()), report)
     return files
+
+
+def _has_checksums(checkpoint: Checkpoint) -> bool:
+    """True if its files record CRC-32s of the bytes of their tensors."""
+    if checkpoint.dcp is not None:
+        return checkpoint.dcp.has_records
+    return any(file.checksums is not None for file in checkpoint.catalog.files)
 
 
 def _hub_files(checkpoint: Checkpoint, directory: str, report: Report) -> list[FileBytes]:
@@ -270,7 +277,7 @@ def _strays(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """Return (name, what it is) of safetensors files in a Hub model's directory that are not the model's."""
     if checkpoint.hub is None or not storage.isdir(checkpoint.path):
         return []
-    return [(name, what) for name, what in checkpoint.skipped if name.endswith(_SAFETENSORS)]
+    return [(name, what) for name, what in checkpoint.remarks.skipped if name.endswith(_SAFETENSORS)]
 
 
 def _has_tensors(described: Described) -> bool:
@@ -303,7 +310,7 @@ def _lacking(
     if not report.num_unrecorded_chunks:
         return
     why = ""
-    if checkpoint is not None and not checkpoint.has_checksums:
+    if checkpoint is not None and not _has_checksums(checkpoint):
         what = "safetensors" if checkpoint.hub is not None else "such"
         why = f" ({what} files have none, only a manifest with digests has)"
     chunks, tensors = count(report.num_unrecorded_chunks, "chunk"), count(len(report.unrecorded), "tensor")

@@ -22,8 +22,8 @@ from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError
 from shardkit.files import manifest, storage
-from shardkit.formats.contract import Checkpoint, OpenedHubModel, has_model_config, inner
-from shardkit.formats.dequantize import take_plain, why_scaled
+from shardkit.formats.contract import Checkpoint, OpenedHubModel, PlainWeights, has_model_config, inner
+from shardkit.formats.dequantize import why_scaled
 from shardkit.formats.hub.adapter import is_adapter_file
 from shardkit.formats.hub.base import SAVED_ASSETS, own_home, recorded_names, recorded_rules, saved_derived
 from shardkit.formats.hub.directory import read_config
@@ -85,12 +85,9 @@ class Source:
         if not self.dequantizes or self.checkpoint is None:
             return self
         narrow = set(dtypes) <= {torch.bfloat16}
-        plain = take_plain(
-            self.checkpoint,
-            dequantize=True,
-            dtype=BY_NAME["bfloat16" if narrow else "float32"],
-            by_config=True,
-            by_content=True,
+        dtype = BY_NAME["bfloat16" if narrow else "float32"]
+        plain = formats.open(
+            self.checkpoint, plain=PlainWeights(dtype=dtype, by_config=True, by_content=True)
         )
         return replace(self, checkpoint=plain, catalog=plain.catalog)
 
@@ -267,7 +264,7 @@ def find_weights(
             model=model,
         ),
         config=stored.config or (None if own is None else own.config.to_dict()),
-        padding=None if source.checkpoint is None else source.checkpoint.padding,
+        padding=None if source.checkpoint is None else source.checkpoint.contents.padding,
         wanted=wanted,
     )
     made, match = _once(decided, source, stored.derived)
@@ -452,11 +449,11 @@ def _of_hub(model: OpenedHubModel) -> _StoredModel:
 
 def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) -> _StoredModel:
     names, notes = _select(source, wanted)
-    config = next((read_config(directory) for directory in checkpoint.assets), None)
+    config = next((read_config(directory) for directory in checkpoint.contents.assets), None)
     recorded, dcp, save = recorded_rules(checkpoint), checkpoint.dcp, checkpoint.catalog.metadata_crc32
     has_records = dcp is not None and dcp.has_records
     # What `save` wrote beside them is the config of the live model, whose tensors these are.
-    is_plain = checkpoint.dequantized is not None or checkpoint.writer == "shardkit"
+    is_plain = checkpoint.remarks.dequantized is not None or checkpoint.writer == "shardkit"
     return _StoredModel(
         names=names,
         hub_names=None if recorded is None else apply_key_rules(recorded.rules, names),
@@ -468,8 +465,8 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) ->
         sampled_files=_MANY if save is None else _A_HANDFUL,
         config=config,
         quantised=None if is_plain else why_quantised({}, config),
-        assets=checkpoint.assets,
-        notes=(*checkpoint.notes, *notes),
+        assets=checkpoint.contents.assets,
+        notes=(*checkpoint.remarks.notes, *notes),
     )
 
 
@@ -498,7 +495,7 @@ def _select(source: Source, wanted: list[str]) -> tuple[dict[str, str], tuple[st
         catalog.tensors,
         catalog.objects,
         catalog.paths,
-        source.checkpoint.roots if source.checkpoint is not None else {},
+        source.checkpoint.contents.roots if source.checkpoint is not None else {},
         base_names=list(dict.fromkeys((*wanted, *bases))),
     )
     return selection.names, (

@@ -20,9 +20,8 @@ def test_select_gives_the_tensors_in_order(tmp_path: Path) -> None:
     directory = save(STATE, tmp_path / "c")
     assert is_dcp(directory)
     checkpoint = open_dcp_checkpoint(directory)
-    assert (checkpoint.path, checkpoint.format, checkpoint.assets) == (directory, "dcp", ())
+    assert (checkpoint.path, checkpoint.format, checkpoint.contents.assets) == (directory, "dcp", ())
     assert checkpoint.catalog.encoding == "torch-record"
-    assert checkpoint.has_checksums
     chosen = checkpoint.select(["model.b", "model.a.weight"])
     assert list(chosen.tensors) == ["model.b", "model.a.weight"]
     assert chosen.encoding == "raw"
@@ -40,7 +39,6 @@ def test_safetensors_files_have_no_checksums(tmp_path: Path) -> None:
         serialization_format=SerializationFormat.SAFETENSORS,
     )
     checkpoint = open_dcp_checkpoint(directory)
-    assert not checkpoint.has_checksums
     assert_holds(checkpoint.select(["w"]), {"w": wide})
 
 

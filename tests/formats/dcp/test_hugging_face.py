@@ -43,7 +43,6 @@ def directory(tmp_path: Path) -> str:
 
 def assert_opens(checkpoint: Checkpoint, expected: dict[str, torch.Tensor] = FULL) -> None:
     assert checkpoint.format == "dcp-hf"
-    assert not checkpoint.has_checksums
     assert checkpoint.hub is None  # consolidated files too are part of a training
     assert_holds(checkpoint.select(tuple(checkpoint.catalog.tensors)), expected)
 
@@ -74,7 +73,7 @@ def test_records_before_the_tensors_are_passed_over(tmp_path: Path, names: list[
     objects = {name: OBJECTS[name] for name in names}
     checkpoint = open_dcp_hf(save_shards(lambda mesh: {**make(mesh), **objects}, 2, tmp_path / "c"))
     assert_opens(checkpoint)
-    assert any("begins with" in note and "of torch.save" in note for note in checkpoint.notes)
+    assert any("begins with" in note and "of torch.save" in note for note in checkpoint.remarks.notes)
 
 
 def test_records_before_the_tensors_of_one_file(tmp_path: Path) -> None:
@@ -88,7 +87,9 @@ def test_records_before_the_tensors_of_one_file(tmp_path: Path) -> None:
     checkpoint = open_hub_directory(str(tmp_path / "c"))
     assert_holds(checkpoint.select(tuple(checkpoint.catalog.tensors)), FULL)
     assert set(checkpoint.catalog.objects) == {"step", "names"}
-    assert "model-00001-of-00001.safetensors begins with 2 records of torch.save" in checkpoint.notes[0]
+    assert (
+        "model-00001-of-00001.safetensors begins with 2 records of torch.save" in checkpoint.remarks.notes[0]
+    )
     index = tmp_path / "c/model.safetensors.index.json"
     content = json.loads(index.read_text())
     content["weight_map"]["model.more"] = "model-00001-of-00001.safetensors"
@@ -124,7 +125,7 @@ def test_files_of_nemo_automodel_beside_them(directory: str) -> None:
     (beside / "fqn_to_file_index_mapping.json").write_text(json.dumps(FILE_OF))
     checkpoint = open_dcp_hf(directory)
     assert_opens(checkpoint)
-    assert (checkpoint.writer, checkpoint.assets) == ("NeMo Automodel", (str(beside),))
+    assert (checkpoint.writer, checkpoint.contents.assets) == ("NeMo Automodel", (str(beside),))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_the_last_ranks_may_be_missing(directory: str) -> None:
     os.remove(os.path.join(directory, "shard-00003-model-00001-of-00001.safetensors"))
     checkpoint = open_dcp_hf(directory)
     assert checkpoint.catalog.tensors["model.embed_tokens.weight"].shape == (6, 4)
-    assert checkpoint.notes == (LAST_RANKS,)
+    assert checkpoint.remarks.notes == (LAST_RANKS,)
 
 
 def test_a_list_of_names_tells_what_is_missing(directory: str) -> None:
@@ -269,8 +270,8 @@ class TestConsolidated:
         checkpoint = open_dcp_hf(str(run))
         assert_opens(checkpoint, self.expected())
         assert checkpoint.catalog.tensors["model.columns"].num_chunks == 2
-        assert [name for name, _ in checkpoint.skipped] == ["model-00001-of-00001.safetensors"]
-        os.truncate(run / checkpoint.skipped[0][0], 9)
+        assert [name for name, _ in checkpoint.remarks.skipped] == ["model-00001-of-00001.safetensors"]
+        os.truncate(run / checkpoint.remarks.skipped[0][0], 9)
         assert_opens(open_dcp_hf(str(run)), self.expected())
 
     def test_they_do_not_stand_for_shards(self, run: Path) -> None:

@@ -212,8 +212,8 @@ def test_joined_partitions(
     checkpoint = open_deepspeed(str(root))
     assert_same(read(checkpoint), truth())
     assert (checkpoint.format, checkpoint.writer) == ("deepspeed-zero2", "DeepSpeed ZeRO-2")
-    assert checkpoint.roots == {"model": ()}
-    assert any("fp32 masters; the model ran in bf16" in note for note in checkpoint.notes)
+    assert checkpoint.contents.roots == {"model": ()}
+    assert any("fp32 masters; the model ran in bf16" in note for note in checkpoint.remarks.notes)
 
 
 def test_stage_1_keeps_frozen_parameters_in_the_module_alone(tmp_path: Path, deepspeed_classes: Any) -> None:
@@ -229,7 +229,7 @@ def test_buffers_of_ranks_that_differ_are_named(tmp_path: Path, deepspeed_classe
     state = torch.load(file, weights_only=False)
     state["module"]["mean"] += 1
     torch.save(state, file)
-    (copy,) = open_deepspeed(str(tmp_path / "run")).differing
+    (copy,) = open_deepspeed(str(tmp_path / "run")).remarks.differing
     assert copy.line().startswith("mean: rank 0's (")
     assert f"rank 1's (global_step2/{file.name}) differs" in copy.line()
     assert [problem.details for problem in verify(str(tmp_path / "run")).problems] == [(copy.line(),)]
@@ -322,7 +322,7 @@ def test_without_zero(tmp_path: Path) -> None:
     assert_same(read(checkpoint), {"weight": module["weight"], "bias": module["bias"]})
     assert (checkpoint.format, checkpoint.catalog.objects) == ("deepspeed-zero0", ("extra",))
     assert checkpoint.writer == "Lightning DeepSpeedStrategy, DeepSpeed"
-    assert any("without their names" in note for note in checkpoint.notes)
+    assert any("without their names" in note for note in checkpoint.remarks.notes)
 
 
 def test_optimizer_files_that_were_not_kept(tmp_path: Path, deepspeed_classes: Any) -> None:
@@ -336,7 +336,7 @@ def test_optimizer_files_that_were_not_kept(tmp_path: Path, deepspeed_classes: A
     checkpoint = open_deepspeed(str(tmp_path / "two"))
     expected = {name: value.bfloat16() for name, value in parameters().items()} | frozen() | buffers()
     assert_same(read(checkpoint), {**expected, "head.weight": expected["embed.weight"]})
-    assert any("not the fp32 masters" in note for note in checkpoint.notes)
+    assert any("not the fp32 masters" in note for note in checkpoint.remarks.notes)
     with pytest.raises(SourceError, match="optimizer files of all ranks are missing"):
         open_deepspeed(str(tmp_path / "three"))
 
@@ -350,7 +350,7 @@ def test_parameters_without_values_are_named(tmp_path: Path, deepspeed_classes: 
         torch.save(state, path)
     checkpoint = open_deepspeed(str(root))
     assert not set(frozen()) & set(checkpoint.catalog.tensors)
-    assert {name for name, _ in checkpoint.skipped} >= set(frozen())
+    assert {name for name, _ in checkpoint.remarks.skipped} >= set(frozen())
 
 
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse")
@@ -407,7 +407,7 @@ def test_files_of_an_earlier_larger_save_are_left_out(tmp_path: Path, deepspeed_
             path.rename(new / "global_step2" / path.name)
     checkpoint = open_deepspeed(str(new))
     assert_same(read(checkpoint), truth())
-    assert len([name for name, why in checkpoint.skipped if "earlier save" in why]) == 4
+    assert len([name for name, why in checkpoint.remarks.skipped if "earlier save" in why]) == 4
 
 
 @pytest.mark.parametrize("tag", ["global_step2", "last"])
@@ -419,7 +419,7 @@ def test_files_of_an_earlier_save_are_named_once(tmp_path: Path, deepspeed_class
     (root / "last").symlink_to("global_step2")
     (root / "latest").write_text(tag)
     checkpoint = open_checkpoint(str(root))
-    assert f"{tag}/{stale.name}" in dict(checkpoint.skipped)
+    assert f"{tag}/{stale.name}" in dict(checkpoint.remarks.skipped)
     assert list(stray_weights(checkpoint)) == []
 
 
@@ -440,7 +440,7 @@ def test_a_directory_with_the_config_is_named_once(
     write_partitioned(tmp_path / "run", 1, deepspeed_classes)
     (tmp_path / "run" / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.chdir(tmp_path)
-    assert open_deepspeed("run").assets == ("run",)
+    assert open_deepspeed("run").contents.assets == ("run",)
 
 
 @pytest.mark.parametrize("write", [write_joined, write_partitioned])

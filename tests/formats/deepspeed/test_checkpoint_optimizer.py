@@ -130,8 +130,8 @@ def universal(root: Path, stage: int, stages: Any) -> Path:
 
 def opened(root: Path) -> OptimizerState:
     checkpoint = open_deepspeed(str(root))
-    assert checkpoint.optimizer is not None
-    state = checkpoint.optimizer()
+    assert checkpoint.contents.optimizer is not None
+    state = checkpoint.contents.optimizer()
     assert isinstance(state, OptimizerState), state.reason
     return state
 
@@ -359,8 +359,8 @@ def test_what_cannot_be_taken_over_is_told(
     root = partitioned(tmp_path, 2, deepspeed_classes)
     change(root / "global_step2" / OPTIM.format(0), edit)
     checkpoint = open_deepspeed(str(root))
-    assert checkpoint.optimizer is not None
-    state = checkpoint.optimizer()
+    assert checkpoint.contents.optimizer is not None
+    state = checkpoint.contents.optimizer()
     assert isinstance(state, Unmapped)
     assert reason in state.reason
     assert list(state.names) == [f"global_step2/{OPTIM.format(rank)}" for rank in range(2)]
@@ -374,9 +374,9 @@ def test_every_missing_file_of_a_universal_checkpoint_is_listed(
     for path in gone:
         path.unlink()
     checkpoint = open_deepspeed(str(tmp_path / "run"))
-    assert checkpoint.optimizer is not None
+    assert checkpoint.contents.optimizer is not None
     with pytest.raises(SourceError, match="some parameters is missing") as caught:
-        checkpoint.optimizer()
+        checkpoint.contents.optimizer()
     assert sorted(caught.value.problems) == sorted(
         f"global_step2_universal/zero/{path.parent.name}/{path.name}" for path in gone
     )
@@ -387,5 +387,5 @@ def test_a_universal_checkpoint_of_weights_alone(tmp_path: Path, deepspeed_class
     for path in [*zero.glob("*/exp_avg*.pt"), *zero.glob("*/step.pt")]:
         path.unlink()
     checkpoint = open_deepspeed(str(tmp_path / "run"))
-    assert checkpoint.optimizer is not None
-    assert isinstance(checkpoint.optimizer(), Unmapped)
+    assert checkpoint.contents.optimizer is not None
+    assert isinstance(checkpoint.contents.optimizer(), Unmapped)

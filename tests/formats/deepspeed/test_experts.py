@@ -65,7 +65,7 @@ def test_values_are_the_engines(saved: Path, name: str) -> None:
     checkpoint, held = open_deepspeed(str(root)), truth(root)
     assert_same(read(checkpoint), weights_of(root))
     assert checkpoint.format == f"deepspeed-{CASES[name]}"
-    assert [what for what, _ in checkpoint.skipped] == ["optimizer_state_dict"]
+    assert [what for what, _ in checkpoint.remarks.skipped] == ["optimizer_state_dict"]
     for key, master in held["masters"].items():
         assert torch.equal(master.to(held["module"][key].dtype), held["module"][key]), key
 
@@ -73,8 +73,8 @@ def test_values_are_the_engines(saved: Path, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, kind in CASES.items() if kind != "zero0"])
 def test_moments_of_experts_are_their_own(saved: Path, name: str) -> None:
     checkpoint = open_deepspeed(str(saved / name))
-    assert checkpoint.optimizer is not None
-    state = checkpoint.optimizer()
+    assert checkpoint.contents.optimizer is not None
+    state = checkpoint.contents.optimizer()
     assert isinstance(state, OptimizerState)
     wanted = truth(saved / name)["exp_avg"]
     wanted = {key: value for key, value in wanted.items() if key != "head.weight" and ".mlp.gate." not in key}
@@ -115,7 +115,7 @@ def test_without_the_optimizer_all_values_are_the_modules(run: Path) -> None:
         path.unlink()
     checkpoint = open_deepspeed(str(run))
     assert_same(read(checkpoint), truth(run)["module"])
-    assert "the module's weights, not the fp32 masters" in checkpoint.notes[0]
+    assert "the module's weights, not the fp32 masters" in checkpoint.remarks.notes[0]
 
 
 def test_files_of_other_experts_are_named(run: Path) -> None:
@@ -125,7 +125,7 @@ def test_files_of_other_experts_are_named(run: Path) -> None:
         shutil.copy(tag / EXPERT.format(0, 0), tag / name)
     checkpoint = open_deepspeed(str(run))
     assert_same(read(checkpoint), weights_of(run))
-    assert {what for what, _ in checkpoint.skipped} == {
+    assert {what for what, _ in checkpoint.remarks.skipped} == {
         "optimizer_state_dict", *(f"global_step2/{name}" for name in more)
     }  # fmt: skip
 

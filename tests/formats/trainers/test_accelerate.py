@@ -36,13 +36,13 @@ def test_model_is_opened(checkpoint, weights):
     found = open_accelerate(str(checkpoint))
     assert (found.format, found.writer, found.path) == ("accelerate", "accelerate (FSDP)", str(checkpoint))
     assert set(found.catalog.tensors) == {f"model.{name}" for name in weights}
-    assert dict(found.roots) == {"model": ("model",)}
-    assert found.skipped == (
+    assert dict(found.contents.roots) == {"model": ("model",)}
+    assert found.remarks.skipped == (
         ("optimizer_0", "optimizer state"),
         ("random_states_0.pkl", "state of the trainer"),
         ("scheduler.bin", "state of the trainer"),
     )
-    assert found.assets == ()
+    assert found.contents.assets == ()
 
 
 def test_trainer(checkpoint):
@@ -51,22 +51,22 @@ def test_trainer(checkpoint):
     (checkpoint / "tokenizer.json").write_text("{}")
     found = open_accelerate(str(checkpoint))
     assert found.writer == "transformers Trainer (FSDP)"
-    assert found.assets == (str(checkpoint), str(checkpoint.parent))
+    assert found.contents.assets == (str(checkpoint), str(checkpoint.parent))
 
 
 def test_config_of_something_else_is_no_asset(checkpoint):
     (checkpoint / "config.json").write_text(json.dumps({"learning_rate": 0.1}))
-    assert open_accelerate(str(checkpoint)).assets == ()
+    assert open_accelerate(str(checkpoint)).contents.assets == ()
     (checkpoint / "config.json").write_text("not JSON")
-    assert open_accelerate(str(checkpoint)).assets == ()
+    assert open_accelerate(str(checkpoint)).contents.assets == ()
 
 
 def test_the_model_directory_itself(checkpoint):
     path = str(checkpoint / "pytorch_model_fsdp_0")
     assert is_accelerate(path)
     found = open_accelerate(path)
-    assert (found.path, dict(found.roots)) == (path, {"model": ("model",)})
-    assert ("optimizer_0", "optimizer state") in found.skipped
+    assert (found.path, dict(found.contents.roots)) == (path, {"model": ("model",)})
+    assert ("optimizer_0", "optimizer state") in found.remarks.skipped
 
 
 def test_several_models_have_to_be_named(checkpoint, save_dcp, weights):
@@ -75,7 +75,7 @@ def test_several_models_have_to_be_named(checkpoint, save_dcp, weights):
         open_accelerate(str(checkpoint))
     assert caught.value.problems[1].endswith("pytorch_model_fsdp_1")
     found = open_accelerate(str(checkpoint / "pytorch_model_fsdp_1"))
-    assert ("pytorch_model_fsdp_0", "another model") in found.skipped
+    assert ("pytorch_model_fsdp_0", "another model") in found.remarks.skipped
 
 
 def test_empty_model_of_peft(checkpoint):
@@ -117,8 +117,8 @@ def test_parts_of_ranks(parts, rank_files):
     assert format_of(str(parts)) == "accelerate-bin"
     checkpoint = formats.open(str(parts))
     assert contents(checkpoint) == expected(torch.load(rank_files / "fsdp1.truth"))
-    assert checkpoint.roots == {"model": ()}
-    assert dict(checkpoint.skipped) == {
+    assert checkpoint.contents.roots == {"model": ()}
+    assert dict(checkpoint.remarks.skipped) == {
         **{f"optimizer_0_rank{rank}.bin": "optimizer state" for rank in range(4)},
         **{f"random_states_{rank}.pkl": "state of the trainer" for rank in range(4)},
     }
@@ -151,8 +151,8 @@ def test_the_whole_model(tmp_path, weights, name):
     assert format_of(str(tmp_path)) == "accelerate-bin"
     checkpoint = formats.open(str(tmp_path))
     assert contents(checkpoint) == expected(weights)
-    assert (checkpoint.roots, checkpoint.assets) == ({"model": ()}, (str(tmp_path),))
-    assert ("optimizer.bin", "optimizer state") in checkpoint.skipped
+    assert (checkpoint.contents.roots, checkpoint.contents.assets) == ({"model": ()}, (str(tmp_path),))
+    assert ("optimizer.bin", "optimizer state") in checkpoint.remarks.skipped
 
 
 def test_several_models_in_files(tmp_path, weights):

@@ -24,9 +24,8 @@ def test_a_flat_state_dict(tmp_path, weights):
     assert format_of(path) == "full-file"
     checkpoint = formats.open(path)
     assert contents(checkpoint) == expected(weights)
-    assert checkpoint.roots == {"model": ()}
+    assert checkpoint.contents.roots == {"model": ()}
     assert checkpoint.catalog.paths == {name: (name,) for name in weights}
-    assert checkpoint.has_checksums
 
 
 def test_lightning(tmp_path, weights, adam):
@@ -50,7 +49,7 @@ def test_lightning(tmp_path, weights, adam):
     assert format_of(path) == "full-file"
     checkpoint = formats.open(path)
     assert checkpoint.writer == "Lightning (one file)"
-    assert checkpoint.roots == {"model": ("state_dict",), "optimizer": ("optimizer_states",)}
+    assert checkpoint.contents.roots == {"model": ("state_dict",), "optimizer": ("optimizer_states",)}
     found = contents(checkpoint)
     prefixed = {f"state_dict.{name}": tensor for name, tensor in state.items()}
     assert {name: found[name] for name in prefixed} == expected(prefixed)
@@ -60,7 +59,7 @@ def test_lightning(tmp_path, weights, adam):
     assert checkpoint.catalog.paths[step] == ("optimizer_states", 0, "state", "lm_head.weight", "exp_avg")
     # One line for what holds no tensor, not one for every number in it.
     assert {"loops", "callbacks", "hyper_parameters", "epoch"} < set(checkpoint.catalog.objects)
-    assert ("loops", "not a tensor") in checkpoint.skipped
+    assert ("loops", "not a tensor") in checkpoint.remarks.skipped
 
 
 def test_averaged_weights(tmp_path, weights):
@@ -75,7 +74,7 @@ def test_averaged_weights(tmp_path, weights):
         path,
     )
     checkpoint = open_full_file(path)
-    assert checkpoint.roots == {
+    assert checkpoint.contents.roots == {
         "model": ("state_dict",),
         "current": ("current_model_state",),
         "ema": ("state_dict",),
@@ -86,11 +85,11 @@ def test_averaged_weights(tmp_path, weights):
     shardkit.consolidate(path, tmp_path / "current", weights="current")
     current = {name: tensor + 1 for name, tensor in load(tmp_path / "model").items()}
     assert_bit_equal(load(tmp_path / "current"), current)
-    assert any("running average" in note for note in checkpoint.notes)
+    assert any("running average" in note for note in checkpoint.remarks.notes)
     content = torch.load(path, weights_only=True)
     del content["current_model_state"]
     torch.save(content, path)
-    assert any("running average" in note for note in open_full_file(path).notes)
+    assert any("running average" in note for note in open_full_file(path).remarks.notes)
 
 
 def test_a_trainers_dict(tmp_path, weights, adam):
@@ -98,7 +97,7 @@ def test_a_trainers_dict(tmp_path, weights, adam):
     path = str(tmp_path / "ckpt.pth")
     torch.save({"model": weights, "optimizer": adam, "step": 3}, path)
     checkpoint = open_full_file(path)
-    assert checkpoint.roots == {}
+    assert checkpoint.contents.roots == {}
     assert checkpoint.writer == "torch.save"
     assert {name for name in checkpoint.catalog.tensors if name.startswith("model.")} == {
         f"model.{name}" for name in weights
@@ -112,7 +111,7 @@ def test_an_optimizers_odd_tensors_do_not_stand_in_the_way(tmp_path, weights):
     checkpoint = open_full_file(path)
     assert set(checkpoint.catalog.tensors) == {f"model.{name}" for name in weights}
     what = "a.pt: torch's sparse tensor, which is made of indices and values"
-    assert checkpoint.skipped == (("optimizer.state.0", f"its bytes are not its values: {what}"),)
+    assert checkpoint.remarks.skipped == (("optimizer.state.0", f"its bytes are not its values: {what}"),)
     torch.save({"model": {**weights, "odd": odd}}, path)
     with pytest.raises(SourceError, match="1 tensor is an object of a class") as caught:
         open_full_file(path)

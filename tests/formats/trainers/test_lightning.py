@@ -43,10 +43,10 @@ def test_strategies(saved, root, writer):
     assert is_lightning(path)
     found = open_lightning(path)
     assert (found.format, found.writer, found.path) == ("lightning", writer, path)
-    assert dict(found.roots) == {"model": (root,), "optimizer": ("optimizer_0",)}
+    assert dict(found.contents.roots) == {"model": (root,), "optimizer": ("optimizer_0",)}
     assert f"{root}.net.lm_head.weight" in found.catalog.tensors
-    assert not found.refused_weights
-    assert [name for name, _ in found.skipped] == ["meta.pt"]
+    assert not found.contents.refused_weights
+    assert [name for name, _ in found.remarks.skipped] == ["meta.pt"]
 
 
 def test_weights_are_read(saved, weights):
@@ -64,20 +64,20 @@ def test_fabric(save_dcp, weights, adam, tmp_path):
     torch.save({"step": 2, "path": pathlib.PurePosixPath("x")}, directory / "meta.pt")
     found = open_lightning(str(directory))
     assert found.writer == "Lightning Fabric"
-    assert dict(found.roots) == {"model": ("model",), "optimizer": ("optimizer",)}
+    assert dict(found.contents.roots) == {"model": ("model",), "optimizer": ("optimizer",)}
 
 
 def test_fabric_with_keys_of_its_own(save_dcp, weights, tmp_path):
     directory = save_dcp({"policy": weights}, tmp_path / "c")
     torch.save({"step": 2}, directory / "meta.pt")
     found = open_lightning(str(directory))
-    assert (found.writer, dict(found.roots)) == ("Lightning Fabric", {})
+    assert (found.writer, dict(found.contents.roots)) == ("Lightning Fabric", {})
 
 
 def test_several_optimizers(save_dcp, weights, adam, tmp_path):
     directory = save_dcp({"model": weights, "optimizer_0": adam, "optimizer_1": adam}, tmp_path / "c")
     torch.save(TRAINER, directory / "meta.pt")
-    assert dict(open_lightning(str(directory)).roots) == {
+    assert dict(open_lightning(str(directory)).contents.roots) == {
         "model": ("model",),
         "optimizer": ("optimizer_0",),
         "optimizer_1": ("optimizer_1",),
@@ -95,8 +95,8 @@ def test_several_optimizers(save_dcp, weights, adam, tmp_path):
 )
 def test_ema_in_meta_is_refused(saved, meta):
     found = open_lightning(saved("model", meta))
-    assert "rank 0" in found.refused_weights["ema"]
-    assert any("cannot be recovered" in note for note in found.notes)
+    assert "rank 0" in found.contents.refused_weights["ema"]
+    assert any("cannot be recovered" in note for note in found.remarks.notes)
 
 
 def test_decays_and_likenesses_are_no_ema(saved):
@@ -105,7 +105,7 @@ def test_decays_and_likenesses_are_no_ema(saved):
         "schema": {"w": torch.ones(3)},
         "demand": {"w": torch.ones(3)},
     }
-    assert not open_lightning(saved("model", meta)).refused_weights
+    assert not open_lightning(saved("model", meta)).contents.refused_weights
 
 
 def test_weight_averaging_saves_the_average(saved):
@@ -114,18 +114,18 @@ def test_weight_averaging_saves_the_average(saved):
         "averaging_state": {"n_averaged": torch.tensor(2)},
     }
     found = open_lightning(saved("state_dict", meta))
-    assert list(found.refused_weights) == ["current"]
-    assert any("running average" in note for note in found.notes)
+    assert list(found.contents.refused_weights) == ["current"]
+    assert any("running average" in note for note in found.remarks.notes)
     del meta["current_model_state"]  # a file made smaller
     found = open_lightning(saved("model", meta))
-    assert not found.refused_weights
-    assert any("running average" in note for note in found.notes)
+    assert not found.contents.refused_weights
+    assert any("running average" in note for note in found.remarks.notes)
 
 
 def test_an_average_of_somebodys_own_beside_the_current_weights(saved):
     found = open_lightning(saved("model", TRAINER | {"averaging_state": {"net.w": torch.ones(3)}}))
-    assert "the EMA is averaging_state" in found.refused_weights["ema"]
-    assert any("averaging_state) that cannot be recovered" in note for note in found.notes)
+    assert "the EMA is averaging_state" in found.contents.refused_weights["ema"]
+    assert any("averaging_state) that cannot be recovered" in note for note in found.remarks.notes)
 
 
 class Evil:
@@ -148,8 +148,8 @@ def test_damaged_meta_does_not_stand_in_the_way(saved):
     with open(os.path.join(path, "meta.pt"), "wb") as file:
         file.write(b"garbage")
     found = open_lightning(path)
-    assert found.roots["model"] == ("model",)
-    assert "not looked into" in dict(found.skipped)["meta.pt"]
+    assert found.contents.roots["model"] == ("model",)
+    assert "not looked into" in dict(found.remarks.skipped)["meta.pt"]
 
 
 def test_plain_dcp_is_not_lightning(save_dcp, weights, tmp_path):

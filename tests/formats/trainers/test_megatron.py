@@ -46,8 +46,8 @@ def test_tensors_are_given_as_they_are_stored(directory: str) -> None:
     assert_holds(checkpoint.select(tuple(TENSORS)), TENSORS)
     assert checkpoint.catalog.objects == ("decoder.layers.mlp.linear_fc1._extra_state/shard_0_2",)
     assert checkpoint.catalog.paths is None
-    assert [name for name, _ in checkpoint.skipped] == ["common.pt"]
-    assert "stacked" in checkpoint.notes[-1]
+    assert [name for name, _ in checkpoint.remarks.skipped] == ["common.pt"]
+    assert "stacked" in checkpoint.remarks.notes[-1]
 
 
 def test_other_backends_are_refused(directory: str) -> None:

@@ -22,16 +22,16 @@ def test_mini_trainer(save_dcp, weights, tmp_path):
     assert format_of(str(step)) == "mini-trainer"
     found = formats.open(str(step))
     assert (found.format, found.writer, found.path) == ("mini-trainer", "mini_trainer", str(step))
-    assert dict(found.roots) == {"model": ("model",)}
-    assert found.assets == (str(step),)
-    assert found.skipped == (
+    assert dict(found.contents.roots) == {"model": ("model",)}
+    assert found.contents.assets == (str(step),)
+    assert found.remarks.skipped == (
         ("optimizer_rank_0.pt", "optimizer state"),
         ("rng_state_rank_0.pt", "not a part of the weights"),
         ("training_state.pt", "not a part of the weights"),
     )
-    assert found.notes == ()
+    assert found.remarks.notes == ()
     (step / "training_state.pt").unlink()
-    assert any("training_state.pt is missing" in note for note in formats.open(str(step)).notes)
+    assert any("training_state.pt is missing" in note for note in formats.open(str(step)).remarks.notes)
 
 
 def test_olmo_core(save_dcp, weights, adam, tmp_path):
@@ -42,9 +42,9 @@ def test_olmo_core(save_dcp, weights, adam, tmp_path):
     (step / "config.json").write_text(json.dumps({"model": {"d_model": 8}}))  # the experiment's
     found = formats.open(str(step))
     assert (found.format, found.writer) == ("olmo-core", "OLMo-core")
-    assert dict(found.roots) == {"model": ("model",), "optimizer": ("optim",)}
-    assert found.assets == ()
-    assert ("train", "not a part of the weights") in found.skipped
+    assert dict(found.contents.roots) == {"model": ("model",), "optimizer": ("optim",)}
+    assert found.contents.assets == ()
+    assert ("train", "not a part of the weights") in found.remarks.skipped
 
 
 def test_nemo_automodel_dcp(save_dcp, weights, adam, tmp_path):
@@ -55,9 +55,9 @@ def test_nemo_automodel_dcp(save_dcp, weights, adam, tmp_path):
     (step / "model" / ".hf_metadata" / "config.json").write_text(CONFIG)
     found = formats.open(str(step))
     assert (found.format, found.writer) == ("nemo-automodel", "NeMo Automodel")
-    assert found.assets == (str(step / "model" / ".hf_metadata"),)
+    assert found.contents.assets == (str(step / "model" / ".hf_metadata"),)
     assert set(found.catalog.tensors) == set(weights)
-    assert ("optim", "optimizer state") in found.skipped
+    assert ("optim", "optimizer state") in found.remarks.skipped
 
 
 @pytest.mark.parametrize("below", ["policy/weights", "policy/weights/model"])
@@ -69,7 +69,7 @@ def test_nemo_rl(save_dcp, weights, tmp_path, below):
     (step / "config.yaml").touch()
     found = formats.open(str(step))
     assert (found.format, found.writer) == ("nemo-rl", "NeMo-RL")
-    assert found.assets == (str(step / "policy" / "tokenizer"),)
+    assert found.contents.assets == (str(step / "policy" / "tokenizer"),)
 
 
 def test_prime_rl(save_dcp, weights, adam, tmp_path):
@@ -78,7 +78,7 @@ def test_prime_rl(save_dcp, weights, adam, tmp_path):
     (step / "dataloader").mkdir()
     found = formats.open(str(step))
     assert (found.format, found.writer) == ("prime-rl", "prime-rl")
-    assert dict(found.roots) == {"model": ("app", "model"), "optimizer": ("app", "optimizers")}
+    assert dict(found.contents.roots) == {"model": ("app", "model"), "optimizer": ("app", "optimizers")}
 
 
 def test_model_in_a_directory_of_its_own(save_dcp, weights, adam, tmp_path):
@@ -86,7 +86,7 @@ def test_model_in_a_directory_of_its_own(save_dcp, weights, adam, tmp_path):
     save_dcp({"optim": adam}, tmp_path / "c" / "optimizer")
     found = formats.open(str(tmp_path / "c"))
     assert found.format == format_of(str(tmp_path / "c")) == "dcp"
-    assert ("optimizer", "optimizer state") in found.skipped
+    assert ("optimizer", "optimizer state") in found.remarks.skipped
 
 
 HEADS = {
@@ -118,17 +118,17 @@ def test_names_tell_the_writer(save_dcp, weights, adam, tmp_path, case):
     assert format_of(str(directory)) == "dcp"
     found = formats.open(str(directory))
     assert (found.format, found.writer) == ("dcp", writer)
-    assert found.roots["model"] == tuple(root)
+    assert found.contents.roots["model"] == tuple(root)
     prefix = ".".join(root)
     assert {f"{prefix}.{name}" for name in weights} <= set(found.catalog.tensors)
-    assert found.roots["optimizer"][0] in ("state", "dcp", "app", "optimizer_state", "optimizer")
+    assert found.contents.roots["optimizer"][0] in ("state", "dcp", "app", "optimizer_state", "optimizer")
 
 
 def test_torchtitan(save_dcp, adam, tmp_path):
     state = {"tok_embeddings.weight": torch.ones(4, 3), "layers.0.attention.wo.weight": torch.ones(3, 3)}
     state |= {"optimizer": adam, "train_state": {"step": 2}, "lr_scheduler": {"last_epoch": 1}}
     found = formats.open(str(save_dcp(state, tmp_path / "step-2")))
-    assert (found.writer, dict(found.roots)) == ("torchtitan", {"optimizer": ("optimizer",)})
+    assert (found.writer, dict(found.contents.roots)) == ("torchtitan", {"optimizer": ("optimizer",)})
 
 
 def test_torchtitan_weights_only(save_dcp, tmp_path):
@@ -147,7 +147,7 @@ def test_plain_dcp_keeps_its_writer_and_finds_its_config(save_dcp, weights, tmp_
     directory = save_dcp({"model": weights}, tmp_path / "c")
     (directory / "config.json").write_text(CONFIG)
     found = formats.open(str(directory))
-    assert (found.format, dict(found.roots), found.assets) == ("dcp", {}, (str(directory),))
+    assert (found.format, dict(found.contents.roots), found.contents.assets) == ("dcp", {}, (str(directory),))
     assert found.writer not in {rule[0] for rule in HEADS.values()}
 
 
@@ -155,7 +155,8 @@ def test_optimizer_directory_says_so(save_dcp, weights, adam, tmp_path):
     save_dcp({"model": weights}, tmp_path / "pytorch_model_fsdp_0")
     found = formats.open(str(save_dcp({"optimizer": adam}, tmp_path / "optimizer_0")))
     assert (
-        found.notes[-1] == "this is the state of an optimizer; the model's is pytorch_model_fsdp_0, beside it"
+        found.remarks.notes[-1]
+        == "this is the state of an optimizer; the model's is pytorch_model_fsdp_0, beside it"
     )
 
 

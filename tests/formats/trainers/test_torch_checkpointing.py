@@ -48,8 +48,8 @@ def test_one_item_keeps_its_names(saved, rank_files):
     assert format_of(str(saved)) == "torch-checkpointing"
     checkpoint = formats.open(str(saved))
     assert contents(checkpoint) == expected(torch.load(rank_files / "fsdp2.truth"))
-    assert checkpoint.roots == {"model": ()}
-    assert ("step_2.pt", "holds no tensors") in checkpoint.skipped
+    assert checkpoint.contents.roots == {"model": ()}
+    assert ("step_2.pt", "holds no tensors") in checkpoint.remarks.skipped
 
 
 @pytest.mark.dist
@@ -61,7 +61,7 @@ def test_several_items(saved, rank_files):
     truth = torch.load(rank_files / "fsdp2.truth")
     twice = {f"{item}.{name}": tensor for item in ("model", "optimizer") for name, tensor in truth.items()}
     assert contents(checkpoint) == expected(twice)
-    assert checkpoint.roots == {"model": ("model",), "optimizer": ("optimizer",)}
+    assert checkpoint.contents.roots == {"model": ("model",), "optimizer": ("optimizer",)}
 
 
 @pytest.mark.dist

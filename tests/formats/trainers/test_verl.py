@@ -39,7 +39,6 @@ def test_tensors_are_put_together(case, rank_files):
     truth = torch.load(rank_files / f"{case}.truth")
     checkpoint = open_verl(str(rank_files / case))
     assert contents(checkpoint) == expected(truth)
-    assert checkpoint.has_checksums
 
 
 @pytest.mark.dist
@@ -82,10 +81,10 @@ def test_what_lies_beside_the_weights(actor):
     for path in (parent, str(actor), str(actor / NAME.format(1))):
         checkpoint = formats.open(path)
         assert set(checkpoint.catalog.tensors) >= {"wide.weight", "few.weight"}
-        assert checkpoint.roots == {"model": ()}
-        assert checkpoint.assets == (str(actor / "huggingface"),)
+        assert checkpoint.contents.roots == {"model": ()}
+        assert checkpoint.contents.assets == (str(actor / "huggingface"),)
         assert checkpoint.writer == "verl (FSDP2)"
-        assert ("optim_world_size_4_rank_3.pt", "optimizer state") in checkpoint.skipped
+        assert ("optim_world_size_4_rank_3.pt", "optimizer state") in checkpoint.remarks.skipped
     assert formats.open(parent).path == parent
 
 
@@ -94,8 +93,8 @@ def test_the_actor_before_the_critic(actor):
     shutil.copytree(actor, actor.parent / "critic")
     checkpoint = open_verl(str(actor.parent))
     assert {os.path.dirname(source.path) for source in checkpoint.catalog.files} == {str(actor)}
-    assert ("critic", "another model") in checkpoint.skipped
-    assert any("critic" in note for note in checkpoint.notes)
+    assert ("critic", "another model") in checkpoint.remarks.skipped
+    assert any("critic" in note for note in checkpoint.remarks.notes)
     shutil.rmtree(actor)
     critic = open_verl(str(actor.parent))
     assert {os.path.basename(os.path.dirname(source.path)) for source in critic.catalog.files} == {"critic"}
@@ -104,7 +103,7 @@ def test_the_actor_before_the_critic(actor):
 @pytest.mark.dist
 def test_lora_is_told(actor):
     (actor / "lora_train_meta.json").write_text(json.dumps({"r": 4, "lora_alpha": 8}))
-    assert any("r=4, lora_alpha=8" in note for note in open_verl(str(actor)).notes)
+    assert any("r=4, lora_alpha=8" in note for note in open_verl(str(actor)).remarks.notes)
 
 
 @pytest.mark.dist
@@ -122,7 +121,10 @@ def test_leftovers_of_another_world_size(actor):
     assert len(open_verl(str(actor)).catalog.tensors) == 7
     (actor / "fsdp_config.json").unlink()
     checkpoint = open_verl(str(actor))
-    assert ("model_world_size_2_rank_0.pt", "of a save with another number of ranks") in checkpoint.skipped
+    assert (
+        "model_world_size_2_rank_0.pt",
+        "of a save with another number of ranks",
+    ) in checkpoint.remarks.skipped
     shutil.copy(actor / NAME.format(1), actor / "model_world_size_2_rank_1.pt")
     with pytest.raises(SourceError, match="saved by 2 and by 4 ranks"):
         open_verl(str(actor))

@@ -112,7 +112,7 @@ def test_into_hub_shards(
     """What is written is what whole weights become, and means what it says: `--dequantize` gives numbers times scales."""
     source, out, expected = save(weights(), tmp_path / "trained"), tmp_path / "out", in_whole(weights())
     with monkeypatch.context() as patch:
-        patch.setattr("shardkit.operations.consolidate.take_plain", lambda opened, **_: encoded(opened))
+        patch.setattr("shardkit.formats.dequantize.plain_checkpoint", lambda opened, _: encoded(opened))
         for part in parts:
             shardkit.consolidate(source, out, root="", max_shard_size=300_000, part=part)
     assert len(list(out.glob("*.safetensors"))) > 1
@@ -147,7 +147,7 @@ def test_into_distcp(options: dict[str, Any], tmp_path: Path, monkeypatch: pytes
         tmp_path / "out",
         in_whole(weights()),
     )
-    monkeypatch.setattr("shardkit.operations.preshard.take_plain", lambda opened, **_: encoded(opened))
+    monkeypatch.setattr("shardkit.formats.dequantize.plain_checkpoint", lambda opened, _: encoded(opened))
     shardkit.preshard(source, out, wrap="none", **options)
     assert_bit_equal(loaded(out, expected), expected)
     assert shardkit.verify(out).ok
@@ -157,9 +157,9 @@ PEAK = """
 import sys
 from pathlib import Path
 import shardkit
-import shardkit.operations.preshard as preshard
+import shardkit.formats.dequantize as dequantize
 from tests.transfer.codecs.block_fp8 import encoded
-preshard.take_plain = lambda opened, **_: encoded(opened)
+dequantize.plain_checkpoint = lambda opened, _: encoded(opened)
 def kib(field):
     return int(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)))
 def run(name):

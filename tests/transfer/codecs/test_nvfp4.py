@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from shardkit import formats
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import LayoutError
-from shardkit.formats.dequantize import take_plain
-from shardkit.formats.registry import open_checkpoint
+from shardkit.formats.contract import PlainWeights
 from tests.models.quantised import by_compressed_tensors, by_modelopt, random_nvfp4
 from tests.transfer.codecs.test_dequantize import bits, read
 
@@ -29,7 +29,7 @@ def plain(
 ) -> Catalog:
     save_file({name: x.contiguous().clone() for name, x in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config or {}))
-    found = take_plain(open_checkpoint(str(folder)), dequantize=True, dtype=BY_NAME[dtype], by_content=True)
+    found = formats.open(str(folder), plain=PlainWeights(dtype=BY_NAME[dtype], by_content=True))
     return found.catalog
 
 

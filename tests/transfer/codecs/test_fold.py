@@ -12,10 +12,11 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.factored import Target
 from shardkit.core.regions import Region
 from shardkit.errors import LayoutError
+from shardkit.formats.folded import floating_targets
 from shardkit.formats.hub.directory import open_model
-from shardkit.osft.fold import Fold, floating_targets, steps
 from shardkit.transfer.codecs.boxes import read_box
 from shardkit.transfer.codecs.derive import derive
+from shardkit.transfer.codecs.fold import Fold, steps
 from shardkit.transfer.sources import SourceFiles
 from tests.answers import HIGH_WATER, answer_of
 from tests.operations.consolidate.checkpoints import save
