@@ -1,6 +1,6 @@
 """The child process of a trace: build the model, wrap it, read the placements, answer with JSON.
 
-    request (stdin)    {"directory", "axes": [[name, size, role]], "ep", "pp", "stages", "wrap", "dtype",
+    request (a line)   {"directory", "axes": [[name, size, role]], "ep", "pp", "stages", "wrap", "dtype",
                        "trust_remote_code", "names", "answer"}
                        The axes are those of one pipeline stage.
                        With "asks": "names" nothing is wrapped, and the answer is about these names in files;
@@ -13,6 +13,7 @@ stdout and stderr are noise, which the parent shows when something fails.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -56,13 +57,17 @@ _MAX_CPU_S, _MAX_DATA_BYTES = 300, 16 << 30
 
 
 def main() -> None:
-    """Serve the one request on stdin and end the process."""
-    request = json.loads(sys.stdin.buffer.read())
-    answer = answer_request(request)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with open(request["answer"], "w", encoding="utf-8") as file:
-        json.dump(answer, file)
+    """Serve the requests on stdin, a line each, and end the process. What comes back there is a byte for each answer."""
+    requests, sys.stdin = sys.stdin.buffer, open(os.devnull, encoding="utf-8")  # a model's code reads none
+    for line in requests:
+        request = json.loads(line)
+        answer = answer_request(request)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with open(request["answer"], "w", encoding="utf-8") as file:
+            json.dump(answer, file)
+        with contextlib.suppress(OSError):  # nobody waits
+            os.write(0, b"\n")
     os._exit(0)  # an orderly end of a fake process group takes time and serves nothing
 
 

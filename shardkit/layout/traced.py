@@ -2,7 +2,8 @@
 
 A child process (`trace_child`) builds the model on the meta device and wraps it by the real `fully_shard`: a
 fake process group cannot be made where a real one is up, importing a model may run much code, and torch need
-not be loaded here. The child answers with JSON, and `trace_cache` keeps what it answered.
+not be loaded here. The child answers with JSON, and `trace_cache` keeps what it answered. A command starts one child
+at most: `one_process`.
 
     trace_model   config.json, mesh, policy -> Trace, a layout
     ask_names     config.json, names in files -> ClassNames
@@ -14,18 +15,19 @@ Nothing that a file says is executed, unless a person trusts the model's own cod
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,7 +43,7 @@ from shardkit.files.manifest import Unit
 from shardkit.keys.expressions import Expression, from_json
 from shardkit.layout.decided import ClassNames
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout
-from shardkit.layout.trace_cache import Slot, slot_for
+from shardkit.layout.trace_cache import slot_for
 from shardkit.layout.wrap_policy import parse_policy, parse_stages
 
 T = TypeVar("T")
@@ -231,26 +233,39 @@ def _ask(
     on_start: Callable[[], None] = lambda: None,
 ) -> T:
     """Apply `read` to the answer to a request, a kept one or else a child's, and return the result."""
-    slot = slot_for(request)
-    kept = slot.find(read) if slot is not None else None
-    asked = _ASKED[request.get("asks", "")]
+    kept = _find_kept(request, read)
     if kept is not None:
-        _log.debug("layout: %s, from the cache", asked)
         return kept
     on_start()
-    _log.debug("transformers is asked %s, in a process of its own", asked)
-    answer = _run_child(request)
-    result = read(answer)
+    return _ask_child(request, read)
+
+
+def _find_kept(request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T | None:
+    slot = slot_for(request)
+    kept = slot.find(read) if slot is not None else None
+    if kept is not None:
+        _log.debug("layout: %s, from the cache", _ASKED[request.get("asks", "")])
+    return kept
+
+
+def _ask_child(request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
+    _log.debug("transformers is asked %s, in a process of its own", _ASKED[request.get("asks", "")])
+    return _kept(request, _run_child(request), read)
+
+
+def _kept(request: Mapping[str, Any], answer: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
+    """Return what an answer says, and keep the answer."""
+    result, slot = read(answer), slot_for(request)
     if slot is not None:
-        slot.keep(answer)
+        slot.keep({**answer, "status": "ok"})
     return result
 
 
-def _run_child(request: dict[str, Any]) -> Mapping[str, Any]:
+def _run_child(request: Mapping[str, Any]) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory(prefix="shardkit-trace-") as scratch:
         # A file, not stdout: importing a model may print anything.
         answer_path = os.path.join(scratch, "answer.json")
-        payload = json.dumps(request | {"answer": answer_path}).encode()
+        payload = json.dumps({**request, "answer": answer_path}).encode()
         try:
             done = _spawn(payload, DEFAULT_TIMEOUT_S)
         except OSError as error:  # an interpreter inside another program may have no name
@@ -285,16 +300,88 @@ def _environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in _DROPPED} | _SET
 
 
+class _ModelProcess:
+    """A child that builds models and answers requests, one after the other. It is started for the first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stack = contextlib.ExitStack()
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def serve(self, payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+        """Have a request answered; return what was printed meanwhile, and the status of a child that ended.
+
+        Raises:
+            OSError: the child cannot be started.
+            subprocess.TimeoutExpired: there was no answer in time; the child was killed.
+        """
+        with self._lock:
+            child = self.start()
+            before = os.path.getsize(self._printed)
+            try:
+                self._line.settimeout(timeout_s)
+                self._line.sendall(payload + b"\n")
+                is_answered = self._line.recv(1) != b""
+            except TimeoutError:
+                child.kill()
+                raise subprocess.TimeoutExpired(child.args, timeout_s, self._output(before)) from None
+            except OSError:  # the child has ended
+                is_answered = False
+            status = 0 if is_answered else child.wait()
+            return subprocess.CompletedProcess(child.args, status, self._output(before))
+
+    def close(self) -> None:
+        """End the child, and whoever waits for it."""
+        if self.child is not None:
+            self.child.kill()
+        with self._lock:
+            self._stack.close()
+            self.child = None
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the child, unless it is there, and return it."""
+        if self.child is not None:
+            return self.child
+        with contextlib.ExitStack() as opened:
+            scratch = opened.enter_context(tempfile.TemporaryDirectory(prefix="shardkit-trace-"))
+            self._printed = os.path.join(scratch, "printed")
+            self._line, end = map(opened.enter_context, socket.socketpair())
+            with end, open(self._printed, "ab") as file:
+                self.child = child = subprocess.Popen(
+                    _command(), stdin=end.fileno(), stdout=file, stderr=subprocess.STDOUT, env=_environment()
+                )
+            opened.callback(child.wait)
+            opened.callback(child.kill)
+            self._stack = opened.pop_all()
+        return child
+
+    def _output(self, start: int) -> bytes:
+        with open(self._printed, "rb") as file:
+            file.seek(start)
+            return file.read()
+
+
+_process = ContextVar[_ModelProcess | None]("_process", default=None)
+
+
+@contextlib.contextmanager
+def one_process(process: _ModelProcess | None = None) -> Iterator[None]:
+    """Have one child answer all that is asked in a context; it is started for the first question, and ends here."""
+    with contextlib.closing(process or _ModelProcess()) as own:
+        token = _process.set(own)
+        try:
+            yield
+        finally:
+            _process.reset(token)
+
+
 def _spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        _command(),
-        input=payload,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=_environment(),
-        timeout=timeout_s,
-        check=False,
-    )
+    """Have a request answered by the child of the context, else by a child for it alone; as `_ModelProcess.serve`."""
+    process = _process.get()
+    if process is not None:
+        return process.serve(payload, timeout_s)
+    with contextlib.closing(_ModelProcess()) as own:
+        return own.serve(payload, timeout_s)
 
 
 def _died(done: subprocess.CompletedProcess[bytes]) -> ShardkitError:
@@ -352,7 +439,6 @@ def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
     )
 
 
-_MAX_REMEMBERED = 256
 # A damaged or hostile config may count so many modules that building them never ends.
 _COUNTS = re.compile(r"layer|expert|block|depth|stage|codebook")
 _MAX_COUNT = 1 << 16
@@ -388,10 +474,6 @@ class ClassAnswer:
             )
 
 
-# By config, names and shapes, so that a process that consolidates many checkpoints asks once.
-_answers: dict[str, ClassAnswer] = {}
-
-
 class ClassQuestion:
     """A question to the class of a config: which weights would `from_pretrained` not find in files?
 
@@ -405,22 +487,20 @@ class ClassQuestion:
     """
 
     def __init__(self, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
-        content = [config, list(shapes.items())]
-        self._key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         self._stack = contextlib.ExitStack()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._slot: Slot | None = None
-        self._answer = _answers.get(self._key)
-        if self._answer is None and (reason := _why_not(config)) is not None:
-            self._answer = ClassAnswer(failure=reason)
-        if self._answer is None:
-            try:
-                with contextlib.ExitStack() as opened:
-                    self._ask(opened, config, shapes)
-                    self._stack = opened.pop_all()
-            except OSError as error:  # no room for scratch files
-                failure = f"nothing can be written for the process that asks it: {error.strerror}"
-                self._answer = ClassAnswer(failure=failure)
+        self._process = _process.get() or _ModelProcess()
+        self._thread: threading.Thread | None = None
+        self._answer = ClassAnswer(failure=_why_not(config))
+        if self._answer.failure is not None:
+            return
+        try:
+            scratch = tempfile.TemporaryDirectory(prefix="shardkit-class-")
+            self._stack.callback(scratch.cleanup)
+            with open(os.path.join(scratch.name, "config.json"), "w", encoding="utf-8") as file:
+                json.dump(config, file)
+            self._ask({"asks": "names", "directory": scratch.name, "names": dict(shapes)})
+        except OSError as error:  # no room for scratch files, or an interpreter without a name
+            self._answer = ClassAnswer(failure=f"no process that asks it can be started: {error.strerror}")
 
     def __enter__(self) -> ClassQuestion:
         return self
@@ -431,64 +511,38 @@ class ClassQuestion:
     @property
     def is_open(self) -> bool:
         """True if whoever wants the answer now has to wait for it."""
-        return self._answer is None and self._child is not None and self._child.poll() is None
+        return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
         """End the child if it still runs."""
+        if self._thread is not None:
+            self._process.close()
+            self._thread.join()
         self._stack.close()
 
-    def answer(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> ClassAnswer:
+    def answer(self) -> ClassAnswer:
         """Wait for the answer and return it."""
-        if self._answer is None:
-            assert self._child is not None
-            try:
-                status = self._child.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self._answer = ClassAnswer(failure=f"no answer came within {timeout_s:g} s")
-            else:
-                self._answer = self._remember(_read(self._answer_path, status, self._slot))
+        if self._thread is not None:
+            self._thread.join()
         return self._answer
 
-    def _ask(
-        self, opened: contextlib.ExitStack, config: Mapping[str, Any], shapes: Mapping[str, Shape]
-    ) -> None:
-        scratch = opened.enter_context(tempfile.TemporaryDirectory(prefix="shardkit-class-"))
-        self._answer_path = os.path.join(scratch, "answer.json")
-        with open(os.path.join(scratch, "config.json"), "w", encoding="utf-8") as file:
-            json.dump(config, file)
-        asked = _ASKED["names"]
-        if _may_ask_here():
-            _log.debug("transformers is asked %s", asked)
-            self._answer = self._remember(_ask_here(scratch, shapes))
-            return
-        about: dict[str, Any] = {"asks": "names", "directory": scratch, "names": dict(shapes)}
-        self._slot = slot_for(about)
-        if self._slot is not None and (kept := self._slot.find(_parse)) is not None:
-            _log.debug("layout: %s, from the cache", asked)
-            self._answer = self._remember(kept)
-            return
-        _log.debug("transformers is asked %s, in a process of its own", asked)
-        stdin = opened.enter_context(tempfile.TemporaryFile())
-        stdin.write(json.dumps(about | {"answer": self._answer_path}).encode())
-        stdin.seek(0)
-        nowhere = subprocess.DEVNULL  # what the child prints is lost
-        try:
-            child = subprocess.Popen(
-                _command(), stdin=stdin, stdout=nowhere, stderr=nowhere, env=_environment()
-            )
-        except OSError as error:  # an interpreter inside another program may have no name
-            self._answer = ClassAnswer(failure=f"Python cannot be started: {error.strerror}")
-            return
-        self._child = child
-        opened.callback(child.wait)
-        opened.callback(child.kill)
+    def _ask(self, request: Mapping[str, Any]) -> None:
+        if (kept := _find_kept(request, _parse)) is not None:
+            self._answer = kept
+        elif _may_ask_here():
+            _log.debug("transformers is asked %s", _ASKED["names"])
+            self._answer = _ask_here(request)
+        else:
+            self._process.start()
+            self._thread = threading.Thread(target=self._have_asked, args=[request])
+            self._thread.start()
 
-    def _remember(self, answer: ClassAnswer) -> ClassAnswer:
-        if answer.failure is None:
-            if len(_answers) >= _MAX_REMEMBERED:
-                _answers.clear()
-            _answers[self._key] = answer
-        return answer
+    def _have_asked(self, request: Mapping[str, Any]) -> None:
+        with one_process(self._process):
+            try:
+                self._answer = _ask_child(request, _parse)
+            except ShardkitError as error:
+                self._answer = ClassAnswer(failure=escape(error.message))
 
 
 def _why_not(config: Mapping[str, Any]) -> str | None:
@@ -519,7 +573,7 @@ def _may_ask_here() -> bool:
     return is_main and "transformers" in sys.modules and "deepspeed" not in sys.modules
 
 
-def _ask_here(directory: str, shapes: Mapping[str, Shape]) -> ClassAnswer:
+def _ask_here(request: Mapping[str, Any]) -> ClassAnswer:
     import torch
 
     logger = logging.getLogger("transformers")
@@ -530,25 +584,11 @@ def _ask_here(directory: str, shapes: Mapping[str, Shape]) -> ClassAnswer:
         try:
             from shardkit.layout.naming import answer_names
 
-            return _parse(answer_names(directory, shapes))
+            return _kept(request, answer_names(request["directory"], request["names"]), _parse)
         except (Exception, SystemExit) as error:  # a model's code may raise anything
             return ClassAnswer(failure=escape(f"{type(error).__name__}: {error}"))
         finally:
             logger.setLevel(level)
-
-
-def _read(path: str, status: int, slot: Slot | None) -> ClassAnswer:
-    try:
-        with open(path, encoding="utf-8") as file:
-            answer = json.load(file)
-    except (OSError, ValueError):
-        return ClassAnswer(failure=f"the process that asks it ended {_how(status)}")
-    if answer["status"] != "ok":
-        return ClassAnswer(failure=escape(answer["message"]))
-    parsed = _parse(answer)
-    if slot is not None:
-        slot.keep(answer)
-    return parsed
 
 
 def _parse(answer: Mapping[str, Any]) -> ClassAnswer:

@@ -335,7 +335,7 @@ def test_resharded_is_the_truth(name, tmp_path):
     """Every tensor of the checkpoint; where the optimizer was in a form of its own, the model is below `model.`."""
     shardkit.reshard(str(model_of(name)), str(tmp_path / "out"), world_size=3)
     before, after = (formats.open(str(path)) for path in (model_of(name), tmp_path / "out"))
-    head = "model." if before.optimizer is not None else ""
+    head = "model." if before.contents.optimizer is not None else ""
     stored = list(before.catalog.tensors)
     assert {head + fqn for fqn in stored} <= set(after.catalog.tensors)
     old, new = before.select(stored), after.select([head + fqn for fqn in stored])

@@ -156,11 +156,12 @@ def test_a_damaged_or_hostile_entry_is_made_anew(
 
 
 CHILD = """
-import json, sys
-request = json.load(sys.stdin)
-answer = {"status": "ok", "model_class": "BertModel", "match": {"missing": ["a"], "misfits": [["b", "why"]]}}
-with open(request["answer"], "w") as file:
-    json.dump(answer, file)
+import json, os, sys
+for line in sys.stdin:
+    answer = {"status": "ok", "model_class": "BertModel", "match": {"missing": ["a"], "misfits": [["b", "why"]]}}
+    with open(json.loads(line)["answer"], "w") as file:
+        json.dump(answer, file)
+    os.write(0, b"-")
 """
 
 
@@ -171,13 +172,12 @@ def test_what_consolidate_asks_beside_its_bytes_is_kept(
     monkeypatch.setattr(traced, "_command", lambda: [sys.executable, "-S", "-c", CHILD])
     config = json.loads((Path(model_dir("bert")) / "config.json").read_text())
     for is_asked in (True, False):
-        monkeypatch.setattr(traced, "_answers", {})
         with ClassQuestion(config, {"a": (101, 12)}) as question:
-            assert (question._child is not None) is is_asked
+            assert (question._thread is not None) is is_asked
             expected = ClassAnswer(model_class="BertModel", missing=("a",), misfits=(("b", "why"),))
             assert question.answer() == expected
     with ClassQuestion(config, {"a": (101, 13)}) as question:
-        assert question._child is not None
+        assert question._thread is not None
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from shardkit.formats.owned import OutputKind, is_text
 from shardkit.formats.quantised import hidden
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.expressions import FusedTensors, NamedTensor
+from shardkit.layout.traced import one_process
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as
 from shardkit.operations.consolidate.averaged import take_averaged
 from shardkit.operations.consolidate.job import ConsolidateJob, build_job, is_copied_quantised
@@ -49,6 +50,7 @@ from shardkit.operations.write import Writer, Writing
 
 
 @keywords_of(ConsolidateOptions, reading_as)
+@one_process()
 def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
     """Write a sharded checkpoint as a Hub model: safetensors, config, tokenizer.
 

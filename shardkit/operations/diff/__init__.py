@@ -23,6 +23,7 @@ from shardkit.core.threads import progress_for
 from shardkit.files import storage
 from shardkit.files.links import reading_as
 from shardkit.keys.names import natural
+from shardkit.layout.traced import one_process
 from shardkit.operations.diff.experts import num_fused
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.diff.sides import find_ties, open_sides
@@ -195,6 +196,7 @@ class DiffResult(DrawnResult):
 
 
 @keywords_of(DiffOptions, reading_as)
+@one_process()
 def diff(options: DiffOptions) -> DiffResult:
     """Compare two checkpoints, bit by bit or within a tolerance.
 

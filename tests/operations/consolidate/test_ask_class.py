@@ -535,20 +535,23 @@ def question(models: dict[str, Path], drop: Drop) -> tuple[dict[str, Any], dict[
     return config, {name: tuple(x.shape) for name, x in state.items() if not drop(name)}
 
 
+def child_of(asked: traced.ClassQuestion) -> subprocess.Popen[bytes]:
+    assert asked._process.child is not None
+    return asked._process.child
+
+
 @pytest.mark.prove
 def test_another_thread_has_a_process_asked_and_closing_ends_it(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Building sets torch's default dtype for a moment: not beside a training loop."""
-    monkeypatch.setattr(traced, "_answers", {})
     found, ended = list[traced.ClassAnswer](), list[int | None]()
 
     def ask() -> None:
         with traced.ClassQuestion(*question(models, final_norm)) as asked:
             found.append(asked.answer())
         with traced.ClassQuestion(*question(models, head)) as asked:
-            child = asked._child
-        assert child is not None
+            child = child_of(asked)
         ended.append(child.returncode)
 
     thread = threading.Thread(target=ask)
@@ -561,21 +564,18 @@ def test_another_thread_has_a_process_asked_and_closing_ends_it(
 def test_a_child_that_is_killed_was_not_asked(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(traced, "_answers", {})
     monkeypatch.setattr(traced, "_may_ask_here", lambda: False)
     with traced.ClassQuestion(*question(models, head)) as asked:
-        assert asked._child is not None
-        asked._child.send_signal(signal.SIGKILL)
-        assert asked.answer().failure == "the process that asks it ended by signal 9"
+        child_of(asked).send_signal(signal.SIGKILL)
+        assert asked.answer().failure == "the process that traces the model ended by signal 9"
 
 
 def test_without_room_for_scratch_files_the_class_is_not_asked(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(traced, "_answers", {})
     monkeypatch.setattr(traced.tempfile, "tempdir", str(tmp_path / "nowhere"))
     with traced.ClassQuestion(*question(models, head)) as asked:
-        assert "nothing can be written" in str(asked.answer().failure)
+        assert "no process that asks it can be started" in str(asked.answer().failure)
 
 
 @pytest.mark.prove
@@ -591,6 +591,40 @@ def test_the_command_asks_without_importing_torch_itself(models: dict[str, Path]
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert done.stdout == "asking Qwen3ForCausalLM ...\nclass model.norm.weight\n", done.stderr
+
+
+COUNTED = """
+import sys
+started = []
+sys.addaudithook(lambda event, given: started.append(given[0]) if event in ("subprocess.Popen", "os.fork", "os.posix_spawn") else None)
+from shardkit import consolidate, diff
+if sys.argv[1] == "consolidate":
+    made = consolidate(sys.argv[2], sys.argv[3], base=sys.argv[4], allow_missing=True)
+    assert (made.held_against, made.missing) == ("class", ("model.norm.weight",)), made
+else:
+    assert diff(sys.argv[2], sys.argv[4]).tensors
+print(len(started))
+"""
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("verb", ["consolidate", "diff"])
+def test_one_process_answers_all_that_a_command_asks(
+    verb: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """About the names of the base, as one is missing, and then about those of the output; for diff, about names and ties."""
+    checkpoint = checkpoint_of(models["moe"], final_norm, tmp_path / "step-3")
+    if verb == "diff":
+        save({"model": moe().state_dict()}, checkpoint := tmp_path / "step-4")
+    places = [str(checkpoint), str(tmp_path / "out"), str(models["moe"])]
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED, verb, *places],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SHARDKIT_CACHE": "off"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "1\n", done.stderr
 
 
 def test_verify_asks_the_class_of_a_model(tmp_path: Path) -> None:
