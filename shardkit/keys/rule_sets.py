@@ -21,7 +21,7 @@ from shardkit.files import storage
 from shardkit.files.strict_json import read_small
 from shardkit.keys.rules import (
     NUMBER,
-    Binding,
+    AppliedRules,
     ConfigNumbers,
     Rule,
     RuleSet,
@@ -62,7 +62,7 @@ def bind_in_form(
     side: RuleSide,
     padding: Padding | None = None,
     wanted: Iterable[str] = (),
-) -> Binding:
+) -> AppliedRules:
     """Do what `bind_names` does, with a rule set in the form that the model's names have.
 
     Args:
@@ -211,7 +211,7 @@ def load_rules(given: str | os.PathLike[str]) -> RuleSet:
 class Choice(NamedTuple):
     """The shipped rule sets that fit some names."""
 
-    fitting: tuple[tuple[RuleSet, Binding], ...]
+    fitting: tuple[tuple[RuleSet, AppliedRules], ...]
     """Those that can be applied."""
     reasons: tuple[str, ...]
     """Why others that know all of the names, or most, cannot be."""
@@ -232,7 +232,7 @@ def choose_shipped(
         side: which side the names are of.
         padding: what is known of a padded vocabulary.
     """
-    fitting, reasons = list[tuple[RuleSet, Binding]](), list[str]()
+    fitting, reasons = list[tuple[RuleSet, AppliedRules]](), list[str]()
     model_type = (config or {}).get("model_type")
     forms = [_one_by_one(rules, shapes) if side == "model" else rules for rules in shipped()]
     known = [rules for rules in forms if _knows_all(rules, shapes, side)]

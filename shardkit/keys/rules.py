@@ -149,7 +149,7 @@ class RuleSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Binding:
+class AppliedRules:
     """Rules applied to the tensors at hand."""
 
     made: Mapping[str, Expression]
@@ -655,7 +655,7 @@ def bind_names(
     *,
     side: RuleSide,
     made_by: Mapping[str, Rule] | None = None,
-) -> Binding:
+) -> AppliedRules:
     """Return the other side's tensors as expressions.
 
     Args:
@@ -714,7 +714,7 @@ def bind_names(
         hint="inspect with --tensors lists names and shapes; optional = true lets a rule match nothing, drop = true "
         "leaves tensors out",
     )
-    return Binding(made=made, dropped=tuple(dropped))
+    return AppliedRules(made=made, dropped=tuple(dropped))
 
 
 def _matches(

@@ -17,9 +17,9 @@ from shardkit.keys.expressions import Expression, Stored, leaves, substitute, to
 from shardkit.keys.names import clean, clean_name, join, match_prefix, natural, split
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import is_computed
+from shardkit.layout.binding import ClassNames
 from shardkit.layout.classes import build_model, collect, ignored_patterns, is_transformers
 from shardkit.layout.conversions import Conversions, revert
-from shardkit.layout.decided import ClassNames
 
 _Rename = Callable[[str], tuple[str, str | None]]
 """Returns a new name, and the pattern of transformers' converter where more than the name would change."""

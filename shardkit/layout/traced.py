@@ -41,7 +41,7 @@ from shardkit.errors import LayoutError, PolicyError, ResourceError, ShardkitErr
 from shardkit.files import storage
 from shardkit.files.manifest import Unit
 from shardkit.keys.expressions import Expression, from_json
-from shardkit.layout.decided import ClassNames
+from shardkit.layout.binding import ClassNames
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout
 from shardkit.layout.trace_cache import slot_for
 from shardkit.layout.wrap_policy import parse_policy, parse_stages

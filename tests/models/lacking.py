@@ -22,8 +22,8 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 import shardkit
+from shardkit.layout.binding import ClassNames
 from shardkit.layout.classes import safe_creation
-from shardkit.layout.decided import ClassNames
 from shardkit.layout.naming import ask_model
 from tests.models.zoo import ZOO, from_pretrained, make_hub
 from tests.models.zoo_world import contents

@@ -14,9 +14,9 @@ from shardkit.core.mesh import Mesh
 from shardkit.core.text import count, escape, listed, suggestions
 from shardkit.core.threads import OnStep, silent
 from shardkit.errors import LayoutError
-from shardkit.keys.expressions import Expression, leaves, made_name
+from shardkit.keys.expressions import Expression, leaves
 from shardkit.keys.names import COMPILED, IN_BLOCK, match_prefix, split
-from shardkit.layout.decided import ClassNames
+from shardkit.layout.binding import ClassNames, TensorsAtHand, as_tensors, bind, class_says
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, declare
 from shardkit.layout.traced import Trace, class_name, trace_model, why_no_class
 from shardkit.layout.wrap_policy import parse_policy
@@ -124,11 +124,10 @@ def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
         LayoutError: names or shapes differ. Lists every difference.
     """
     match = trace.match or ClassNames(names={name: name for name in source})
-    made = {made_name(fqn, source): expression for fqn, expression in match.converted.items()}
-    names = {**match.names, **{fqn: made_name(fqn, source) for fqn in match.converted}}
-    held = {name: entry.shape for name, entry in source.items()} | {
-        name: expression.shape for name, expression in made.items()
-    }
+    shapes_in_files = {name: entry.shape for name, entry in source.items()}
+    have = TensorsAtHand(shapes=shapes_in_files, side="hub")
+    names, made = as_tensors(bind(have, None, [class_says(lambda _: match)]).made, source)
+    held = shapes_in_files | {name: expression.shape for name, expression in made.items()}
     layout = _store_present_names(trace.layout, names)
     live = _live_shapes(layout)
     sources = {fqn: stored for fqn, stored in names.items() if fqn in live}

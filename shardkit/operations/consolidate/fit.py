@@ -24,7 +24,7 @@ from shardkit.keys.check import (
 from shardkit.keys.names import IN_BLOCK, Segments, split
 from shardkit.keys.ties import tied_names
 from shardkit.keys.tokens import TokenRows
-from shardkit.layout.decided import ClassNames
+from shardkit.layout.binding import ClassNames
 from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.consolidate.vocabulary import RowsChange
 

@@ -15,7 +15,7 @@ from shardkit.formats.hub.base import Base, saved_derived
 from shardkit.keys.expressions import Opaque
 from shardkit.keys.rule_sets import AUTO, NONE, known_names, load_rules
 from shardkit.keys.select import Globs, Selection
-from shardkit.layout.decided import ClassNames, decide_names
+from shardkit.layout.binding import ClassNames, TensorsAtHand, bind, shipped
 from shardkit.layout.traced import may_differ_in_memory
 from shardkit.operations.consolidate.adapter import Chosen
 from shardkit.operations.consolidate.options import ConsolidateOptions
@@ -113,10 +113,8 @@ def _waiting(
     if options.naming.root is not None or options.naming.changes_names:
         return _Waiting(())
     config = base.config if base is not None else None
-    if (
-        options.key_rules == AUTO
-        and decide_names(shapes, side="model", takes_shipped=True, config=config).rules
-    ):
+    have = TensorsAtHand(shapes=shapes, config=config)
+    if options.key_rules == AUTO and bind(have, None, [shipped]).rules is not None:
         return _Waiting(shapes, takes_rules=True)
     changed = {fqn for fqn, made in saved_derived(checkpoint).items() if not isinstance(made, Opaque)}
     if (

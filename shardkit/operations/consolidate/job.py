@@ -64,7 +64,19 @@ from shardkit.keys.renaming import KeyRule, find_rules, name_as_hub, name_part
 from shardkit.keys.rule_sets import AUTO, NONE, Padding, load_rules
 from shardkit.keys.select import Globs, Naming, Selection, select_model
 from shardkit.keys.ties import is_output, may_be_untied, ties_embeddings
-from shardkit.layout.decided import ClassNames, DecidedNames, as_tensors, decide_names
+from shardkit.layout.binding import (
+    Binding,
+    ClassNames,
+    Provider,
+    TensorsAtHand,
+    as_tensors,
+    bind,
+    class_says,
+    part_of,
+    person,
+    shipped,
+)
+from shardkit.layout.binding import manifest as manifest_says
 from shardkit.layout.traced import (
     ClassAnswer,
     HubForm,
@@ -102,7 +114,7 @@ from shardkit.operations.parts.agreement import Share
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.ties import Ties, resolve_ties, tie_groups
 from shardkit.osft.fold import Written, take_factors
-from shardkit.transfer.codecs.bound import bind
+from shardkit.transfer.codecs.bound import bind as bound_catalog
 from shardkit.transfer.codecs.derive import made_among
 from shardkit.transfer.codecs.fold import Fold
 from shardkit.transfer.plan import TransferPlan, build_plan
@@ -112,7 +124,7 @@ _log = logging.getLogger("shardkit")
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
 _DECIDERS = {"shipped": "shipped rules", "base": "equal names"}
-"""What results call those whose names in `decide_names` are others."""
+"""What results call those who have other names in a `Binding`."""
 _NO_TIES = Ties(dropped={}, diverged=(), untied=False)
 
 
@@ -499,17 +511,21 @@ def _choose(
         return sieve, selection, chosen
     is_plain = chosen.kind == "model" and (sieve.takes_rules or not naming.chooses_names)
     tokens = options.new_tokenizer.tokens if options.new_tokenizer is not None else None
-    chosen, decided = _decided(
+    derived = saved_derived(checkpoint) if rules is None else {}
+    takes_shipped = is_plain and options.key_rules == AUTO
+    chosen, binding = _bound(
         chosen,
         selection.live,
-        rules=rules,
-        derived=saved_derived(checkpoint) if rules is None else None,
-        takes_shipped=is_plain and options.key_rules == AUTO,
+        [
+            person(rules) if rules is not None else manifest_says(derived),
+            *([shipped] if takes_shipped else []),
+        ],
+        converted=derived,
         config=base.config if base else None,
         padding=replace(checkpoint.contents.padding or Padding(), tokens=tokens),
     )
     return sieve, *_with_rules(
-        selection, replace(chosen, warnings=(*chosen.warnings, *decided.warnings)), base, decided
+        selection, replace(chosen, warnings=(*chosen.warnings, *binding.warnings)), base, binding
     )
 
 
@@ -525,44 +541,46 @@ def _refuse_rules(chosen: Chosen, naming: Naming) -> None:
 
 
 def _with_rules(
-    selection: Selection, chosen: Chosen, base: Base | None, decided: DecidedNames
+    selection: Selection, chosen: Chosen, base: Base | None, binding: Binding
 ) -> tuple[Selection, Chosen]:
     """Note what key rules did with a trainer's own names, or why they did nothing."""
-    for rules in decided.candidates:
+    for rules in binding.candidates:
         _log.debug("key rules %s fit all names", escape(rules.name))
-    for reason in decided.why_not:
+    for reason in binding.why_not:
         _log.debug("key rules: %s", reason)
-    if decided.rules is not None:
-        notes = [f"names turned into the Hub's by the key rules of {escape(decided.rules.title)}"]
-        if decided.dropped:
-            notes.append(f"left out by the key rules: {listed(decided.dropped)}")
-        chosen = replace(chosen, keys=decided.rules.name, notes=(*chosen.notes, *notes, *decided.notes))
+    if binding.rules is not None:
+        notes = [f"names turned into the Hub's by the key rules of {escape(binding.rules.title)}"]
+        if binding.dropped:
+            notes.append(f"left out by the key rules: {listed(binding.dropped)}")
+        chosen = replace(chosen, keys=binding.rules.name, notes=(*chosen.notes, *notes, *binding.notes))
         return replace(selection, renaming=(), renamed=(), are_hubs=True), chosen
     # Without a config all of them lack the same thing, which the warning about the names asks for.
-    reasons = decided.why_not if _has_config(base) or not selection.unloadable else ()
-    if decided.candidates:
-        names = " and ".join(rules.name for rules in decided.candidates)
+    reasons = binding.why_not if _has_config(base) or not selection.unloadable else ()
+    if binding.candidates:
+        names = " and ".join(rules.name for rules in binding.candidates)
         reasons = (f"several sets of key rules fit: {names}; choose one with --keys",)
     warnings = (*chosen.warnings, *(f"key rules: {reason}" for reason in reasons))
     return selection, replace(chosen, warnings=warnings, why_not_rules=tuple(reasons))
 
 
-def _decided(
+def _bound(
     chosen: Chosen,
     live: Mapping[str, str],
+    providers: Iterable[Provider],
     *,
-    derived: Mapping[str, Expression] | None = None,
-    asked: ClassNames | None = None,
-    **who: Any,
-) -> tuple[Chosen, DecidedNames]:
+    converted: Mapping[str, Expression],
+    config: Mapping[str, Any] | None = None,
+    padding: Padding | None = None,
+) -> tuple[Chosen, Binding]:
     """Give tensors the names and forms of the Hub, as those decide who may know.
 
     Args:
         chosen: what is written.
         live: name in the catalog -> name in memory.
-        derived: what names in memory were made of.
-        asked: what the class says of the base's names.
-        who: more of `decide_names`.
+        providers: those who may know.
+        converted: what names in memory were made of, as these say.
+        config: the base's.
+        padding: what is known of a padded vocabulary.
 
     Raises:
         LayoutError: transformers' own code made some of them, which nothing here can undo, or rules do not fit; lists all.
@@ -572,30 +590,36 @@ def _decided(
     sources = {live.get(source, name): source for source, name in chosen.names.items()}
     shapes = {name: tensors[source].shape for name, source in sources.items()}
     names = {live.get(source, name): name for source, name in chosen.names.items()}
-    for made in (derived, asked and asked.converted):
-        _refuse_opaque(made or {}, shapes)
-    decided = decide_names(shapes, side="model", names=names, derived=derived, ask=lambda _: asked, **who)
-    if {*decided.by.values()} <= {"selection"}:
-        return chosen, decided
+    _refuse_opaque(converted, shapes)
+    have = TensorsAtHand(shapes=shapes, names=names, config=config, padding=padding)
+    binding = bind(have, None, providers)
+    SourceError.raise_for(
+        [escape(name) for name in binding.twice],
+        f"{count(len(binding.twice), 'tensor')} would be there twice: under "
+        f"{'its' if len(binding.twice) == 1 else 'their'} own name, and as a part of another",
+        hint="--exclude leaves out both",
+    )
+    if {*binding.by.values()} <= {"selection"}:
+        return chosen, binding
     notes = list[str]()
     notes += [
         f"{count(rows, 'row')} of {escape(name)} that the model drops {'is' if rows == 1 else 'are'} zeros"
-        for name, rows in decided.padded.items()
+        for name, rows in binding.padded.items()
     ]
     split = [
         FusedTensors(are_experts=are_experts, num_stored=len(gone), num_tensors=len(apart))
         for are_experts in (True, False)
-        for gone in [[name for name in decided.gone if (EXPERTS in name) == are_experts]]
-        for apart in [[name for name in decided.apart if (EXPERTS in name) == are_experts]]
+        for gone in [[name for name in binding.gone if (EXPERTS in name) == are_experts]]
+        for apart in [[name for name in binding.apart if (EXPERTS in name) == are_experts]]
         if gone and apart
     ]
     chosen = replace(chosen, notes=(*chosen.notes, *notes), split=tuple(split))
     by = {
         name: chosen.by[name] if who == "selection" and name in chosen.by else _DECIDERS.get(who, who)
-        for name, who in decided.by.items()
+        for name, who in binding.by.items()
         if who != "selection" or name in chosen.by
     }
-    return replace(_made(chosen, decided.made, sources), by=by), decided
+    return replace(_made(chosen, binding.made, sources), by=by), binding
 
 
 def _refuse_opaque(derived: Mapping[str, Expression], shapes: Mapping[str, Shape]) -> None:
@@ -626,7 +650,7 @@ def _made(chosen: Chosen, made: Mapping[str, Expression], sources: Mapping[str, 
     }
     return replace(
         chosen,
-        catalog=bind(chosen.catalog, others),
+        catalog=bound_catalog(chosen.catalog, others),
         names={source: name for name, source in names.items()},
         origins={**chosen.origins, **origins},
     )
@@ -791,7 +815,9 @@ def _fit_base(
         wholes = _wholes(theirs, {}, options) if base.is_given and not options.allow_unexpected else []
         if asked is not None and is_lone and wholes:
             live = _live_in_whole(chosen, live, theirs, options, asked)
-        chosen, _ = _decided(chosen, live, asked=asked, theirs=theirs, wholes=wholes)
+        asked_class = [] if asked is None else [class_says(lambda _: asked, theirs)]
+        converted = asked.converted if asked is not None else {}
+        chosen, _ = _bound(chosen, live, [*asked_class, part_of(wholes)], converted=converted)
         rules = find_rules({before.get(source, name): name for source, name in chosen.names.items()})
         chosen = replace(chosen, names=_in_order(chosen.names, theirs) or chosen.names)
     lacking = [name for name in chosen.names.values() if name not in theirs]

@@ -29,12 +29,12 @@ from shardkit.formats.quantised import can_dequantize, hidden, why_narrow, why_q
 from shardkit.keys.expressions import under_names
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import Globs, select_model
-from shardkit.layout.decided import ClassNames, as_tensors, decide_names
+from shardkit.layout.binding import ClassNames, TensorsAtHand, as_tensors, bind, class_says, manifest, shipped
 from shardkit.layout.traced import SAME_IN_MEMORY, ask_names, may_differ_in_memory, why_no_class
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
-from shardkit.transfer.codecs.bound import bind
+from shardkit.transfer.codecs.bound import bind as bound_catalog
 from shardkit.transfer.codecs.derive import made_by
 from shardkit.transfer.codecs.fold import Fold
 from shardkit.transfer.plan import flat_source
@@ -255,37 +255,32 @@ def _in_one_form(side: Side, other: Side, label: str) -> tuple[Side, list[str]]:
     stored = {side.live.get(fqn, name): fqn for name, fqn in side.names.items()}
     names = {side.live.get(fqn, name): name for name, fqn in side.names.items()}
     unasked = list[str]()
-    try:
-        decided = decide_names(
-            {live: side.catalog.tensors[fqn].shape for live, fqn in stored.items()},
-            side="model",
-            names=names,
-            derived=saved_derived(side.checkpoint),
-            takes_shipped=is_saved,
-            ask=lambda _: _ask_class(other, unasked.append),
-            config=other.checkpoint.hub.config if other.checkpoint.hub is not None else None,
-            padding=side.checkpoint.contents.padding,
-            wanted=wanted,
-        )
-    except SourceError:  # a tensor would be there twice
-        return side, []
+    have = TensorsAtHand(
+        shapes={live: side.catalog.tensors[fqn].shape for live, fqn in stored.items()},
+        names=names,
+        config=other.checkpoint.hub.config if other.checkpoint.hub is not None else None,
+        padding=side.checkpoint.contents.padding,
+    )
+    providers = [manifest(saved_derived(side.checkpoint)), *([shipped] if is_saved else [])]
+    providers += [class_says(lambda _: _ask_class(other, unasked.append))]
+    binding = bind(have, wanted, providers)
     because = [
         f"{label}: what the model's class stores in another form counts as another tensor: {why}"
         for why in unasked
     ]
-    if set(decided.by.values()) == {"selection"}:
+    if set(binding.by.values()) == {"selection"}:
         return side, because
-    made = {name: under_names(expression, stored) for name, expression in decided.made.items()}
+    made = {name: under_names(expression, stored) for name, expression in binding.made.items()}
     renamed, others = as_tensors(made, side.catalog.tensors)
     notes = because
-    if decided.rules is not None:
+    if binding.rules is not None:
         notes.append(
-            f"{label}: names turned into the Hub's by the key rules of {escape(decided.rules.title)}"
+            f"{label}: names turned into the Hub's by the key rules of {escape(binding.rules.title)}"
         )
-        if decided.dropped:
-            notes.append(f"{label}: not compared, the key rules leave them out: {listed(decided.dropped)}")
-    notes += [f"{label}: {note}" for note in decided.notes]
-    return replace(side, names=renamed, catalog=bind(side.catalog, others)), notes
+        if binding.dropped:
+            notes.append(f"{label}: not compared, the key rules leave them out: {listed(binding.dropped)}")
+    notes += [f"{label}: {note}" for note in binding.notes]
+    return replace(side, names=renamed, catalog=bound_catalog(side.catalog, others)), notes
 
 
 def _shapes(catalog: Catalog, names: Names) -> dict[str, Shape]:

@@ -25,9 +25,9 @@ from shardkit.formats.gaps import find_gaps
 from shardkit.keys.expressions import Expression, Opaque
 from shardkit.keys.rule_sets import NONE, foreign_type, load_rules
 from shardkit.keys.rules import RuleSet
+from shardkit.layout.binding import TensorsAtHand, as_tensors, bind, person
 from shardkit.layout.choice.choose import make_layout
 from shardkit.layout.choice.parallel_rules import data_axes, parallelise
-from shardkit.layout.decided import as_tensors, decide_names
 from shardkit.layout.layout import Layout, declare
 from shardkit.layout.own_code import of_directory
 from shardkit.operations.casts import (
@@ -50,7 +50,7 @@ from shardkit.operations.preshard.profiles import (
     find_assets,
     with_config,
 )
-from shardkit.transfer.codecs.bound import bind
+from shardkit.transfer.codecs.bound import bind as bound_catalog
 from shardkit.transfer.codecs.converted import group_nbytes, opaque_groups
 from shardkit.transfer.plan import TransferPlan, build_plan
 from shardkit.transfer.rank_files import RankImages
@@ -223,7 +223,7 @@ def _bound(model: OpenedHubModel, layout: Layout, options: PreshardOptions) -> C
     catalog = model.catalog
     if layout.made:
         convert = of_directory(model.directory, trust_remote_code=options.trust_remote_code)
-        catalog = bind(catalog, layout.made, convert)
+        catalog = bound_catalog(catalog, layout.made, convert)
     return catalog
 
 
@@ -373,9 +373,10 @@ def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleS
     """
     stored = model.catalog.tensors
     shapes = {name: entry.shape for name, entry in stored.items()}
-    decided = decide_names(shapes, side="hub", rules=rules, config=model.config)
-    sources, made = as_tensors(decided.made, stored)
-    bound = bind(model.catalog, made).tensors
+    have = TensorsAtHand(shapes=shapes, side="hub", config=model.config)
+    binding = bind(have, None, [person(rules)])
+    sources, made = as_tensors(binding.made, stored)
+    bound = bound_catalog(model.catalog, made).tensors
     layout = declare(
         {fqn: replace(bound[source], fqn=fqn) for fqn, source in sources.items()},
         mesh,
@@ -394,7 +395,7 @@ def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleS
         ties=(*layout.ties, *ties),
         sources=sources,
         made=made,
-        omitted=tuple((name, f"the key rules of {rules.title} leave it out") for name in decided.dropped),
+        omitted=tuple((name, f"the key rules of {rules.title} leave it out") for name in binding.dropped),
     )
 
 

@@ -37,7 +37,7 @@ from shardkit.core.threads import run_all
 from shardkit.errors import LayoutError
 from shardkit.files.storage import BLOCK
 from shardkit.keys.expressions import Expression, leaves, pieces, read_regions
-from shardkit.layout.decided import ClassNames
+from shardkit.layout.binding import ClassNames
 from shardkit.training.ranks.agree import agreed, gather_json, say
 from shardkit.training.ranks.local import LocalShard, memory_of
 from shardkit.transfer.checks import CheckedSource, SourceCheck, have_read, judge

@@ -36,8 +36,8 @@ from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
 from shardkit.keys.rules import RuleSet
 from shardkit.keys.select import select_model
+from shardkit.layout.binding import Binding, ClassNames, TensorsAtHand, as_tensors, bind, class_says, person
 from shardkit.layout.classes import transformers_model
-from shardkit.layout.decided import ClassNames, DecidedNames, as_tensors, decide_names
 from shardkit.layout.naming import match_names
 from shardkit.layout.own_code import OwnCode
 from shardkit.operations.environment import package_version
@@ -253,21 +253,20 @@ def find_weights(
     stored = _stored(source, [] if rules is not None else list(wanted))
     own = transformers_model(model)
     below = {short: name for name, short in stored.names.items()}
-    decided = decide_names(
-        {short: source.catalog.tensors[name].shape for short, name in below.items()},
+    have = TensorsAtHand(
+        shapes={short: source.catalog.tensors[name].shape for short, name in below.items()},
         side=None,
-        rules=rules,
-        ask=partial(
-            match_names,
-            wanted=wanted,
-            computed=[fqn for fqn, tensor in names.items() if not tensor.persistent],
-            model=model,
-        ),
         config=stored.config or (None if own is None else own.config.to_dict()),
         padding=None if source.checkpoint is None else source.checkpoint.contents.padding,
-        wanted=wanted,
     )
-    made, match = _once(decided, source, stored.derived)
+    ask = partial(
+        match_names,
+        wanted=wanted,
+        computed=[fqn for fqn, tensor in names.items() if not tensor.persistent],
+        model=model,
+    )
+    binding = bind(have, wanted, [*([person(rules)] if rules is not None else []), class_says(ask)])
+    made, match = _once(binding, source, stored.derived)
     made = {fqn: under_names(expression, below) for fqn, expression in made.items()}
     match = _as_stored(match, below if rules is None else {})
     parts = (leaf.name for expression in made.values() for leaf in leaves(expression))
@@ -286,7 +285,7 @@ def find_weights(
         unused=match.unused,
         match=match,
         quantised=stored.quantised or why_scales(match.unused) or _why_scaled(source, match.unused),
-        notes=(*stored.notes, *decided.warnings, *_match_notes(made, match)),
+        notes=(*stored.notes, *binding.warnings, *_match_notes(made, match)),
         naming=_naming(stored, made, ties),
         assets=stored.assets,
         open_chunks=stored.open_chunks,
@@ -301,7 +300,7 @@ def _why_scaled(source: Source, unused: Collection[str]) -> str | None:
 
 
 def _once(
-    decided: DecidedNames, source: Source, derived: Mapping[str, Expression]
+    binding: Binding, source: Source, derived: Mapping[str, Expression]
 ) -> tuple[dict[str, Expression], ClassNames]:
     """Return what a model's tensors are made of, none converted twice, and what the model says of the source's names.
 
@@ -309,15 +308,15 @@ def _once(
     what a manifest says to be made is as after it. Nothing tells of what a trainer has saved.
 
     Args:
-        decided: by names below the root.
+        binding: by names below the root.
         source: that has them.
         derived: what names below the root were made of in the Hub's files, as a manifest says.
     """
-    match, made = decided.asked or ClassNames(), dict(decided.made)
+    match, made = binding.asked or ClassNames(), dict(binding.made)
     if source.checkpoint is not None and source.checkpoint.hub is not None:
         return made, match
     fused, failed = dict(match.fused), dict(match.failed)
-    for fqn, expression in decided.made.items():
+    for fqn, expression in binding.made.items():
         held = [*leaves(expression)]
         if not isinstance(expression, Opaque) or held[0].name not in (expression.target, fqn):
             continue

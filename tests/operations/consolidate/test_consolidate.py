@@ -113,8 +113,10 @@ class TestWhatComesOut:
         seen: list[str] = []
         opened = formats.open
 
-        def spy(path: str) -> Any:
-            checkpoint = opened(path)
+        def spy(path: Any, **given: Any) -> Any:
+            checkpoint = opened(path, **given)
+            if not isinstance(path, str):  # it is open already
+                return checkpoint
             select = checkpoint.select
             object.__setattr__(checkpoint, "select", lambda names: seen.extend(names) or select(names))
             return checkpoint
@@ -740,9 +742,9 @@ def with_assets(monkeypatch: pytest.MonkeyPatch, *directories: str) -> None:
     """Let the checkpoint carry directories of its own, as some trainers' do."""
     opened = formats.open
 
-    def open_with(path: str) -> Any:
-        checkpoint = opened(path)
-        object.__setattr__(checkpoint, "assets", directories)
+    def open_with(path: Any, **given: Any) -> Any:
+        checkpoint = opened(path, **given)
+        object.__setattr__(checkpoint.contents, "assets", directories)
         return checkpoint
 
     monkeypatch.setattr(formats, "open", open_with)

@@ -12,7 +12,7 @@ import torch
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.base import open_base
 from shardkit.keys.tokens import find_token_rows
-from shardkit.layout.decided import ClassNames
+from shardkit.layout.binding import ClassNames
 from shardkit.operations.consolidate.fit import check_fit
 from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.consolidate.vocabulary import RowsChange

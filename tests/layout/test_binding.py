@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-import pytest
-
 from shardkit.core.regions import Region, Shape
-from shardkit.errors import SourceError
 from shardkit.keys.expressions import Expression, Stored, concat, cut
 from shardkit.keys.rule_sets import find_shipped
 from shardkit.keys.rules import parse_rules
-from shardkit.layout.decided import ClassNames, as_tensors, decide_names
+from shardkit.layout.binding import (
+    ClassNames,
+    TensorsAtHand,
+    as_tensors,
+    bind,
+    class_says,
+    manifest,
+    part_of,
+    person,
+    shipped,
+)
 from tests.keys.trainers import SETS, config, megatron, numbered
 
 GATE, UP = Stored("h.gate", (2, 3)), Stored("h.up", (2, 3))
@@ -20,7 +27,7 @@ FUSED = {"m.gate_up": concat([GATE, UP], 0)}
 HELD: dict[str, Shape] = {"m.gate_up": (4, 3), "m.norm": (3,)}
 
 
-def class_says(names: dict[str, str], converted: dict[str, Expression]) -> ClassNames:
+def says(names: dict[str, str], converted: dict[str, Expression]) -> ClassNames:
     return ClassNames(names=names, converted=converted)
 
 
@@ -29,56 +36,57 @@ def never(_: object) -> None:
 
 
 def test_what_nobody_knows_keeps_the_name_that_it_was_given() -> None:
-    decided = decide_names({"a": (2,)}, side="model", names={"a": "model.a"}, takes_shipped=True)
-    assert decided.made == {"model.a": Stored("a", (2,))}
-    assert decided.by == {"model.a": "selection"}
+    binding = bind(TensorsAtHand(shapes={"a": (2,)}, names={"a": "model.a"}), None, [shipped])
+    assert binding.made == {"model.a": Stored("a", (2,))}
+    assert binding.by == {"model.a": "selection"}
 
 
 def test_the_manifest_decides_before_the_class_and_by_names_in_memory() -> None:
     """`keys.select` may have renamed what the manifest speaks of."""
     names = {name: f"language.{name}" for name in HELD}
-    asked = class_says({"m.norm": "h.norm", "language.m.norm": "h.norm"}, {"m.gate_up": GATE})
-    decided = decide_names(HELD, side="model", names=names, derived=FUSED, ask=lambda _: asked)
-    assert decided.by == {"h.norm": "class", "h.gate": "manifest", "h.up": "manifest"}
-    assert decided.made["h.up"] == cut(Stored("m.gate_up", (4, 3)), Region((2, 0), (2, 3)))
-    assert decided.apart == {"h.gate": {"m.gate_up"}, "h.up": {"m.gate_up"}}
+    asked = says({"m.norm": "h.norm", "language.m.norm": "h.norm"}, {"m.gate_up": GATE})
+    binding = bind(
+        TensorsAtHand(shapes=HELD, names=names), None, [manifest(FUSED), class_says(lambda _: asked)]
+    )
+    assert binding.by == {"h.norm": "class", "h.gate": "manifest", "h.up": "manifest"}
+    assert binding.made["h.up"] == cut(Stored("m.gate_up", (4, 3)), Region((2, 0), (2, 3)))
+    assert binding.apart == {"h.gate": {"m.gate_up"}, "h.up": {"m.gate_up"}}
 
 
 def test_nobody_is_asked_once_all_that_is_wanted_is_there() -> None:
     wanted: dict[str, Shape | None] = {"m.norm": (3,), "h.gate": (2, 3), "h.up": (2, 3)}
-    decided = decide_names(HELD, side="model", derived=FUSED, ask=never, wanted=wanted)
-    assert decided.made.keys() == wanted.keys()
-    decided = decide_names(HELD, side="model", derived=FUSED, ask=never, wanted=HELD)  # type: ignore[arg-type]
-    assert set(decided.by.values()) == {"selection"}
+    binding = bind(TensorsAtHand(shapes=HELD), wanted, [manifest(FUSED), class_says(never)])
+    assert binding.made.keys() == wanted.keys()
+    binding = bind(TensorsAtHand(shapes=HELD), HELD, [manifest(FUSED), class_says(never)])  # type: ignore[arg-type]
+    assert set(binding.by.values()) == {"selection"}
 
 
 def test_an_answer_counts_only_if_more_of_what_is_wanted_is_there() -> None:
-    decided = decide_names(HELD, side="model", derived=FUSED, wanted={"m.gate_up": (4, 3), "x": (1,)})
-    assert decided.made.keys() == HELD.keys()
+    binding = bind(TensorsAtHand(shapes=HELD), {"m.gate_up": (4, 3), "x": (1,)}, [manifest(FUSED)])
+    assert binding.made.keys() == HELD.keys()
 
 
 def test_shipped_rules_decide_alone_where_one_set_knows_all_names() -> None:
     model = numbered(SETS["megatron-llama"][1])
     shapes = {name: value.shape for name, value in megatron(model).items()}
     wanted = {name: tuple(value.shape) for name, value in model.items()}
-    decided = decide_names(
-        shapes, side="model", takes_shipped=True, config=config("qwen2"), ask=never, wanted=wanted
-    )
-    assert decided.rules == find_shipped("megatron-llama")
-    assert decided.made.keys() == model.keys()
-    assert set(decided.by.values()) == {"shipped"}
-    rules = decide_names(shapes, side="model", rules=find_shipped("megatron-llama"), config=config("qwen2"))
+    have = TensorsAtHand(shapes=shapes, config=config("qwen2"))
+    binding = bind(have, wanted, [shipped, class_says(never)])
+    assert binding.rules == find_shipped("megatron-llama")
+    assert binding.made.keys() == model.keys()
+    assert set(binding.by.values()) == {"shipped"}
+    rules = bind(have, None, [person(find_shipped("megatron-llama")), shipped])
     assert set(rules.by.values()) == {"person"}
-    assert rules.made == decided.made
+    assert rules.made == binding.made
 
 
 def test_the_class_says_what_a_model_makes_of_the_hubs_names() -> None:
     shapes: dict[str, Shape] = {"h.gate": (2, 3), "h.up": (2, 3), "h.norm": (3,), "h.spare": (1,)}
     asked = ClassNames(names={"m.norm": "h.norm"}, converted=FUSED, unused={"h.spare": (1,)})
-    decided = decide_names(shapes, side="hub", ask=lambda _: asked)
-    assert decided.made == {"m.norm": Stored("h.norm", (3,)), **FUSED}
-    assert decided.dropped == ("h.spare",)
-    names, made = as_tensors(decided.made, [*shapes, "m.gate_up"])
+    binding = bind(TensorsAtHand(shapes=shapes, side="hub"), None, [class_says(lambda _: asked)])
+    assert binding.made == {"m.norm": Stored("h.norm", (3,)), **FUSED}
+    assert binding.dropped == ("h.spare",)
+    names, made = as_tensors(binding.made, [*shapes, "m.gate_up"])
     assert names == {"m.norm": "h.norm", "m.gate_up": "m.gate_up (made)"}
     assert made == {"m.gate_up (made)": FUSED["m.gate_up"]}
 
@@ -91,22 +99,24 @@ def test_a_live_model_is_asked_about_what_a_persons_rules_make() -> None:
 
     def ask(shapes: Mapping[str, Shape]) -> ClassNames:
         seen.append(shapes)
-        return class_says({}, fused)
+        return says({}, fused)
 
     stored: dict[str, Shape] = {"t.0.w": (2, 3), "t.1.w": (2, 3)}
-    decided = decide_names(stored, side=None, rules=rules, ask=ask, wanted={"m.both": None})
+    binding = bind(
+        TensorsAtHand(shapes=stored, side=None), {"m.both": None}, [person(rules), class_says(ask)]
+    )
     assert seen == [{"h.0.w": (2, 3), "h.1.w": (2, 3)}]
-    assert decided.made == {"m.both": concat([Stored("t.0.w", (2, 3)), Stored("t.1.w", (2, 3))], 0)}
-    assert decided.rules == rules
+    assert binding.made == {"m.both": concat([Stored("t.0.w", (2, 3)), Stored("t.1.w", (2, 3))], 0)}
+    assert binding.rules == rules
 
 
 def test_a_part_of_a_larger_model_has_the_names_that_it_has_there() -> None:
     shapes: dict[str, Shape] = {"layers.0.w": (4, 3), "layers.1.w": (4, 3), "norm.w": (3,)}
     whole = {f"text.{name}": shape for name, shape in shapes.items()} | {"eye.w": (3, 3)}
-    decided = decide_names(shapes, side="model", wholes=[{"eye.w": (3, 3)}, whole])
-    assert decided.by == {f"text.{name}": "base" for name in shapes}
+    binding = bind(TensorsAtHand(shapes=shapes), None, [part_of([{"eye.w": (3, 3)}, whole])])
+    assert binding.by == {f"text.{name}": "base" for name in shapes}
     twice = whole | {f"talk.{name}": shape for name, shape in shapes.items()}
-    assert set(decide_names(shapes, side="model", wholes=[twice]).by.values()) == {"selection"}
+    assert set(bind(TensorsAtHand(shapes=shapes), None, [part_of([twice])]).by.values()) == {"selection"}
 
 
 def test_what_a_class_says_comes_back_from_plain_data() -> None:
@@ -125,9 +135,10 @@ def test_what_a_class_says_comes_back_from_plain_data() -> None:
     assert ClassNames.from_json(json.loads(json.dumps(said.to_json(), default=sorted))) == said
 
 
-def test_a_tensor_under_its_own_name_and_as_a_part_of_another_is_refused() -> None:
-    with pytest.raises(SourceError, match="would be there twice"):
-        decide_names({**HELD, "h.up": (2, 3)}, side="model", derived=FUSED)
+def test_nothing_is_decided_if_a_tensor_has_its_own_name_and_is_a_part_of_another() -> None:
+    have = TensorsAtHand(shapes={**HELD, "h.up": (2, 3)})
+    binding = bind(have, None, [manifest(FUSED), class_says(never)])
+    assert (binding.twice, set(binding.by.values())) == (("h.up",), {"selection"})
 
 
 def test_rows_that_a_model_drops_are_zeros() -> None:
@@ -137,9 +148,9 @@ def test_rows_that_a_model_drops_are_zeros() -> None:
         "head": cut(Stored("files.head", (7, 3)), Region((0, 0), (5, 3))),
         "last": cut(Stored("files.last", (7, 3)), Region((2, 0), (5, 3))),
     }
-    decided = decide_names(shapes, side="model", derived=made)
-    assert decided.padded == {"files.head": 2}
-    assert decided.made.keys() == {"files.head", "other", "last"}
-    assert decided.made["files.head"].shape == (7, 3)
+    binding = bind(TensorsAtHand(shapes=shapes), None, [manifest(made)])
+    assert binding.padded == {"files.head": 2}
+    assert binding.made.keys() == {"files.head", "other", "last"}
+    assert binding.made["files.head"].shape == (7, 3)
     made["other"] = cut(Stored("files.head", (7, 3)), Region((5, 0), (1, 3)))
-    assert set(decide_names(shapes, side="model", derived=made).by.values()) == {"selection"}
+    assert set(bind(TensorsAtHand(shapes=shapes), None, [manifest(made)]).by.values()) == {"selection"}

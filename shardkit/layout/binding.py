@@ -1,13 +1,15 @@
-"""What tensors are on the other side: the same order of sources for every verb, and who decided each name.
+"""What tensors are on the other side: one function for every verb and for training, and who decided each name.
+
+`bind` is given the providers of a verb, in this order:
 
     person      rules that a person gave; they fit all names, or are refused
     manifest    what tensors were made of when they were read from the Hub's files
     shipped     the one set of rules that knows all names of a model in memory
-    class       what the class of a config makes of the names in its files, or a live model of names in its source
-    base        names and shapes of a larger model, of which this one is a part
+    class_says  what the class of a config makes of the names in its files, or a live model of names in its source
+    part_of     names and shapes of a larger model, of which this one is a part
 
 Before that, `keys.select` names tensors by a person's prefixes, by recorded rules, and by the names and shapes of a
-base. Each of these here begins with the result of the one before. After rules, only class and base are left to say
+base. Each provider begins with the binding of the one before. After rules, only class and base are left to say
 something. Where it is known which names are wanted, the next one is asked only if some of them are missing, and its answer
 is taken only if more of them are there with it.
 """
@@ -15,13 +17,12 @@ is taken only if more of them are there with it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from shardkit.core.regions import Shape
-from shardkit.core.text import count, escape
-from shardkit.errors import LayoutError, SourceError, UsageError
+from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.expressions import (
     Cut,
     Expression,
@@ -92,7 +93,7 @@ class ClassNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecidedNames:
+class Binding:
     """What tensors are on the other side."""
 
     made: Mapping[str, Expression]
@@ -115,6 +116,8 @@ class DecidedNames:
     """Why other shipped sets that know all names, or most, do not fit."""
     asked: ClassNames | None = None
     """What the class said, if it was asked."""
+    twice: tuple[str, ...] = ()
+    """Names that tensors at hand have, and parts of others too: then nothing is decided."""
 
     @property
     def gone(self) -> frozenset[str]:
@@ -122,152 +125,158 @@ class DecidedNames:
         return frozenset[str]().union(*self.apart.values())
 
 
-def decide_names(
-    shapes: Mapping[str, Shape],
-    *,
-    side: RuleSide | None,
-    names: Mapping[str, str] | None = None,
-    rules: RuleSet | None = None,
-    derived: Mapping[str, Expression] | None = None,
-    takes_shipped: bool = False,
-    ask: Callable[[Mapping[str, Shape]], ClassNames | None] = lambda shapes: None,
-    config: Mapping[str, Any] | None = None,
-    padding: Padding | None = None,
-    wanted: Mapping[str, Shape | None] | None = None,
-    theirs: Collection[str] = (),
-    wholes: Collection[Mapping[str, Shape]] = (),
-) -> DecidedNames:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorsAtHand:
+    """Tensors whose names on the other side are looked for."""
+
+    shapes: Mapping[str, Shape]
+    """By name: on the Hub, or below the root of a model in memory."""
+    side: RuleSide | None = "model"
+    """Which side these names are of. None leaves that to a person's rules: it is the side that they know; if they know
+    both, that of which the other one is wanted. Then the class is that of a live model, whose tensors are the other
+    side."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Name at hand -> name that `keys.select` gave; what is absent keeps its name."""
+    config: Mapping[str, Any] | None = None
+    """config.json, for numbers and the type of the model; None if there is none."""
+    padding: Padding | None = None
+    """What is known of a padded vocabulary."""
+
+
+WantedShapes = Mapping[str, Shape | None]
+"""Shape by name on the other side, None for one that is not known."""
+Provider = Callable[[TensorsAtHand, WantedShapes, Binding], Binding]
+"""Returns a binding with what it knows; nothing is wanted where the names do not matter."""
+
+
+def bind(have: TensorsAtHand, want: WantedShapes | None, providers: Iterable[Provider]) -> Binding:
     """Return what tensors are on the other side; what nobody knows keeps the name that it was given.
 
     Args:
-        shapes: by name at hand: on the Hub, or below the root of a model in memory.
-        side: which side these names are of. None leaves that to a person's rules: it is the side that they know; if they
-            know both, that of which the other one is wanted. Then the class is that of a live model, whose tensors are
-            the other side.
-        names: name at hand -> name that `keys.select` gave; None changes none.
-        rules: what a person asks for.
-        derived: what a manifest says that names in memory were made of.
-        takes_shipped: a shipped set may decide, if it is the only one that fits.
-        ask: asks the class about shapes by the names so far, which may take seconds; it may return None.
-        config: config.json, for numbers and the type of the model; None if there is none.
-        padding: what is known of a padded vocabulary.
-        wanted: shape by name on the other side, None for one that is not known; None if it does not matter.
-        theirs: names of the other side that the class does not change.
-        wholes: larger models, each as shape by name on the other side: the first that has all tensors in one place counts.
+        have: the tensors at hand.
+        want: what is wanted of the other side; None if it does not matter.
+        providers: those who may know, in the order of this module.
 
     Raises:
         UsageError: some of a person's rules match nothing; lists every problem.
         LayoutError: a person's rules do not fit; lists every problem.
-        SourceError: a tensor would be there under its own name, and as a part of another.
     """
-    goal = wanted if side == "model" else None
-
-    def person(decided: DecidedNames) -> DecidedNames:
-        if rules is None:
-            return decided
-        return _by_person(decided, shapes, side, rules, config, padding, wanted or {})
-
-    def manifest(decided: DecidedNames) -> DecidedNames:
-        return _taken_apart(decided, derived or {}, "manifest")
-
-    def shipped(decided: DecidedNames) -> DecidedNames:
-        return _by_shipped(decided, side or "model", config, padding) if takes_shipped else decided
-
-    def model_class(decided: DecidedNames) -> DecidedNames:
-        asked = ask(_shapes(decided))
-        return decided if asked is None else _by_class(decided, side, asked, theirs or wanted or ())
-
-    def base(decided: DecidedNames) -> DecidedNames:
-        same = dict(zip(decided.made, decided.made, strict=True))
-        return _renamed(decided, name_part(same, _shapes(decided), wholes), "base")
-
-    decided = _as_given(shapes, names or {})
-    for answer in (person, manifest, shipped, model_class, base):
-        if decided.rules is not None and answer in (manifest, shipped):
-            continue
-        if goal is not None and goal.items() <= _shapes(decided).items():
+    goal = want if have.side == "model" else None
+    made = {have.names.get(name, name): Stored(name, tuple(shape)) for name, shape in have.shapes.items()}
+    assert len(made) == len(have.shapes)
+    given = binding = Binding(made=made, by=dict.fromkeys(made, "selection"))
+    for provider in providers:
+        if goal is not None and goal.items() <= _shapes(binding).items():
             break
-        answered = answer(decided)
-        if goal is None or _num_wanted(answered, goal) > _num_wanted(decided, goal):
-            decided = answered
-    return decided
+        answer = provider(have, want or {}, binding)
+        if answer.twice:
+            return replace(given, twice=answer.twice)
+        if goal is None or _num_wanted(answer, goal) > _num_wanted(binding, goal):
+            binding = answer
+    return binding
 
 
-def _by_person(
-    given: DecidedNames,
-    shapes: Mapping[str, Shape],
-    side: RuleSide | None,
-    rules: RuleSet,
-    config: Mapping[str, Any] | None,
-    padding: Padding | None,
-    wanted: Collection[str],
-) -> DecidedNames:
-    config = config_for([rules], config)
-    sides: tuple[RuleSide, ...] = ("hub", "model") if side is None else (side,)
-    errors = list[LayoutError | UsageError]()
-    for at_hand in sides:
-        try:
-            binding = bind_in_form(rules, shapes, config, side=at_hand, padding=padding, wanted=wanted)
-        except (LayoutError, UsageError) as error:
-            errors.append(error)
-            continue
-        if at_hand == sides[-1] or any(name in wanted for name in binding.made):
-            return replace(
-                given,
-                made=binding.made,
-                by=dict.fromkeys(binding.made, "person"),
-                rules=rules,
-                dropped=binding.dropped,
-                notes=binding.notes,
-                warnings=foreign_type(rules, config),
-            )
-    raise min(errors, key=lambda error: len(error.problems))
+def person(rules: RuleSet) -> Provider:
+    """Return the provider of what a person asks for."""
+
+    def provide(have: TensorsAtHand, want: WantedShapes, binding: Binding) -> Binding:
+        config = config_for([rules], have.config)
+        sides: tuple[RuleSide, ...] = ("hub", "model") if have.side is None else (have.side,)
+        errors = list[LayoutError | UsageError]()
+        for side in sides:
+            try:
+                applied = bind_in_form(
+                    rules, have.shapes, config, side=side, padding=have.padding, wanted=want
+                )
+            except (LayoutError, UsageError) as error:
+                errors.append(error)
+                continue
+            if side == sides[-1] or any(name in want for name in applied.made):
+                return replace(
+                    binding,
+                    made=applied.made,
+                    by=dict.fromkeys(applied.made, "person"),
+                    rules=rules,
+                    dropped=applied.dropped,
+                    notes=applied.notes,
+                    warnings=foreign_type(rules, config),
+                )
+        raise min(errors, key=lambda error: len(error.problems))
+
+    return provide
 
 
-def _as_given(shapes: Mapping[str, Shape], names: Mapping[str, str]) -> DecidedNames:
-    made = {names.get(name, name): Stored(name, tuple(shape)) for name, shape in shapes.items()}
-    assert len(made) == len(shapes)
-    return DecidedNames(made=made, by=dict.fromkeys(made, "selection"))
+def manifest(derived: Mapping[str, Expression]) -> Provider:
+    """Return the provider of what a manifest says that names in memory were made of."""
+    return lambda have, want, binding: (
+        _taken_apart(binding, derived, "manifest") if binding.rules is None else binding
+    )
 
 
-def _shapes(decided: DecidedNames) -> dict[str, Shape]:
-    return {name: made.shape for name, made in decided.made.items()}
+def shipped(have: TensorsAtHand, _: WantedShapes, binding: Binding) -> Binding:
+    """Have a shipped set decide, if it is the only one that fits; a `Provider`."""
+    return _by_shipped(binding, have) if binding.rules is None else binding
 
 
-def _num_wanted(decided: DecidedNames, wanted: Mapping[str, Shape | None]) -> int:
-    return sum(name in wanted and wanted[name] in (made.shape, None) for name, made in decided.made.items())
+def class_says(
+    ask: Callable[[Mapping[str, Shape]], ClassNames | None], own: Collection[str] = ()
+) -> Provider:
+    """Return the provider of what a class says.
+
+    Args:
+        ask: asks the class about shapes by the names so far, which may take seconds; it may return None.
+        own: names of the other side that the class does not change; none are those that are wanted.
+    """
+
+    def provide(have: TensorsAtHand, want: WantedShapes, binding: Binding) -> Binding:
+        asked = ask(_shapes(binding))
+        return binding if asked is None else _by_class(binding, have.side, asked, own or want)
+
+    return provide
 
 
-def _at_hand(decided: DecidedNames) -> dict[str, str]:
+def part_of(wholes: Collection[Mapping[str, Shape]]) -> Provider:
+    """Return the provider of names in larger models, each as shape by name: the first that has all in one place counts."""
+
+    def provide(_: TensorsAtHand, want: WantedShapes, binding: Binding) -> Binding:
+        same = dict(zip(binding.made, binding.made, strict=True))
+        return _renamed(binding, name_part(same, _shapes(binding), wholes), "base")
+
+    return provide
+
+
+def _shapes(binding: Binding) -> dict[str, Shape]:
+    return {name: made.shape for name, made in binding.made.items()}
+
+
+def _num_wanted(binding: Binding, wanted: Mapping[str, Shape | None]) -> int:
+    return sum(name in wanted and wanted[name] in (made.shape, None) for name, made in binding.made.items())
+
+
+def _at_hand(binding: Binding) -> dict[str, str]:
     """Return the names by which others know tensors: in memory, or on the Hub where one is made -> its name so far."""
-    return {made.name if isinstance(made, Stored) else name: name for name, made in decided.made.items()}
+    return {made.name if isinstance(made, Stored) else name: name for name, made in binding.made.items()}
 
 
-def _taken_apart(decided: DecidedNames, derived: Mapping[str, Expression], by: Decider) -> DecidedNames:
+def _taken_apart(binding: Binding, derived: Mapping[str, Expression], by: Decider) -> Binding:
     """Make the Hub's tensors of those that a model in memory holds in another form.
 
     A tensor of another shape than it was made with, or of which a part is missing, is left as it is.
     """
-    at_hand = {known: decided.made[name] for known, name in _at_hand(decided).items()}
+    at_hand = {known: binding.made[name] for known, name in _at_hand(binding).items()}
     held = {fqn: made for fqn, made in derived.items() if fqn in at_hand and at_hand[fqn].shape == made.shape}
     padded = dict(_padded(held))
     back = {**padded, **invert(held)}
     whole = {fqn for fqn, made in held.items() if all(leaf.name in back for leaf in leaves(made))}
     parts = {name: made for name, made in back.items() if all(leaf.name in whole for leaf in leaves(made))}
     if not parts:
-        return decided
-    kept = {name: decided.made[name] for known, name in _at_hand(decided).items() if known not in whole}
-    twice = sorted(kept.keys() & parts.keys())
-    SourceError.raise_for(
-        [escape(name) for name in twice],
-        f"{count(len(twice), 'tensor')} would be there twice: under {'its' if len(twice) == 1 else 'their'} own "
-        "name, and as a part of another",
-        hint="--exclude leaves out both",
-    )
+        return binding
+    kept = {name: binding.made[name] for known, name in _at_hand(binding).items() if known not in whole}
     return replace(
-        decided,
+        binding,
+        twice=tuple(sorted(kept.keys() & parts.keys())),
         made=kept | {name: substitute(made, at_hand) for name, made in parts.items()},
-        by={name: decided.by[name] for name in kept} | dict.fromkeys(parts, by),
+        by={name: binding.by[name] for name in kept} | dict.fromkeys(parts, by),
         apart={name: frozenset(leaf.name for leaf in leaves(made)) for name, made in parts.items()},
         padded={
             name: made.shape[0] - next(leaves(made)).shape[0]
@@ -291,52 +300,49 @@ def _padded(held: Mapping[str, Expression]) -> Iterator[tuple[str, Expression]]:
                     yield name, concat([Stored(fqn, made.shape), Zeros((rows - first, *others))], 0)
 
 
-def _by_shipped(
-    decided: DecidedNames, side: RuleSide, config: Mapping[str, Any] | None, padding: Padding | None
-) -> DecidedNames:
-    at_hand = {known: decided.made[name] for known, name in _at_hand(decided).items()}
+def _by_shipped(binding: Binding, have: TensorsAtHand) -> Binding:
+    at_hand = {known: binding.made[name] for known, name in _at_hand(binding).items()}
     shapes = {known: made.shape for known, made in at_hand.items()}
-    choice = choose_shipped(shapes, config, side=side, padding=padding)
+    side = have.side or "model"
+    choice = choose_shipped(shapes, have.config, side=side, padding=have.padding)
     answered = replace(
-        decided, candidates=tuple(rules for rules, _ in choice.fitting), why_not=choice.reasons
+        binding, candidates=tuple(rules for rules, _ in choice.fitting), why_not=choice.reasons
     )
     if len(choice.fitting) != 1:
         return answered
-    ((rules, binding),) = choice.fitting
+    ((rules, applied),) = choice.fitting
     return replace(
         answered,
-        made={name: substitute(made, at_hand) for name, made in binding.made.items()},
-        by=dict.fromkeys(binding.made, "shipped"),
+        made={name: substitute(made, at_hand) for name, made in applied.made.items()},
+        by=dict.fromkeys(applied.made, "shipped"),
         rules=rules,
-        dropped=binding.dropped,
-        notes=binding.notes,
+        dropped=applied.dropped,
+        notes=applied.notes,
     )
 
 
-def _by_class(
-    decided: DecidedNames, side: RuleSide | None, asked: ClassNames, theirs: Collection[str]
-) -> DecidedNames:
+def _by_class(binding: Binding, side: RuleSide | None, asked: ClassNames, own: Collection[str]) -> Binding:
     if side != "model":
-        made = {fqn: decided.made[name] for fqn, name in asked.names.items()}
-        made |= {fqn: substitute(parts, decided.made) for fqn, parts in asked.converted.items()}
-        dropped = tuple(sorted({*decided.dropped, *asked.unused, *asked.ignored}))
-        return replace(decided, made=made, by=dict.fromkeys(made, "class"), dropped=dropped, asked=asked)
-    answered = replace(_taken_apart(decided, asked.converted, "class"), asked=asked)
+        made = {fqn: binding.made[name] for fqn, name in asked.names.items()}
+        made |= {fqn: substitute(parts, binding.made) for fqn, parts in asked.converted.items()}
+        dropped = tuple(sorted({*binding.dropped, *asked.unused, *asked.ignored}))
+        return replace(binding, made=made, by=dict.fromkeys(made, "class"), dropped=dropped, asked=asked)
+    answered = replace(_taken_apart(binding, asked.converted, "class"), asked=asked)
     changed = {
-        name: name if name in theirs else asked.names.get(name) or asked.names.get(known, name)
+        name: name if name in own else asked.names.get(name) or asked.names.get(known, name)
         for known, name in _at_hand(answered).items()
     }
     return _renamed(answered, changed, "class")
 
 
-def _renamed(decided: DecidedNames, names: Mapping[str, str], by: Decider) -> DecidedNames:
+def _renamed(binding: Binding, names: Mapping[str, str], by: Decider) -> Binding:
     """Give tensors other names on the other side, unless two would have one."""
     if len(set(names.values())) < len(names):
-        return decided
+        return binding
     return replace(
-        decided,
-        made={names[name]: made for name, made in decided.made.items()},
-        by={names[name]: who if names[name] == name else by for name, who in decided.by.items()},
+        binding,
+        made={names[name]: made for name, made in binding.made.items()},
+        by={names[name]: who if names[name] == name else by for name, who in binding.by.items()},
     )
 
 
