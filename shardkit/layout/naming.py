@@ -18,7 +18,7 @@ from shardkit.keys.names import clean, clean_name, join, match_prefix, natural, 
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import is_computed
 from shardkit.layout.binding import ClassNames
-from shardkit.layout.classes import build_model, collect, ignored_patterns, is_transformers
+from shardkit.layout.classes import build_model, built_dtypes, collect, ignored_patterns, is_transformers
 from shardkit.layout.conversions import Conversions, revert
 
 _Rename = Callable[[str], tuple[str, str | None]]
@@ -245,18 +245,30 @@ def ask_model(model: nn.Module, shapes: Mapping[str, Shape], *, as_loaded: bool 
     return replace(match, unsaved=unsaved, ties=ties, missing=missing, misfits=misfits)
 
 
-def answer_names(directory: str, shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """Ask the class that a config names about the names in files; return plain data.
+def answer_class(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Ask the class that a config names about tensors; return plain data.
 
     Args:
-        directory: holds config.json. Code in it does not run.
-        shapes: by name in the files.
+        request: as `traced.ask_class` makes it. Code beside config.json does not run.
+
+    Returns:
+        model_class, match: what `ask_model` returns, for the given names or for the Hub's form of these.
+        form: of names in memory, see `_hub_form`.
+        fp32: if a dtype is asked for, in the place of these: the names that stay in fp32.
 
     Raises:
         Exception: anything that building a model may raise.
     """
-    model = build_model(directory, trust_remote_code=False)
-    return {"model_class": type(model).__name__, "match": ask_model(model, shapes).to_json()}
+    dtype: torch.dtype | None = getattr(torch, request["dtype"]) if request["dtype"] else None
+    model, names = build_model(request["directory"], trust_remote_code=False, dtype=dtype), request["names"]
+    answer: dict[str, Any] = {"model_class": type(model).__name__, "match": ClassNames().to_json()}
+    if dtype is not None:
+        dtypes = built_dtypes(model, dtype)
+        return answer | {"fp32": [name for name in names if dtypes.of_stored(name) is torch.float32]}
+    if not request["in_memory"]:
+        return answer | {"match": ask_model(model, names).to_json()}
+    form, result = _hub_form(model, names)
+    return answer | {"form": form} | ({} if result is None else {"match": ask_model(model, result).to_json()})
 
 
 def tied(state: Mapping[str, object]) -> list[list[str]]:
@@ -267,65 +279,56 @@ def tied(state: Mapping[str, object]) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def answer_hub_form(directory: str, shapes: Mapping[str, Shape]) -> dict[str, Any]:
-    """Ask the class that a config names for the Hub's form of a model's tensors; return plain data.
+def _hub_form(
+    model: nn.Module, shapes: Mapping[str, Shape]
+) -> tuple[dict[str, Any], dict[str, Shape] | None]:
+    """Return the Hub's form of a model's tensors as plain data, and the shapes in it by name.
 
     Args:
-        directory: holds config.json. Code in it does not run.
+        model: built from its config.
         shapes: by name in the model, as far as they are the model's. All may lack what their names begin with.
 
     Returns:
         made: name on the Hub -> what it is made of; without what the model computes itself. It is None where these are not the model's own names, or where
             what `from_pretrained` would make of the result is not the same again; `why` says so.
         is_lost: they are the model's own names, and no form is known that would be loaded as they are.
-        match: what `ask_model` returns for the result.
         ties: groups of names in the model that are one tensor, first the one that `save_pretrained` keeps.
-
-    Raises:
-        Exception: anything that building a model may raise.
     """
-    model = build_model(directory, trust_remote_code=False)
     state = {name: tuple(x.shape) for name, x in model.state_dict().items() if isinstance(x, torch.Tensor)}
     before = _lacked_prefix(state, shapes)
     given = {before + name: Stored(name, tuple(shape)) for name, shape in shapes.items()}
     own = {name: stored.shape for name, stored in given.items() if state.get(name) == stored.shape}
     unsaved = [name for name in collect(model, "_keys_to_ignore_on_save") if name in own]
     further = getattr(model, "all_tied_weights_keys", {})  # of transformers: left out -> kept
-    answer: dict[str, Any] = {
-        "model_class": type(model).__name__,
-        "made": None,
-        "why": "",
-        "is_lost": False,
-        "match": ClassNames().to_json(),
-        "ties": [
-            [name.removeprefix(before) for name in sorted(group, key=further.__contains__)]
-            for group in tied(tensors_of(model))
-        ],
-    }
+    ties = [
+        [name.removeprefix(before) for name in sorted(group, key=further.__contains__)]
+        for group in tied(tensors_of(model))
+    ]
+
+    def unknown(why: str, *, is_lost: bool = True) -> tuple[dict[str, Any], None]:
+        return {"made": None, "why": why, "is_lost": is_lost, "ties": ties}, None
+
     if 2 * len(own) < len(shapes):
-        return answer | {"why": "these are not its names in memory"}
+        return unknown("these are not its names in memory", is_lost=False)
     try:
         reverted = revert(model, {name: shape for name, shape in own.items() if name not in unsaved})
     except LayoutError as error:
         wrong = _not_again(model, own, {name: Stored(name, shape) for name, shape in own.items()})
         said = f"; it would change {listed(wrong)}" if wrong else ""
-        return answer | {"why": error.message + said, "is_lost": bool(wrong)}
+        return unknown(error.message + said, is_lost=bool(wrong))
     if reverted.failed:
         name, why = next(iter(reverted.failed.items()))
-        return answer | {"why": f"{escape(name)} {why}", "is_lost": True}
+        return unknown(f"{escape(name)} {why}")
     made = {
         **reverted.made,
         **{name: Stored(name, stored.shape) for name, stored in given.items() if name not in own},
     }
-    result = {name: expression.shape for name, expression in made.items()}
     wrong = _not_again(model, own, made)
     if wrong:
-        return answer | {
-            "why": f"from_pretrained would make something else of it: {listed(wrong)}",
-            "is_lost": True,
-        }
+        return unknown(f"from_pretrained would make something else of it: {listed(wrong)}")
     plain = {name: to_json(substitute(e, given)) for name, e in made.items()}
-    return answer | {"made": plain, "match": ask_model(model, result).to_json()}
+    form = {"made": plain, "why": "", "is_lost": False, "ties": ties}
+    return form, {name: expression.shape for name, expression in made.items()}
 
 
 def _lacked_prefix(names: Collection[str], stored: Mapping[str, Shape]) -> str:

@@ -3,8 +3,7 @@
     request (a line)   {"directory", "axes": [[name, size, role]], "ep", "pp", "stages", "wrap", "dtype",
                        "trust_remote_code", "names", "answer"}
                        The axes are those of one pipeline stage.
-                       With "asks": "names" nothing is wrapped, and the answer is about these names in files;
-                       with "hub form", about what `save_pretrained` would make of them.
+                       With "asks": "class" nothing is wrapped, and `naming.answer_class` answers.
     answer (a file)    {"status": "ok", ...} as `_read_model` lists it, or an error: {"status":
                        one of `STATUSES`, "message", "problems", "hint", "show_output"}
 
@@ -35,7 +34,7 @@ from shardkit.errors import LayoutError, PolicyError, SourceError, UsageError
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import ClassDtypes, build_model, built_dtypes, class_dtypes
 from shardkit.layout.layout import innermost_unit
-from shardkit.layout.naming import answer_hub_form, answer_names, ask_model, tensors_of, tied
+from shardkit.layout.naming import answer_class, ask_model, tensors_of, tied
 from shardkit.layout.parallel import Meshes, apply_plans, is_parallel, with_units
 from shardkit.layout.placed import Placed, placed_on
 from shardkit.layout.stages import find_stages
@@ -103,10 +102,9 @@ def _limit() -> None:
 
 
 def _trace(request: dict[str, Any]) -> dict[str, Any]:
-    if (asks := request.get("asks")) is not None:
+    if "asks" in request:
         _limit()
-        ask = answer_hub_form if asks == "hub form" else answer_names
-        return ask(request["directory"], request["names"])
+        return answer_class(request)
     wanted: torch.dtype | None = getattr(torch, request["dtype"]) if request.get("dtype") else None
     model = build_model(request["directory"], trust_remote_code=request["trust_remote_code"], dtype=wanted)
     mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]), ep=request.get("ep", 1))

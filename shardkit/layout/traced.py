@@ -6,8 +6,8 @@ not be loaded here. The child answers with JSON, and `trace_cache` keeps what it
 at most: `one_process`.
 
     trace_model   config.json, mesh, policy -> Trace, a layout
-    ask_names     config.json, names in files -> ClassNames
-    ClassQuestion config, names in files -> ClassAnswer: what `from_pretrained` would not find; while bytes move
+    ask_class     config.json, names -> ClassReply
+    ClassQuestion config, names in files -> ClassAnswer: the same, while bytes move
 
 Nothing that a file says is executed, unless a person trusts the model's own code.
 """
@@ -55,8 +55,7 @@ _LAST_LINES = 12
 
 _ASKED = {
     "": "what the model's tensors are called and where they lie",
-    "names": "what its tensors are called in files, and which from_pretrained would not find",
-    "hub form": "what save_pretrained would write",
+    "class": "what its tensors are called in files, and which from_pretrained would not find",
 }
 """What a request asks -> the words for it."""
 
@@ -150,25 +149,6 @@ def trace_model(
     return _ask(request, lambda answer: read_answer(answer, mesh, wrap), on_start)
 
 
-def ask_names(
-    directory: str, names: Mapping[str, Shape], *, on_start: Callable[[], None] = lambda: None
-) -> ClassNames:
-    """Ask the class of a model, as the installed transformers has it, about the names in its files.
-
-    Args:
-        directory: holds config.json. Code in it does not run.
-        names: shapes of the tensors in the files, by name.
-        on_start: called where no kept answer serves, before seconds of a child.
-
-    Raises:
-        LayoutError: there is no such class, or the model fails to build.
-        SourceError: several of the tensors would be one of the model's.
-        ResourceError: the child was killed or took too long.
-    """
-    request = _request(directory, names, False) | {"asks": "names"}
-    return _ask(request, lambda said: ClassNames.from_json(said["match"]), on_start)
-
-
 # Types of models that have the same names and shapes in memory as on the Hub. The list only saves a question.
 SAME_IN_MEMORY = frozenset(
     "llama mistral ministral qwen2 qwen3 gemma gemma2 olmo olmo2 olmo3 phi phi3 granite cohere cohere2 stablelm"
@@ -181,42 +161,72 @@ def may_differ_in_memory(config: Mapping[str, Any]) -> bool:
     return _why_not(config) is None and config.get("model_type") not in SAME_IN_MEMORY
 
 
-class HubForm(NamedTuple):
-    """What `save_pretrained` would make of a model's tensors."""
+class ClassReply(NamedTuple):
+    """What a class says of tensors."""
 
+    match: ClassNames
+    """Of names in files: those that were given, or those in `made`."""
     answer: ClassAnswer
-    """What `from_pretrained` would not find in the result; says why where `made` is None."""
-    made: Mapping[str, Expression] | None
-    """Name on the Hub -> what it is made of; None if that is not known."""
+    """What `from_pretrained` would not find of these; says why where the Hub's form is not known."""
+    made: Mapping[str, Expression] | None = None
+    """The Hub's form of names in memory: name on the Hub -> what it is made of; None if that is not known."""
     is_lost: bool = False
     """The names are those in memory, and no form is known that `from_pretrained` would make the same model of."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Groups of names in memory that are one tensor, first the one that `save_pretrained` keeps."""
+    fp32: frozenset[str] = frozenset()
+    """Names of tensors that the class keeps in fp32 if the others become a dtype."""
 
 
-def ask_hub_form(
-    directory: str, names: Mapping[str, Shape], *, on_start: Callable[[], None] = lambda: None
-) -> HubForm:
-    """Ask the class of a model, as the installed transformers has it, for the Hub's form of its tensors.
+def ask_class(
+    directory: str,
+    names: Mapping[str, Shape],
+    *,
+    in_memory: bool = False,
+    dtype: DType | None = None,
+    on_start: Callable[[], None] = lambda: None,
+) -> ClassReply:
+    """Ask the class of a model, as the installed transformers has it, about its tensors.
 
     Args:
         directory: holds config.json. Code in it does not run.
-        names: shapes of the tensors by name in memory.
+        names: shapes of the tensors, by name in the files.
+        in_memory: the names are those in memory, and what `save_pretrained` would make of the tensors is asked.
+        dtype: nothing but `fp32` is asked, for this dtype of the others.
         on_start: called where no kept answer serves, before seconds of a child.
 
     Raises:
         LayoutError: there is no such class, or the model fails to build.
+        SourceError: several of the tensors would be one of the model's.
         ResourceError: the child was killed or took too long.
     """
-    request = _request(directory, names, False) | {"asks": "hub form"}
-    return _ask(request, _read_hub_form, on_start)
+    return _ask(_class_request(directory, names, in_memory, dtype), _read_reply, on_start)
 
 
-def _read_hub_form(said: Mapping[str, Any]) -> HubForm:
-    if said["made"] is None:
-        return HubForm(ClassAnswer(failure=said["why"]), None, said["is_lost"])
-    made = {name: from_json(made) for name, made in said["made"].items()}
-    return HubForm(_parse(said), made, ties=tuple(map(tuple, said["ties"])))
+def _class_request(
+    directory: str, names: Mapping[str, Shape], in_memory: bool = False, dtype: DType | None = None
+) -> dict[str, Any]:
+    about = {"asks": "class", "in_memory": in_memory, "dtype": None if dtype is None else dtype.name}
+    return _request(directory, names, False) | about
+
+
+def _read_reply(said: Mapping[str, Any]) -> ClassReply:
+    match, form = ClassNames.from_json(said["match"]), said.get("form", {})
+    answer = ClassAnswer(
+        model_class=said["model_class"],
+        missing=tuple(match.missing),
+        misfits=tuple((name, why) for name, why in match.misfits),
+        failure=form.get("why") or None,
+    )
+    made = form.get("made")
+    return ClassReply(
+        match,
+        answer,
+        None if made is None else {name: from_json(each) for name, each in made.items()},
+        form.get("is_lost", False),
+        tuple(map(tuple, form.get("ties", ()))),
+        frozenset(said.get("fp32", ())),
+    )
 
 
 def _request(directory: str, names: Mapping[str, Shape] | None, trust_remote_code: bool) -> dict[str, Any]:
@@ -498,7 +508,7 @@ class ClassQuestion:
             self._stack.callback(scratch.cleanup)
             with open(os.path.join(scratch.name, "config.json"), "w", encoding="utf-8") as file:
                 json.dump(config, file)
-            self._ask({"asks": "names", "directory": scratch.name, "names": dict(shapes)})
+            self._ask(_class_request(scratch.name, shapes))
         except OSError as error:  # no room for scratch files, or an interpreter without a name
             self._answer = ClassAnswer(failure=f"no process that asks it can be started: {error.strerror}")
 
@@ -527,10 +537,10 @@ class ClassQuestion:
         return self._answer
 
     def _ask(self, request: Mapping[str, Any]) -> None:
-        if (kept := _find_kept(request, _parse)) is not None:
-            self._answer = kept
+        if (kept := _find_kept(request, _read_reply)) is not None:
+            self._answer = kept.answer
         elif _may_ask_here():
-            _log.debug("transformers is asked %s", _ASKED["names"])
+            _log.debug("transformers is asked %s", _ASKED["class"])
             self._answer = _ask_here(request)
         else:
             self._process.start()
@@ -540,7 +550,7 @@ class ClassQuestion:
     def _have_asked(self, request: Mapping[str, Any]) -> None:
         with one_process(self._process):
             try:
-                self._answer = _ask_child(request, _parse)
+                self._answer = _ask_child(request, _read_reply).answer
             except ShardkitError as error:
                 self._answer = ClassAnswer(failure=escape(error.message))
 
@@ -582,21 +592,13 @@ def _ask_here(request: Mapping[str, Any]) -> ClassAnswer:
         warnings.simplefilter("ignore")
         logger.setLevel(logging.CRITICAL + 1)
         try:
-            from shardkit.layout.naming import answer_names
+            from shardkit.layout.naming import answer_class
 
-            return _kept(request, answer_names(request["directory"], request["names"]), _parse)
+            return _kept(request, answer_class(request), _read_reply).answer
         except (Exception, SystemExit) as error:  # a model's code may raise anything
             return ClassAnswer(failure=escape(f"{type(error).__name__}: {error}"))
         finally:
             logger.setLevel(level)
-
-
-def _parse(answer: Mapping[str, Any]) -> ClassAnswer:
-    return ClassAnswer(
-        model_class=answer["model_class"],
-        missing=tuple(answer["match"]["missing"]),
-        misfits=tuple(map(tuple, answer["match"]["misfits"])),
-    )
 
 
 def asking(config: Mapping[str, Any] | None) -> str:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, CASTS, DType, most_bytes, short_dtype, wide_among_half
 from shardkit.core.text import GLOBS_HINT, count, escape, listed, match_nothing, unmatched
-from shardkit.errors import UsageError
+from shardkit.errors import ShardkitError, UsageError
 from shardkit.files import manifest, storage
 from shardkit.keys.expressions import Expression, leaves
+from shardkit.layout.traced import ask_class
 
 if TYPE_CHECKING:
     from shardkit.formats.contract import Dequantized
@@ -318,16 +319,9 @@ def _from_transformers(wide: list[str], base: Base | None, target: DType) -> fro
     if base is None or base.config is None:
         return None
     try:
-        import torch
-
-        from shardkit.layout.classes import build_model, built_dtypes
-
-        wanted = getattr(torch, target.name)
-        model = build_model(base.directory, trust_remote_code=False, dtype=wanted)
-    except Exception:  # transformers or the class may be missing, and a constructor may raise anything
+        return ask_class(base.directory, dict.fromkeys(wide, ()), dtype=target).fp32
+    except ShardkitError:  # transformers or the class may be missing
         return None
-    class_dtypes = built_dtypes(model, wanted)
-    return frozenset(name for name in wide if class_dtypes.of_stored(name) is torch.float32)
 
 
 def quantised_notes(held: Mapping[str, DType]) -> Iterator[str]:

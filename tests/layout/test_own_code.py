@@ -88,7 +88,8 @@ def make(out: Path) -> None:
     assert "beyond --max-memory" in said
     shardkit.verify(out / "pre")
     with mock.patch.object(traced, "_spawn", forked_trace):
-        form = traced.ask_hub_form(str(out / "hub"), {name: tuple(x.shape) for name, x in expected.items()})
+        shapes = {name: tuple(x.shape) for name, x in expected.items()}
+        form = traced.ask_class(str(out / "hub"), shapes, in_memory=True)
         assert form.made is None
         assert form.is_lost
         assert "it would change" in str(form.answer.failure)

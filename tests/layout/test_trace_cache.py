@@ -21,12 +21,12 @@ from shardkit.core.dtypes import CASTS
 from shardkit.core.mesh import parse_mesh
 from shardkit.errors import LayoutError
 from shardkit.layout import trace_cache, traced
+from shardkit.layout.binding import ClassNames
 from shardkit.layout.trace_cache import Slot, slot_for
 from shardkit.layout.traced import (
     ClassAnswer,
     ClassQuestion,
-    ask_hub_form,
-    ask_names,
+    ask_class,
     read_answer,
     trace_model,
 )
@@ -82,8 +82,8 @@ def test_the_second_time_no_child_is_asked(model_dir: ModelDir, children: list[b
         return [
             trace_model(directory, MESH, "auto", on_start=on_start),
             trace_model(directory, MESH, "Qwen3DecoderLayer", names=NAMES, dtype=CASTS["bf16"]),
-            ask_names(directory, NAMES, on_start=on_start),
-            ask_hub_form(directory, NAMES, on_start=on_start),
+            ask_class(directory, NAMES, on_start=on_start),
+            ask_class(directory, NAMES, in_memory=True, on_start=on_start),
         ]
 
     first = ask()
@@ -155,10 +155,12 @@ def test_a_damaged_or_hostile_entry_is_made_anew(
     assert entry.read_bytes() == data
 
 
-CHILD = """
+MATCH = ClassNames(missing=["a"], misfits=[("b", "why")]).to_json()
+CHILD = f"""
+MATCH = {MATCH}
 import json, os, sys
 for line in sys.stdin:
-    answer = {"status": "ok", "model_class": "BertModel", "match": {"missing": ["a"], "misfits": [["b", "why"]]}}
+    answer = {{"status": "ok", "model_class": "BertModel", "match": MATCH}}
     with open(json.loads(line)["answer"], "w") as file:
         json.dump(answer, file)
     os.write(0, b"-")

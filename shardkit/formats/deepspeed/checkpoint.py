@@ -167,20 +167,15 @@ def _open_zero(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
         notes.append(_WITHOUT_FROZEN)
     copies = _compare_buffers(states)
     notes += copies.notes()
-    checkpoint = _checkpoint(path, tag, main, weights, f"zero{first.stage}", notes)
     reason = "of an earlier save, with other ranks or another stage"
-    return replace(
-        checkpoint,
-        contents=replace(
-            checkpoint.contents, optimizer=partial(open_zero_optimizer, tag.directory, main, optimizers)
-        ),
-        remarks=replace(
-            checkpoint.remarks,
-            why_missing=_WITHOUT_FROZEN if _WITHOUT_FROZEN in notes else "",
-            differing=copies.differing(),
-            skipped=(*((tag.prefix + name, reason) for name in stale), *checkpoint.remarks.skipped),
-        ),
+    remarks = Remarks(
+        notes=tuple(notes),
+        why_missing=_WITHOUT_FROZEN if _WITHOUT_FROZEN in notes else "",
+        differing=copies.differing(),
+        skipped=tuple((tag.prefix + name, reason) for name in stale),
     )
+    optimizer = partial(open_zero_optimizer, tag.directory, main, optimizers)
+    return _checkpoint(path, tag, main, weights, f"zero{first.stage}", remarks, optimizer)
 
 
 def _compare_buffers(states: Sequence[ModelStates]) -> Copies:
@@ -218,13 +213,11 @@ def _open_without_optimizer(path: str, tag: Tag, files: StateFiles) -> Checkpoin
         )
     experts = open_experts(tag, files, state)
     weights = _assemble([state.file, *(expert.file for expert in experts)], [state], {}, experts)
-    checkpoint = _checkpoint(path, tag, state, weights, "zero0", notes)
     stale = [
         (tag.prefix + name, "of an earlier save, with ZeRO-3") for _, name in sorted(files.models.items())
     ]
     stale += [(tag.prefix + name, "of an earlier save") for name in stale_experts(files, state)]
-    remarks = checkpoint.remarks
-    return replace(checkpoint, remarks=replace(remarks, skipped=(*stale, *remarks.skipped)))
+    return _checkpoint(path, tag, state, weights, "zero0", Remarks(notes=tuple(notes), skipped=tuple(stale)))
 
 
 def _open_universal(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
@@ -243,9 +236,9 @@ def _open_universal(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
         )
     masters, opened = _open_parameters(tag, states[0], len(states))
     weights = _assemble([*(state.file for state in states), *opened], states, masters)
-    checkpoint = _checkpoint(path, tag, states[0], weights, "universal", notes)
     optimizer = partial(_open_universal_optimizer, tag, states[0], len(states))
-    return replace(checkpoint, contents=replace(checkpoint.contents, optimizer=optimizer))
+    remarks = Remarks(notes=tuple(notes))
+    return _checkpoint(path, tag, states[0], weights, "universal", remarks, optimizer)
 
 
 def _open_main(tag: Tag, files: StateFiles, is_partitioned: bool) -> ModelStates:
@@ -320,7 +313,13 @@ def _notes_on_masters(state: ModelStates, optimizers: Sequence[OptimizerStates])
 
 
 def _checkpoint(
-    path: str, tag: Tag, state: ModelStates, weights: _ModuleWeights, kind: str, notes: Sequence[str]
+    path: str,
+    tag: Tag,
+    state: ModelStates,
+    weights: _ModuleWeights,
+    kind: str,
+    remarks: Remarks,
+    optimizer: Callable[[], OptimizerState | Unmapped] | None = None,
 ) -> Checkpoint:
     if not weights.by_name:
         raise SourceError(f"{escape(tag.directory)} holds no weights", hint="give another checkpoint")
@@ -328,8 +327,7 @@ def _checkpoint(
     catalog = build_catalog(path, weights.files, weights.by_name)
     catalog.objects = tuple(weights.objects)
     lost = [(name, "a parameter whose values are in none of the files") for name in weights.lost]
-    if lost:
-        notes = [*notes, f"{len(lost)} parameters were saved without their values (frozen ones)"]
+    frozen = [f"{len(lost)} parameters were saved without their values (frozen ones)"] if lost else []
     return Checkpoint(
         path=path,
         format=f"deepspeed-{kind}",
@@ -338,13 +336,13 @@ def _checkpoint(
         select=partial(subset, catalog),
         contents=Contents(
             roots={"model": ()},
+            optimizer=optimizer,
             has_boxes=False,
             # accelerate and transformers' Trainer put the model's config beside the tag or one level up.
             assets=asset_directories(tag.directory, path, parent(tag.directory), parent(path)),
         ),
-        remarks=Remarks(
-            skipped=(("optimizer_state_dict", "optimizer state, but for the fp32 weights"), *lost),
-            notes=tuple(notes),
+        remarks=remarks.plus(
+            frozen, [("optimizer_state_dict", "optimizer state, but for the fp32 weights"), *lost]
         ),
     )
 

@@ -79,9 +79,8 @@ from shardkit.layout.binding import (
 from shardkit.layout.binding import manifest as manifest_says
 from shardkit.layout.traced import (
     ClassAnswer,
-    HubForm,
-    ask_hub_form,
-    ask_names,
+    ClassReply,
+    ask_class,
     asking,
     may_differ_in_memory,
 )
@@ -688,7 +687,9 @@ def _name_as_saved(
     sources = {selection.live.get(source, name): source for source, name in chosen.names.items()}
     try:
         shapes = {name: tensors[source].shape for name, source in sources.items()}
-        form = ask_hub_form(base.directory, shapes, on_start=lambda: options.tell_step(asking(config)))
+        form = ask_class(
+            base.directory, shapes, in_memory=True, on_start=lambda: options.tell_step(asking(config))
+        )
     except ShardkitError:  # without the class the names stay as they are
         return chosen, None, (), ()
     if form.made is None:
@@ -712,7 +713,7 @@ def _name_as_saved(
     return replace(chosen, warnings=(*chosen.warnings, warning)), form.answer, rules, ties
 
 
-def _lost_form(form: HubForm) -> Iterator[str]:
+def _lost_form(form: ClassReply) -> Iterator[str]:
     """Yield the warning about tensors that are written as they are in memory, because no other form is known."""
     if form.is_lost:
         yield (
@@ -1125,6 +1126,6 @@ def _ask_class(base: Base, on_step: OnStep) -> ClassNames | None:
     if shapes is None or not (base.config or {}).get("architectures"):
         return None
     try:
-        return ask_names(base.directory, shapes, on_start=lambda: on_step(asking(base.config)))
+        return ask_class(base.directory, shapes, on_start=lambda: on_step(asking(base.config))).match
     except ShardkitError:
         return None

@@ -30,7 +30,7 @@ from shardkit.keys.expressions import under_names
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import Globs, select_model
 from shardkit.layout.binding import ClassNames, TensorsAtHand, as_tensors, bind, class_says, manifest, shipped
-from shardkit.layout.traced import SAME_IN_MEMORY, ask_names, may_differ_in_memory, why_no_class
+from shardkit.layout.traced import SAME_IN_MEMORY, ask_class, may_differ_in_memory, why_no_class
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
 from shardkit.operations.ties import place_of, tie_candidates
@@ -303,7 +303,7 @@ def _ask_class(side: Side, on_unasked: Callable[[str], object] = lambda why: Non
     if hub is not None and may_differ_in_memory(config):
         shapes = {name: entry.shape for name, entry in hub.catalog.tensors.items()}
         with contextlib.suppress(ShardkitError):  # no transformers, or no such class
-            return ask_names(hub.directory, shapes)
+            return ask_class(hub.directory, shapes).match
     return None
 
 

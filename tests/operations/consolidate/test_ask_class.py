@@ -597,34 +597,45 @@ COUNTED = """
 import sys
 started = []
 sys.addaudithook(lambda event, given: started.append(given[0]) if event in ("subprocess.Popen", "os.fork", "os.posix_spawn") else None)
-from shardkit import consolidate, diff
-if sys.argv[1] == "consolidate":
-    made = consolidate(sys.argv[2], sys.argv[3], base=sys.argv[4], allow_missing=True)
+from shardkit import consolidate, diff, verify
+asks, checkpoint, out, base = sys.argv[1:]
+if asks == "names and what is missing":
+    made = consolidate(checkpoint, out, base=base, allow_missing=True)
     assert (made.held_against, made.missing) == ("class", ("model.norm.weight",)), made
+elif asks == "the form on the Hub and dtypes":
+    made = consolidate(checkpoint, out, base=base, dtype="bf16")
+    assert any("nothing tells the names" in warning for warning in made.warnings), made.warnings
+elif asks == "names and ties":
+    assert diff(checkpoint, base).is_equal
 else:
-    assert diff(sys.argv[2], sys.argv[4]).tensors
-print(len(started))
+    assert verify(base).ok
+print(len(started), *{"torch", "transformers"} & sys.modules.keys())
 """
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("verb", ["consolidate", "diff"])
+@pytest.mark.parametrize(
+    "asks", ["names and what is missing", "the form on the Hub and dtypes", "names and ties", "all weights"]
+)
 def test_one_process_answers_all_that_a_command_asks(
-    verb: str, models: dict[str, Path], tmp_path: Path
+    asks: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """About the names of the base, as one is missing, and then about those of the output; for diff, about names and ties."""
-    checkpoint = checkpoint_of(models["moe"], final_norm, tmp_path / "step-3")
-    if verb == "diff":
-        save({"model": moe().state_dict()}, checkpoint := tmp_path / "step-4")
-    places = [str(checkpoint), str(tmp_path / "out"), str(models["moe"])]
+    checkpoint, base = checkpoint_of(models["moe"], final_norm, tmp_path / "step-3"), models["moe"]
+    if asks != "names and what is missing":  # names in memory
+        model = transformers.Qwen3MoeForCausalLM.from_pretrained(base)
+        save({"model": model.state_dict()}, checkpoint := tmp_path / "step-4")
+    if "Hub" in asks:
+        base = tmp_path / "base"
+        base.mkdir()
+        (base / "config.json").write_bytes((models["moe"] / "config.json").read_bytes())
     done = subprocess.run(
-        [sys.executable, "-c", COUNTED, verb, *places],
+        [sys.executable, "-c", COUNTED, asks, str(checkpoint), str(tmp_path / "out"), str(base)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "SHARDKIT_CACHE": "off"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout == "1\n", done.stderr
+    assert (done.stdout, done.stderr) == ("1\n", "")
 
 
 def test_verify_asks_the_class_of_a_model(tmp_path: Path) -> None:
