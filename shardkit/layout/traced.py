@@ -185,8 +185,11 @@ def ask_class(
     in_memory: bool = False,
     dtype: DType | None = None,
     on_start: Callable[[], None] = lambda: None,
-) -> ClassReply:
+) -> ClassReply | None:
     """Ask the class of a model, as the installed transformers has it, about its tensors.
+
+    Returns None where nobody can be asked: there is no such class, the model fails to build, several of the tensors
+    would be one of the model's, or the child was killed or took too long.
 
     Args:
         directory: holds config.json. Code in it does not run.
@@ -194,13 +197,10 @@ def ask_class(
         in_memory: the names are those in memory, and what `save_pretrained` would make of the tensors is asked.
         dtype: nothing but `fp32` is asked, for this dtype of the others.
         on_start: called where no kept answer serves, before seconds of a child.
-
-    Raises:
-        LayoutError: there is no such class, or the model fails to build.
-        SourceError: several of the tensors would be one of the model's.
-        ResourceError: the child was killed or took too long.
     """
-    return _ask(_class_request(directory, names, in_memory, dtype), _read_reply, on_start)
+    with contextlib.suppress(ShardkitError):
+        return _ask(_class_request(directory, names, in_memory, dtype), _read_reply, on_start)
+    return None
 
 
 def _class_request(

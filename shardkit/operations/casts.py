@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, CASTS, DType, most_bytes, short_dtype, wide_among_half
 from shardkit.core.text import GLOBS_HINT, count, escape, listed, match_nothing, unmatched
-from shardkit.errors import ShardkitError, UsageError
+from shardkit.errors import UsageError
 from shardkit.files import manifest, storage
 from shardkit.keys.expressions import Expression, leaves
 from shardkit.layout.traced import ask_class
@@ -318,10 +318,8 @@ def _still_wide(dtypes: Mapping[str, DType], wide: list[str]) -> frozenset[str] 
 def _from_transformers(wide: list[str], base: Base | None, target: DType) -> frozenset[str] | None:
     if base is None or base.config is None:
         return None
-    try:
-        return ask_class(base.directory, dict.fromkeys(wide, ()), dtype=target).fp32
-    except ShardkitError:  # transformers or the class may be missing
-        return None
+    reply = ask_class(base.directory, dict.fromkeys(wide, ()), dtype=target)
+    return None if reply is None else reply.fp32
 
 
 def quantised_notes(held: Mapping[str, DType]) -> Iterator[str]:

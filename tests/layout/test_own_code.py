@@ -90,6 +90,7 @@ def make(out: Path) -> None:
     with mock.patch.object(traced, "_spawn", forked_trace):
         shapes = {name: tuple(x.shape) for name, x in expected.items()}
         form = traced.ask_class(str(out / "hub"), shapes, in_memory=True)
+        assert form is not None
         assert form.made is None
         assert form.is_lost
         assert "it would change" in str(form.answer.failure)

@@ -20,7 +20,7 @@ from shardkit.core.dtypes import most_bytes
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, listed
 from shardkit.core.threads import OnStep
-from shardkit.errors import LayoutError, ShardkitError, SourceError, UsageError
+from shardkit.errors import LayoutError, SourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
 from shardkit.files.strict_json import refuse_pointers
@@ -685,12 +685,11 @@ def _name_as_saved(
         return chosen, None, (), ()
     tensors = chosen.catalog.tensors
     sources = {selection.live.get(source, name): source for source, name in chosen.names.items()}
-    try:
-        shapes = {name: tensors[source].shape for name, source in sources.items()}
-        form = ask_class(
-            base.directory, shapes, in_memory=True, on_start=lambda: options.tell_step(asking(config))
-        )
-    except ShardkitError:  # without the class the names stay as they are
+    shapes = {name: tensors[source].shape for name, source in sources.items()}
+    form = ask_class(
+        base.directory, shapes, in_memory=True, on_start=lambda: options.tell_step(asking(config))
+    )
+    if form is None:  # without the class the names stay as they are
         return chosen, None, (), ()
     if form.made is None:
         return replace(chosen, warnings=(*chosen.warnings, *_lost_form(form))), None, (), ()
@@ -1125,7 +1124,5 @@ def _ask_class(base: Base, on_step: OnStep) -> ClassNames | None:
     shapes = base_shapes(base)
     if shapes is None or not (base.config or {}).get("architectures"):
         return None
-    try:
-        return ask_class(base.directory, shapes, on_start=lambda: on_step(asking(base.config))).match
-    except ShardkitError:
-        return None
+    reply = ask_class(base.directory, shapes, on_start=lambda: on_step(asking(base.config)))
+    return None if reply is None else reply.match

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from collections import Counter
@@ -16,7 +15,7 @@ from shardkit.core.dtypes import CASTS, DType
 from shardkit.core.factored import factor_of
 from shardkit.core.regions import Shape, blocks, full_region
 from shardkit.core.text import MIB, count, escape, listed
-from shardkit.errors import ShardkitError, SourceError
+from shardkit.errors import SourceError
 from shardkit.files import storage, stores
 from shardkit.files.links import link_notes
 from shardkit.formats.contract import PLAIN, Checkpoint, PlainWeights
@@ -302,8 +301,8 @@ def _ask_class(side: Side, on_unasked: Callable[[str], object] = lambda why: Non
         return None
     if hub is not None and may_differ_in_memory(config):
         shapes = {name: entry.shape for name, entry in hub.catalog.tensors.items()}
-        with contextlib.suppress(ShardkitError):  # no transformers, or no such class
-            return ask_class(hub.directory, shapes).match
+        reply = ask_class(hub.directory, shapes)
+        return None if reply is None else reply.match
     return None
 
 
