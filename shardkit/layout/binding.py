@@ -164,13 +164,13 @@ def bind(have: TensorsAtHand, want: WantedShapes | None, providers: Iterable[Pro
     goal = want if have.side == "model" else None
     made = {have.names.get(name, name): Stored(name, tuple(shape)) for name, shape in have.shapes.items()}
     assert len(made) == len(have.shapes)
-    given = binding = Binding(made=made, by=dict.fromkeys(made, "selection"))
+    unchanged = binding = Binding(made=made, by=dict.fromkeys(made, "selection"))
     for provider in providers:
         if goal is not None and goal.items() <= _shapes(binding).items():
             break
         answer = provider(have, want or {}, binding)
         if answer.twice:
-            return replace(given, twice=answer.twice)
+            return replace(unchanged, twice=answer.twice)
         if goal is None or _num_wanted(answer, goal) > _num_wanted(binding, goal):
             binding = answer
     return binding
@@ -219,18 +219,18 @@ def shipped(have: TensorsAtHand, _: WantedShapes, binding: Binding) -> Binding:
 
 
 def class_says(
-    ask: Callable[[Mapping[str, Shape]], ClassNames | None], own: Collection[str] = ()
+    ask: Callable[[Mapping[str, Shape]], ClassNames | None], unchanged_names: Collection[str] = ()
 ) -> Provider:
     """Return the provider of what a class says.
 
     Args:
         ask: asks the class about shapes by the names so far, which may take seconds; it may return None.
-        own: names of the other side that the class does not change; none are those that are wanted.
+        unchanged_names: names of the other side that the class does not change; none are those that are wanted.
     """
 
     def provide(have: TensorsAtHand, want: WantedShapes, binding: Binding) -> Binding:
-        asked = ask(_shapes(binding))
-        return binding if asked is None else _by_class(binding, have.side, asked, own or want)
+        reply = ask(_shapes(binding))
+        return binding if reply is None else _by_class(binding, have.side, reply, unchanged_names or want)
 
     return provide
 
@@ -321,15 +321,17 @@ def _by_shipped(binding: Binding, have: TensorsAtHand) -> Binding:
     )
 
 
-def _by_class(binding: Binding, side: RuleSide | None, asked: ClassNames, own: Collection[str]) -> Binding:
+def _by_class(
+    binding: Binding, side: RuleSide | None, reply: ClassNames, unchanged_names: Collection[str]
+) -> Binding:
     if side != "model":
-        made = {fqn: binding.made[name] for fqn, name in asked.names.items()}
-        made |= {fqn: substitute(parts, binding.made) for fqn, parts in asked.converted.items()}
-        dropped = tuple(sorted({*binding.dropped, *asked.unused, *asked.ignored}))
-        return replace(binding, made=made, by=dict.fromkeys(made, "class"), dropped=dropped, asked=asked)
-    answered = replace(_taken_apart(binding, asked.converted, "class"), asked=asked)
+        made = {fqn: binding.made[name] for fqn, name in reply.names.items()}
+        made |= {fqn: substitute(parts, binding.made) for fqn, parts in reply.converted.items()}
+        dropped = tuple(sorted({*binding.dropped, *reply.unused, *reply.ignored}))
+        return replace(binding, made=made, by=dict.fromkeys(made, "class"), dropped=dropped, asked=reply)
+    answered = replace(_taken_apart(binding, reply.converted, "class"), asked=reply)
     changed = {
-        name: name if name in own else asked.names.get(name) or asked.names.get(known, name)
+        name: name if name in unchanged_names else reply.names.get(name) or reply.names.get(known, name)
         for known, name in _at_hand(answered).items()
     }
     return _renamed(answered, changed, "class")

@@ -260,10 +260,12 @@ def _find_kept(request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T
 
 def _ask_child(request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
     _log.debug("transformers is asked %s, in a process of its own", _ASKED[request.get("asks", "")])
-    return _kept(request, _run_child(request), read)
+    return _keep_answer(request, _run_child(request), read)
 
 
-def _kept(request: Mapping[str, Any], answer: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
+def _keep_answer(
+    request: Mapping[str, Any], answer: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]
+) -> T:
     """Return what an answer says, and keep the answer."""
     result, slot = read(answer), slot_for(request)
     if slot is not None:
@@ -377,8 +379,8 @@ _process = ContextVar[_ModelProcess | None]("_process", default=None)
 @contextlib.contextmanager
 def one_process(process: _ModelProcess | None = None) -> Iterator[None]:
     """Have one child answer all that is asked in a context; it is started for the first question, and ends here."""
-    with contextlib.closing(process or _ModelProcess()) as own:
-        token = _process.set(own)
+    with contextlib.closing(process or _ModelProcess()) as child_process:
+        token = _process.set(child_process)
         try:
             yield
         finally:
@@ -390,8 +392,8 @@ def _spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[byte
     process = _process.get()
     if process is not None:
         return process.serve(payload, timeout_s)
-    with contextlib.closing(_ModelProcess()) as own:
-        return own.serve(payload, timeout_s)
+    with contextlib.closing(_ModelProcess()) as child_process:
+        return child_process.serve(payload, timeout_s)
 
 
 def _died(done: subprocess.CompletedProcess[bytes]) -> ShardkitError:
@@ -594,7 +596,7 @@ def _ask_here(request: Mapping[str, Any]) -> ClassAnswer:
         try:
             from shardkit.layout.naming import answer_class
 
-            return _kept(request, answer_class(request), _read_reply).answer
+            return _keep_answer(request, answer_class(request), _read_reply).answer
         except (Exception, SystemExit) as error:  # a model's code may raise anything
             return ClassAnswer(failure=escape(f"{type(error).__name__}: {error}"))
         finally:
