@@ -344,8 +344,9 @@ class _ModelProcess:
 
     def close(self) -> None:
         """End the child, and whoever waits for it."""
-        if self.child is not None:
-            self.child.kill()
+        child = self.child
+        if child is not None:
+            child.kill()
         with self._lock:
             self._stack.close()
             self.child = None
