@@ -26,8 +26,9 @@ from shardkit.osft.training.model import Factoring, own_targets
 from shardkit.training.extras.optimizer import rebind_optimizer
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import Filled, Supply, Weights, say_checked
+from shardkit.training.fill.samples import kept_open
 from shardkit.training.fill.source import Source, find_weights, has_factors, open_source, remember
-from shardkit.training.fill.strategy import ReadOptions, SourceRank, Strategy, fill_compared
+from shardkit.training.fill.strategy import ReadOptions, SourceRank, Strategy, fill_shards, plan_fill
 from shardkit.training.kept import remember_files
 from shardkit.training.model.between import (
     check_hidden,
@@ -141,9 +142,11 @@ def finalize(
     compare_parameters([(shard.names, shard.whole.requires_grad) for shard in shards], ctx)
     filled, own = Filled(), shards
     if ctx.source is not None:
-        supply = supply_of(ctx)
         own = [*shards, *read_states(model, ctx)]
-        filled = fill_compared(own, supply, options)
+        with kept_open(supply_of(ctx)) as supply:
+            plan = plan_fill(own, supply, options)
+            filled = fill_shards(own, plan)
+            filled.add(ctx.factoring.fill(own, plan))
         ctx.checked = filled.checked
         say_checked(filled.checked, check_source=check_source)
     with agreed("initialising parameters"):
@@ -209,10 +212,13 @@ def load_into(
         unlike = unlike_computed(model, computed)
         hidden = {name for shard in shards if not shard.persistent for name in shard.names}
         _say_unlike_computed([fqn for fqn in unlike if fqn in hidden])
-    supply = _open(model, source, keys, dequantize=dequantize, computed=computed)
+    supply, factoring = _open(model, source, keys, dequantize=dequantize, computed=computed)
     states, _ = states_to_read(model, supply.weights)
     own = [*apart(shards), *states]
-    filled = fill_compared(own, supply, options)
+    with kept_open(supply) as supply:
+        plan = plan_fill(own, supply, options)
+        filled = fill_shards(own, plan)
+        filled.add(factoring.fill(own, plan))
     say_checked(filled.checked, check_source=check_source)
     made = {fqn: value for fqn, value in computed.items() if fqn in supply.initialised}
     _fill_computed(own, made, unlike, filled)
@@ -229,7 +235,7 @@ def _open(
     *,
     dequantize: bool,
     computed: Collection[str],
-) -> Supply:
+) -> tuple[Supply, Factoring]:
     """Open a source for a live model and compare the two; a rank that cannot, while others can, says why.
 
     Args:
@@ -238,6 +244,9 @@ def _open(
         keys: as they were given.
         dequantize: as for `load_into`.
         computed: FQNs of buffers that the source need not have.
+
+    Returns:
+        What fills the model, and the factors that are computed of it.
     """
     expected, ties = describe(model)
     own = own_targets(model)
@@ -282,9 +291,9 @@ def _open(
         exchanged.mine = sorted(made)
     if weights is None:
         made = frozenset(name for names in exchanged.of_all for name in names)
-    return factoring.supplied(
-        Supply(weights=weights, unavailable=None if error is None else str(error), initialised=made)
-    )
+    unavailable = None if error is None else str(error)
+    initialised = made | factoring.computed
+    return Supply(weights=weights, unavailable=unavailable, initialised=initialised), factoring
 
 
 @shown_once()

@@ -141,21 +141,21 @@ def test_a_file_that_was_cut_short(case: Cut, out: Path) -> None:
 @three.test
 def test_a_source_that_fails_in_the_middle_keeps_nobody_waiting(out: Path) -> None:
     """In the middle of a large tensor: what was sent before is of no use."""
-    copy, real, calls = own_copy(out, "unreadable"), ReadWorker.fill, 0
+    copy, real, calls = own_copy(out, "unreadable"), ReadWorker.run, 0
 
-    def fail(self: ReadWorker, read: Any) -> None:
+    def fail(self: ReadWorker, groups: Any) -> None:
         nonlocal calls
         calls += 1
-        if calls == 6:
+        if calls == 2:
             raise OSError(5, "Input/output error")
-        real(self, read)
+        real(self, groups)
 
     if dist.get_rank() == 0:
-        ReadWorker.fill = fail
+        ReadWorker.run = fail
     try:
         error = told(lambda: start(copy, "broadcast"))
     finally:
-        ReadWorker.fill = real
+        ReadWorker.run = real
     assert error["error"] == "ResourceError"
     assert error["problems"] == ["rank 0: OSError: [Errno 5] Input/output error"]
 
@@ -297,27 +297,27 @@ class Kill(NamedTuple):
 @three.test_each_killing(
     {
         "a reader": Kill("direct", 1, 1),
-        "the source": Kill("broadcast", 0, 6),
+        "the source": Kill("broadcast", 0, 2),
         "a receiver": Kill("broadcast", 2, None),
     }
 )
 def test_a_killed_rank_ends_the_others(kill: Kill, out: Path) -> None:
     ctx = prepare(Model, str(out / "model"))
     wrap(ctx.model)
-    real, done = ReadWorker.fill, 0
+    real, done = ReadWorker.run, 0
 
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def die_reading(self: ReadWorker, read: Any) -> None:
+    def die_reading(self: ReadWorker, groups: Any) -> None:
         nonlocal done
         done += 1
         if done == kill.reads:
             die()
-        real(self, read)
+        real(self, groups)
 
     if dist.get_rank() == kill.victim:
-        ReadWorker.fill = die_reading
+        ReadWorker.run = die_reading
         if kill.reads is None:
             dist.recv = die
     with pytest.raises(ResourceError) as caught:

@@ -25,6 +25,7 @@ from shardkit.osft.svd import Factors, check_factors, factorise, num_operations
 from shardkit.osft.training.orthogonal import prove_orthogonal
 from shardkit.training.fill.broadcast import Sent, WeightReader, send_parts
 from shardkit.training.fill.reading import Filled, Supply, Wanted, compare_together, torch_dtype
+from shardkit.training.fill.strategy import FillPlan
 from shardkit.training.ranks.agree import agreed, broadcast_json, device_for, gather_json, say, wire, world
 from shardkit.training.ranks.local import LocalShard, flat_bytes
 
@@ -47,23 +48,14 @@ def deal(targets: Sequence[Target], num_ranks: int) -> list[Round]:
     return [(*dealt, *[None] * (num_ranks - len(dealt))) for dealt in rounds]
 
 
-def fill_factors(
-    targets: Sequence[Target],
-    svd: Svd,
-    shards: Sequence[LocalShard],
-    supply: Supply,
-    sources: Sequence[int] | None,
-    check_source: bool,
-) -> Filled:
+def fill_factors(targets: Sequence[Target], svd: Svd, shards: Sequence[LocalShard], plan: FillPlan) -> Filled:
     """Compute the factors of targets from dense weights, and fill the shards; every rank calls it.
 
     Args:
         targets: all targets.
         svd: the precision.
         shards: of this rank, materialised.
-        supply: a rank that cannot open the source has no weights.
-        sources: the source rank of every rank; None if each reads for itself.
-        check_source: compare data with the checksums in the source.
+        plan: who reads the weights.
 
     Returns:
         What this rank filled, by FQN.
@@ -75,15 +67,15 @@ def fill_factors(
     """
     rank, num_ranks = world()
     rounds = deal(targets, num_ranks)
-    sources = range(num_ranks) if sources is None else sources
+    sources = range(num_ranks) if plan.sources is None else plan.sources
     with agreed(_PHASE):
         factor_shards = _factor_shards(shards, targets)
     exchange = _Exchange(factor_shards, targets)
     measured, read = list[tuple[str, float, float]](), Filled()
     with contextlib.ExitStack() as stack:
         with agreed(_PHASE):
-            reader, entries = _reader(stack, supply, sources, rounds, check_source=check_source)
-        dtypes = broadcast_json(_dtypes(supply, targets), min(sources), phase=_PHASE)
+            reader, entries = _reader(stack, plan, sources, rounds)
+        dtypes = broadcast_json(_dtypes(plan.supply, targets), min(sources), phase=_PHASE)
         sent = {
             target.path: _sent(target, entries.get(target.path), BY_NAME[dtypes[target.path]])
             for target in targets
@@ -102,9 +94,9 @@ def fill_factors(
             exchange.run(of_ranks, factors)
         with agreed(_PHASE):
             if reader is not None:
-                reader.check_unchanged()
+                reader.files.check_unchanged()
     filled = Filled(elements=exchange.elements, read_bytes=read.read_bytes)
-    filled.checked = compare_together(None if reader is None else reader.check)
+    filled.checked = compare_together(None if reader is None else reader.files.check)
     prove_orthogonal(factor_shards, targets, svd)
     _say_how_good(measured)
     return filled
@@ -135,18 +127,13 @@ def _dtypes(supply: Supply, targets: Sequence[Target]) -> dict[str, str]:
 
 
 def _reader(
-    stack: contextlib.ExitStack,
-    supply: Supply,
-    sources: Sequence[int],
-    rounds: Sequence[Round],
-    *,
-    check_source: bool,
+    stack: contextlib.ExitStack, plan: FillPlan, sources: Sequence[int], rounds: Sequence[Round]
 ) -> tuple[WeightReader | None, dict[str, TensorEntry]]:
     """Return a reader for the weights of the ranks that this one serves, or None, and the entries by module path."""
     rank, _ = world()
     if rank not in sources:
         return None, {}
-    weights = supply.weights
+    weights = plan.supply.weights
     assert weights is not None
     names = {
         target.path: weights.names[target.weight]
@@ -156,7 +143,7 @@ def _reader(
     }
     regions = {name: [full_region(weights.entry(name).shape)] for name in names.values()}
     located = weights.located(regions)
-    reader = WeightReader(stack, located, list(dict.fromkeys(names.values())), check_source=check_source)
+    reader = WeightReader(stack, located, list(dict.fromkeys(names.values())), check_source=plan.check_source)
     return reader, {path: located.catalog.tensors[name] for path, name in names.items()}
 
 

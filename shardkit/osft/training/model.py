@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,8 +15,9 @@ from shardkit.layout.classes import transformers_model
 from shardkit.osft.modules import candidates, factor_modules, factors_of, osft_modules
 from shardkit.osft.plan import Candidate, OsftPlan, choose_targets
 from shardkit.osft.training.factorise import fill_factors
-from shardkit.training.fill.reading import Supply
-from shardkit.training.ranks.local import ExpectedTensor
+from shardkit.training.fill.reading import Filled
+from shardkit.training.fill.strategy import FillPlan
+from shardkit.training.ranks.local import ExpectedTensor, LocalShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,9 @@ class Factoring:
             )
         return needed
 
-    def supplied(self, supply: Supply) -> Supply:
-        """Return a supply that computes factors that are not read."""
-        if self.svd is None:
-            return supply
-        initialised = frozenset(supply.initialised) | self.computed
-        return replace(supply, initialised=initialised, compute=partial(fill_factors, self.targets, self.svd))
+    def fill(self, shards: Sequence[LocalShard], plan: FillPlan) -> Filled:
+        """Fill the factors that are computed, as `fill_factors`; every rank calls it."""
+        return Filled() if self.svd is None else fill_factors(self.targets, self.svd, shards, plan)
 
 
 def factor_model(

@@ -24,7 +24,7 @@ from shardkit.errors import IntegrityError, LayoutError, UsageError
 from shardkit.training.fill.reading import Filled
 from shardkit.training.fill.samples import kept_open
 from shardkit.training.fill.source import remember
-from shardkit.training.fill.strategy import ReadOptions, Strategy, choose_sources, fill
+from shardkit.training.fill.strategy import FillPlan, ReadOptions, Strategy, choose_sources, fill_shards
 from shardkit.training.model.between import check_hidden, compare_parameters, say_put_back
 from shardkit.training.model.buffers import equalise_buffers, memory_for_buffers, restore_buffers, retie
 from shardkit.training.model.fit import ModelInitializationContext, supply_of
@@ -109,7 +109,6 @@ class UnitFiller:
         self, ctx: ModelInitializationContext, options: ReadOptions, device: torch.device | str | None
     ) -> None:
         self._ctx, self._options = ctx, options
-        self._sources: list[int] | None = None
         default = device_for() if dist.is_initialized() else torch.device("cpu")
         self._device = default if device is None else torch.device(device)
         self._has_begun = False
@@ -147,7 +146,7 @@ class UnitFiller:
         parameters = [(names, tensor.requires_grad) for names, tensor, _ in distinct(ctx.model)]
         compare_parameters(parameters, ctx)
         self._groups.update({name: names for names, _ in parameters if len(names) > 1 for name in names})
-        self._supply = supply_of(ctx)
+        supply, sources = supply_of(ctx), None
         with agreed("looking at the prepared model"):
             say_put_back(ctx.model, ctx)
             check_hidden(ctx.model, ctx)
@@ -155,12 +154,13 @@ class UnitFiller:
             restore_buffers(ctx.model, {**unread, **ctx.buffers}, self._device)
             retie(ctx.model, ctx.ties)
         if ctx.source is not None:
-            with kept_open(self._supply) as supply:
-                self._sources = choose_sources([], supply, self._options)
+            with kept_open(supply) as opened:
+                sources = choose_sources([], opened, self._options)
         with agreed("opening the source"):
-            is_reader = self._sources is None or self._sources[world()[0]] == world()[0]
-            if self._supply.weights is not None and is_reader:
-                self._supply = replace(self._supply, weights=self._supply.weights.located())
+            is_reader = sources is None or sources[world()[0]] == world()[0]
+            if supply.weights is not None and is_reader:
+                supply = replace(supply, weights=supply.weights.located())
+        self._plan = FillPlan(supply=supply, sources=sources, check_source=self._options.check_source)
 
     def _shards(self, modules: Sequence[nn.Module]) -> list[LocalShard]:
         """Return a unit's parameters and persistent buffers as whole tensors that every rank holds."""
@@ -200,7 +200,7 @@ class UnitFiller:
         ctx, filled = self._ctx, Filled()
         fqns = {shard.fqn for shard in shards}
         if ctx.source is not None:
-            filled = fill(shards, self._supply, self._options, self._sources)
+            filled = fill_shards(shards, self._plan)
         with agreed("initialising parameters"):
             part = replace(
                 ctx,
@@ -214,13 +214,13 @@ class UnitFiller:
     def _end(self) -> None:
         states = read_states(self._ctx.model, self._ctx) if self._ctx.source is not None else []
         if states:
-            fill(states, self._supply, self._options, self._sources)
+            fill_shards(states, self._plan)
         differing = equalise_buffers(self._ctx.model)
         with agreed("proving the filled model"):
             if differing:
                 raise IntegrityError("buffers differ between ranks", problems=map(escape, differing))
             hand_over(self._ctx.model, states)
-        remember(self._ctx.model, self._supply.weights)
+        remember(self._ctx.model, self._plan.supply.weights)
 
     def _check_complete(self, module: nn.Module, args: Any) -> None:
         """Refuse to run on memory that nobody filled: a forward pre-hook, removed once it has passed."""

@@ -29,7 +29,9 @@ from shardkit.training.fill.reading import (
     Weights,
     compare_together,
     match,
+    neighbours,
     plan_reads,
+    source_files,
     torch_dtype,
 )
 from shardkit.training.ranks.agree import (
@@ -43,10 +45,8 @@ from shardkit.training.ranks.agree import (
     world,
 )
 from shardkit.training.ranks.local import LocalShard, flat_bytes
-from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.plan import chunk_ranges
-from shardkit.transfer.sources import SourceFiles
 
 BAND_NBYTES = 4 * MIB
 """Most bytes of a tensor in one message."""
@@ -102,12 +102,12 @@ def fill_broadcast(
         error = send_parts(reader, sources, sent, mine, filled)
         if reader is not None and error is None:
             try:
-                reader.check_unchanged()
+                reader.files.check_unchanged()
             except BaseException as caught:  # Ctrl-C too: the others must not wait
                 error = caught
     agree(error, phase=_PHASE)
     if check_source:
-        filled.checked = compare_together(None if reader is None else reader.check)
+        filled.checked = compare_together(None if reader is None else reader.files.check)
     return filled
 
 
@@ -172,13 +172,13 @@ class Band(NamedTuple):
     box: Region
 
 
-class BroadcastStep(NamedTuple):
-    """What is sent together."""
+class Message(NamedTuple):
+    """What is read, and sent, together."""
 
-    packed: tuple[Band, ...]
-    """Whole small tensors, behind a status, in one message to each rank."""
     bands: tuple[Band, ...]
-    """Of one large tensor, sent after that message."""
+    is_packed: bool
+    """Whole small tensors behind a status, in one message to each rank. Otherwise a band of a large tensor, of which each
+    part is a message of its own."""
 
 
 class PackedPart(NamedTuple):
@@ -191,57 +191,49 @@ class PackedPart(NamedTuple):
     stop: int
 
 
-def build_steps(tensors: Sequence[Sent]) -> Iterator[BroadcastStep]:
-    """Yield what is sent together, in order; the last step is a status alone."""
+def build_messages(tensors: Sequence[Sent]) -> Iterator[Message]:
+    """Yield what is sent together, in order; a status precedes every large tensor, and ends everything."""
     packed: list[Band] = []
     nbytes = 0
     for number, (entry, dtype) in enumerate(tensors):
         itemsize = max(dtype.itemsize, entry.dtype.itemsize)
-        bands = tuple(Band(number, box) for box in blocks(entry.shape, max(BAND_NBYTES // itemsize, 1)))
-        if len(bands) > 1:
-            yield BroadcastStep(tuple(packed), bands)
+        bands = [Band(number, box) for box in blocks(entry.shape, max(BAND_NBYTES // itemsize, 1))]
+        size = _aligned(entry.num_elements * itemsize)
+        if len(bands) > 1 or nbytes + size > BAND_NBYTES:
+            yield Message(tuple(packed), True)
             packed, nbytes = [], 0
-        elif bands:
-            size = entry.num_elements * itemsize
-            if packed and nbytes + size > BAND_NBYTES:
-                yield BroadcastStep(tuple(packed), ())
-                packed, nbytes = [], 0
-            packed.extend(bands)
+        if len(bands) > 1:
+            yield from (Message((band,), False) for band in bands)
+        else:
+            packed += bands
             nbytes += size
-    yield BroadcastStep(tuple(packed), ())
-    yield BroadcastStep((), ())  # how the step before ended
+    yield Message(tuple(packed), True)
+    yield Message((), True)  # how the one before ended
 
 
 def packed_layout(
-    step: BroadcastStep, tensors: Sequence[Sent], regions: Mapping[int, Sequence[Region]]
-) -> tuple[list[PackedPart], int]:
+    bands: Iterable[Band], tensors: Sequence[Sent], regions: Mapping[int, Sequence[Region]]
+) -> tuple[tuple[PackedPart, ...], int]:
     """Return where each part lies in a rank's packed message, and the bytes of the message.
 
     Args:
-        step: what is sent together.
+        bands: what is sent together.
         tensors: all that is sent.
         regions: what the rank holds of each, by number.
     """
     parts: list[PackedPart] = []
     stop = _ALIGN  # behind the status
-    for number, box in step.packed:
-        for part in _within(regions.get(number, ()), box):
-            nbytes = part.num_elements * tensors[number].dtype.itemsize
-            parts.append(PackedPart(number, part, stop, stop + nbytes))
-            stop += -(-nbytes // _ALIGN) * _ALIGN
-    return parts, stop
+    for number, band in bands:
+        for box in (intersect(region, band) for region in regions.get(number, ())):
+            if box is not None:
+                nbytes = box.num_elements * tensors[number].dtype.itemsize
+                parts.append(PackedPart(number, box, stop, stop + nbytes))
+                stop = _aligned(stop + nbytes)
+    return tuple(parts), stop
 
 
-def _within(regions: Iterable[Region], band: Region) -> Iterator[Region]:
-    """Yield what each of some regions has in a band."""
-    for region in regions:
-        part = intersect(region, band)
-        if part is not None:
-            yield part
-
-
-def _parts(items: Sequence[Wanted], band: Region) -> list[Region]:
-    return list(_within((item.region for item in items), band))
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def _into(items: Sequence[Wanted], part: Region) -> torch.Tensor:
@@ -251,7 +243,7 @@ def _into(items: Sequence[Wanted], part: Region) -> torch.Tensor:
 
 
 class WeightReader:
-    """Reads tensors for a rank and for those that it serves, and compares them with the source's checksums.
+    """Reads tensors for a rank and for those that it serves.
 
     Args:
         stack: closes its files.
@@ -263,30 +255,11 @@ class WeightReader:
     def __init__(
         self, stack: contextlib.ExitStack, weights: Weights, names: Collection[str], *, check_source: bool
     ) -> None:
-        self._catalog = weights.catalog
-        self.check = SourceCheck(self._catalog) if check_source else None
-        """Has what was read once the stack is closed."""
-        self._files = stack.enter_context(
-            SourceFiles(self._catalog.files, check=self.check, opened=weights.opened)
-        )
-        self._files.expect(chunk_ranges(self._catalog, names), 1)
-        self._reader = stack.enter_context(self._files.reader())
-        self._worker = ReadWorker(self._reader)
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that were read."""
-        return self._worker.filled.read_bytes
-
-    def read(self, entry: TensorEntry, box: Region, target: torch.Tensor) -> None:
-        """Fill memory with a box of a tensor."""
-        for read in plan_reads(entry, self._catalog, box, target, entry.fqn):
-            self._worker.fill([read])
-        self._worker.finish()
-
-    def check_unchanged(self) -> None:
-        """Refuse a source that changed; errors as `SourceFiles.check_unchanged`."""
-        self._files.check_unchanged()
+        self.catalog = weights.catalog
+        self.files = stack.enter_context(source_files(weights, check_source=check_source))
+        """Its check has what was read once the stack is closed."""
+        self.files.expect(chunk_ranges(self.catalog, names), 1)
+        self.worker = ReadWorker(stack.enter_context(self.files.reader()))
 
 
 def send_parts(
@@ -309,15 +282,32 @@ def send_parts(
         What went wrong here, instead of raising it: the others must not wait.
     """
     rank, _ = world()
+    held = {number: [item.region for item in items] for number, items in mine.items()}
     with torch.no_grad(), one_thread_each(True):
         if sources[rank] != rank:
-            return _Receiver(sources[rank], sent, mine, filled).run()
+            return _Receiver(sources[rank], sent, mine, filled).run(held)
         assert reader is not None
         receivers = [other for other, source in enumerate(sources) if source == rank and other != rank]
-        before = reader.read_bytes
-        error = _Sender(reader, sent, mine, receivers, filled).run()
-        filled.read_bytes += reader.read_bytes - before
-        return error
+        before = reader.worker.filled.read_bytes
+        sender = _Sender(reader, sent, mine, filled)
+        regions = {rank: held, **sender.receive_regions(receivers)}
+        for message in build_messages(sent):
+            layouts = {
+                other: packed_layout(message.bands, sent, of_rank) for other, of_rank in regions.items()
+            }
+            needed = {part.number for parts, _ in layouts.values() for part in parts}
+            content = sender.read(
+                [band for band in message.bands if band.number in needed], layouts.pop(rank)[0]
+            )
+            if not message.is_packed:
+                sender.send_parts(layouts, content)
+            else:
+                sender.send_packed(layouts, content)
+                if sender.error is not None:
+                    break
+        sender.finish()
+        filled.read_bytes += reader.worker.filled.read_bytes - before
+        return sender.error
 
 
 class _Receiver:
@@ -328,175 +318,157 @@ class _Receiver:
     ) -> None:
         self._source, self._sent, self._mine, self._filled = source, sent, mine, filled
         self._device = _device_for(mine)
-        self._staged = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _IN_FLIGHT
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _IN_FLIGHT
+        self._pending: list[tuple[dist.Work, PackedPart, torch.Tensor | None]] = []
+        self._turn = 0
         self._error: Exception | None = None
 
-    def run(self) -> Exception | None:
+    def run(self, regions: Mapping[int, Sequence[Region]]) -> Exception | None:
         """Receive everything; return an error instead of raising it, so that the source need not wait."""
-        regions = {number: [item.region for item in items] for number, items in self._mine.items()}
         with wire(_PHASE):
             _send_json(list(regions.items()), self._source, self._device)
-        for step in build_steps(self._sent):
-            if not self._receive_packed(step, regions):
+        for message in build_messages(self._sent):
+            parts, nbytes = packed_layout(message.bands, self._sent, regions)
+            if not message.is_packed:
+                for part in parts:
+                    self._receive_part(part)
+                continue
+            self._finish(0)
+            packed = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            with wire(_PHASE):
+                dist.recv(packed, self._source)
+            if int(packed[0]) != _OK:
                 break
-            self._receive_bands(step)
+            for part in parts:
+                self._take(part, packed[part.start : part.stop])
         return self._error
 
-    def _receive_packed(self, step: BroadcastStep, regions: Mapping[int, Sequence[Region]]) -> bool:
-        parts, nbytes = packed_layout(step, self._sent, regions)
-        message = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+    def _receive_part(self, part: PackedPart) -> None:
+        """Begin to receive a part of a large tensor, a few ahead; all of them come."""
+        self._finish(_IN_FLIGHT - 1)
+        target, dtype = _into(self._mine[part.number], part.box), self._sent[part.number].dtype
+        staged = None
+        if target.dtype != dtype or target.device != self._device or not target.is_contiguous():
+            self._turn = (self._turn + 1) % _IN_FLIGHT
+            staged = _buffer(self._buffers, self._turn)[: part.stop - part.start]
         with wire(_PHASE):
-            dist.recv(message, self._source)
-        if int(message[0]) != _OK:
-            return False
-        for part in parts:
-            self._take(part.number, part.box, message[part.start : part.stop])
-        return True
+            work = dist.irecv(flat_bytes(target) if staged is None else staged, self._source)
+        assert work is not None
+        self._pending.append((work, part, staged))
 
-    def _receive_bands(self, step: BroadcastStep) -> None:
-        """Receive a large tensor's bands, asking for a few ahead; all of them come."""
-        pending: list[tuple[dist.Work, int, Region, torch.Tensor | None]] = []
-        turn = 0
-        wanted = (
-            (band.number, part)
-            for band in step.bands
-            for part in _parts(self._mine.get(band.number, ()), band.box)
-        )
-        for number, part in wanted:
-            if len(pending) == _IN_FLIGHT:
-                self._finish(*pending.pop(0))
-            target, dtype = _into(self._mine[number], part), self._sent[number].dtype
-            straight = target.dtype == dtype and target.device == self._device and target.is_contiguous()
-            staged = None if straight else self._room(turn, part.num_elements * dtype.itemsize)
-            turn += 1
+    def _finish(self, most: int) -> None:
+        """Wait until at most so many parts are on their way."""
+        while len(self._pending) > most:
+            work, part, staged = self._pending.pop(0)
             with wire(_PHASE):
-                work = dist.irecv(flat_bytes(target) if staged is None else staged, self._source)
-            assert work is not None
-            pending.append((work, number, part, staged))
-        for received in pending:
-            self._finish(*received)
+                work.wait()
+            self._take(part, staged)
 
-    def _room(self, turn: int, nbytes: int) -> torch.Tensor:
-        if len(self._staged[turn % _IN_FLIGHT]) < nbytes:
-            self._staged[turn % _IN_FLIGHT] = torch.empty(BAND_NBYTES, dtype=torch.uint8, device=self._device)
-        return self._staged[turn % _IN_FLIGHT][:nbytes]
-
-    def _finish(self, work: dist.Work, number: int, part: Region, staged: torch.Tensor | None) -> None:
-        with wire(_PHASE):
-            work.wait()
-        if staged is not None:
-            self._take(number, part, staged)
-        else:
-            self._filled.elements[self._mine[number][0].shard.fqn] += part.num_elements
-
-    def _take(self, number: int, part: Region, content: torch.Tensor) -> None:
-        items = self._mine[number]
+    def _take(self, part: PackedPart, content: torch.Tensor | None) -> None:
+        """Count a part that has come, and put it into its place, unless it came there."""
+        items = self._mine[part.number]
         try:
-            _into(items, part).copy_(content.view(self._sent[number].dtype).view(part.sizes))
+            if content is not None:
+                values = content.view(self._sent[part.number].dtype).view(part.box.sizes)
+                _into(items, part.box).copy_(values)
         except Exception as error:  # kept for the end: the source goes on sending
             self._error = self._error or error
         else:
-            self._filled.elements[items[0].shard.fqn] += part.num_elements
+            self._filled.elements[items[0].shard.fqn] += part.box.num_elements
+
+
+_Layouts = Mapping[int, tuple[Sequence[PackedPart], int]]
+"""Parts of a message, and its bytes if it is packed, by receiver."""
+_BandValues = Mapping[int, tuple[Region, torch.Tensor]]
+"""Number of a tensor -> a band of it, and its values."""
 
 
 class _Sender:
-    """Reads every tensor once, sends each receiver its parts, and keeps its own."""
+    """Reads every tensor once, keeps this rank's parts, and sends each receiver its own."""
 
     def __init__(
-        self,
-        reader: WeightReader,
-        sent: Sequence[Sent],
-        mine: Mapping[int, Sequence[Wanted]],
-        receivers: Sequence[int],
-        filled: Filled,
+        self, reader: WeightReader, sent: Sequence[Sent], mine: Mapping[int, Sequence[Wanted]], filled: Filled
     ) -> None:
+        self.error: BaseException | None = None
+        """What went wrong. What is read then means nothing, and is sent all the same: receivers wait for it until the
+        next status."""
         self._reader, self._sent, self._mine, self._filled = reader, sent, mine, filled
         self._device = _device_for(mine)
-        self._receivers, self._regions = receivers, dict[int, dict[int, list[Region]]]()
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _IN_FLIGHT
         self._pending: list[list[tuple[dist.Work, torch.Tensor]]] = [[] for _ in range(_IN_FLIGHT)]
         self._turn = 0
-        self._error: BaseException | None = None
 
-    def run(self) -> BaseException | None:
-        """Send everything, or what can be read and then a failed status; return what went wrong."""
-        for receiver in self._receivers:
+    def receive_regions(self, receivers: Iterable[int]) -> dict[int, dict[int, list[Region]]]:
+        """Return what each receiver holds of each tensor, by number."""
+        regions = dict[int, dict[int, list[Region]]]()
+        for receiver in receivers:
             with wire(_PHASE):
-                wanted = _receive_json(receiver, self._device)
-            self._regions[receiver] = {
-                number: [Region(tuple(offsets), tuple(sizes)) for offsets, sizes in regions]
-                for number, regions in wanted
+                of_rank = _receive_json(receiver, self._device)
+            regions[receiver] = {
+                number: [Region(tuple(offsets), tuple(sizes)) for offsets, sizes in parts]
+                for number, parts in of_rank
             }
-        for step in build_steps(self._sent):
-            self._send_packed(step)
-            if self._error is not None:
-                break
-            for band in step.bands:
-                self._send_band(band.number, band.box)
-        for turn in range(_IN_FLIGHT):
-            self._wait(turn)
-        return self._error
+        return regions
 
-    def _send_packed(self, step: BroadcastStep) -> None:
-        # One message for all ranks that hold the same parts, as replicas do.
-        layouts = {
-            receiver: packed_layout(step, self._sent, regions) for receiver, regions in self._regions.items()
-        }
-        messages: dict[str, torch.Tensor] = {}
-        parts: dict[int, list[tuple[torch.Tensor, PackedPart]]] = {}
-        for listed, nbytes in layouts.values():
-            if str(listed) in messages:
-                continue
-            message = messages[str(listed)] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            for part in listed:
-                parts.setdefault(part.number, []).append((message, part))
-        for band in step.packed:
-            if band.number in parts or band.number in self._mine:
-                whole = self._read(band.number, band.box)
-                for message, part in parts.get(band.number, ()):
-                    into = message[part.start : part.stop].view(whole.dtype).view(part.box.sizes)
-                    into.copy_(whole[window(relative_to(part.box, band.box.offsets))])
-        for message in messages.values():
-            message[0] = _OK if self._error is None else _FAILED
-        for receiver, (listed, _) in layouts.items():
-            self._send(messages[str(listed)], receiver)
+    def read(self, bands: Sequence[Band], own: Sequence[PackedPart]) -> _BandValues:
+        """Return bands, at most `BAND_NBYTES` together, as they are sent, and keep this rank's own parts of them."""
+        content = self._room(bands)
+        if self.error is not None or not bands:
+            return content
+        try:
+            reads = [
+                read
+                for number, (box, values) in content.items()
+                for read in plan_reads(self._sent[number].entry, self._reader.catalog, box, values)
+            ]
+            self._reader.worker.run(neighbours(sorted(reads, key=lambda read: read.first)))
+            self._reader.worker.finish()
+            for part in own:
+                items = self._mine[part.number]
+                _into(items, part.box).copy_(_cut(content, part))
+                self._filled.elements[items[0].shard.fqn] += part.box.num_elements
+        except BaseException as error:  # told with the next status; Ctrl-C too
+            self.error = error
+        return content
 
-    def _send_band(self, number: int, box: Region) -> None:
-        wanted = [
-            (receiver, part)
-            for receiver, regions in self._regions.items()
-            for part in _within(regions.get(number, ()), box)
-        ]
-        if not wanted and not _parts(self._mine.get(number, ()), box):
-            return
-        whole = self._read(number, box)
-        for receiver, part in wanted:
-            self._send(whole[window(relative_to(part, box.offsets))].contiguous(), receiver)
-
-    def _read(self, number: int, box: Region) -> torch.Tensor:
-        """Return a box of a tensor, as it is sent, and keep this rank's part of it.
-
-        After a failure the result means nothing. It is sent all the same, because receivers wait for it until
-        the next status.
-        """
-        entry, dtype = self._sent[number]
+    def _room(self, bands: Sequence[Band]) -> _BandValues:
+        """Return memory for bands, once what was there before was sent."""
         self._turn = (self._turn + 1) % _IN_FLIGHT
         self._wait(self._turn)
-        if not len(self._buffers[self._turn]):
-            self._buffers[self._turn] = torch.empty(BAND_NBYTES, dtype=torch.uint8, device=self._device)
-        buffer = self._buffers[self._turn][: box.num_elements * dtype.itemsize]
-        whole = buffer.view(dtype).view(box.sizes)
-        if self._error is not None:
-            return whole
-        try:
-            self._reader.read(entry, box, whole)
-            items = self._mine.get(number, ())
-            for part in _parts(items, box):
-                _into(items, part).copy_(whole[window(relative_to(part, box.offsets))])
-                self._filled.elements[items[0].shard.fqn] += part.num_elements
-        except BaseException as error:  # told with the next status; Ctrl-C too
-            self._error = error
-        return whole
+        content, start = dict[int, tuple[Region, torch.Tensor]](), 0
+        for number, box in bands:
+            dtype = self._sent[number].dtype
+            stop = start + box.num_elements * dtype.itemsize
+            memory = _buffer(self._buffers, self._turn)[start:stop]
+            content[number] = box, memory.view(dtype).view(box.sizes)
+            start = _aligned(stop)
+        return content
+
+    def send_packed(self, layouts: _Layouts, content: _BandValues) -> None:
+        """Send each receiver a status, and its parts of small tensors."""
+        # One message for all ranks that hold the same parts, as replicas do.
+        messages: dict[tuple[PackedPart, ...], torch.Tensor] = {}
+        for receiver, (parts, nbytes) in layouts.items():
+            message = messages.get(tuple(parts))
+            if message is None:
+                message = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                messages[tuple(parts)] = message
+                message[0] = _OK if self.error is None else _FAILED
+                for part in parts:
+                    values = _cut(content, part)
+                    message[part.start : part.stop].view(values.dtype).view(values.shape).copy_(values)
+            self._send(message, receiver)
+
+    def send_parts(self, layouts: _Layouts, content: _BandValues) -> None:
+        """Send each receiver its parts of a band of a large tensor."""
+        for receiver, (parts, _) in layouts.items():
+            for part in parts:
+                self._send(_cut(content, part).contiguous(), receiver)
+
+    def finish(self) -> None:
+        """Wait until all was sent."""
+        for turn in range(_IN_FLIGHT):
+            self._wait(turn)
 
     def _send(self, content: torch.Tensor, receiver: int) -> None:
         with wire(_PHASE):
@@ -509,6 +481,18 @@ class _Sender:
             for work, _ in self._pending[turn]:
                 work.wait()
         self._pending[turn].clear()
+
+
+def _cut(content: _BandValues, part: PackedPart) -> torch.Tensor:
+    box, values = content[part.number]
+    return values[window(relative_to(part.box, box.offsets))]
+
+
+def _buffer(buffers: list[torch.Tensor], turn: int) -> torch.Tensor:
+    """Return a buffer of `BAND_NBYTES`, which is made at its first turn."""
+    if not len(buffers[turn]):
+        buffers[turn] = torch.empty(BAND_NBYTES, dtype=torch.uint8, device=buffers[turn].device)
+    return buffers[turn]
 
 
 def _device_for(mine: Mapping[int, Sequence[Wanted]]) -> torch.device:

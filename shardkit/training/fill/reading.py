@@ -177,9 +177,6 @@ class Supply:
     """FQNs that are not read."""
     grown: Mapping[str, int] = field(default_factory=dict)
     """FQN -> rows in the source, for tensors that are longer in the model."""
-    compute: Callable[[Sequence[LocalShard], Supply, Sequence[int] | None, bool], Filled] | None = None
-    """Fills those of `initialised` that are computed of the weights, given shards, the supply, the source rank of every
-    rank, and whether to compare what is read; every rank calls it. None if none are."""
 
 
 class Read(NamedTuple):
@@ -333,7 +330,7 @@ def _want(shard: LocalShard, entry: TensorEntry) -> Iterator[Wanted]:
 
 
 def plan_reads(
-    entry: TensorEntry, catalog: Catalog, region: Region, target: torch.Tensor, fqn: str
+    entry: TensorEntry, catalog: Catalog, region: Region, target: torch.Tensor, fqn: str | None = None
 ) -> Iterator[Read]:
     """Yield the reads that fill `target` with a region of a stored tensor: boxes of chunks, of bounded size.
 
@@ -342,8 +339,9 @@ def plan_reads(
         catalog: where it lies.
         region: of the stored tensor.
         target: memory of the region's sizes; any dtype, strides and device.
-        fqn: the model's name for it.
+        fqn: the model's name for it; the stored name if None.
     """
+    name = entry.fqn if fqn is None else fqn
     table, itemsize = catalog.chunks, entry.dtype.itemsize
     for row, held in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
         part = intersect(region, held)
@@ -352,7 +350,7 @@ def plan_reads(
         inner, view = relative_to(part, held.offsets), target[window(relative_to(part, region.offsets))]
         for box in _boxes(inner, held.sizes, READ_NBYTES // itemsize):
             piece = view[window(relative_to(box, inner.offsets))]
-            yield Read(table.file[row], table.start[row], held.sizes, box, entry.dtype, piece, fqn)
+            yield Read(table.file[row], table.start[row], held.sizes, box, entry.dtype, piece, name)
 
 
 def _is_straight(target: torch.Tensor, dtype: DType) -> bool:
@@ -396,6 +394,12 @@ def _strides(sizes: Shape) -> Shape:
     return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
+def source_files(weights: Weights, *, check_source: bool) -> SourceFiles:
+    """Return the files of located weights, to be opened; their check lists what is read, if it is to be compared."""
+    check = SourceCheck(weights.catalog) if check_source else None
+    return SourceFiles(weights.catalog.files, check=check, opened=weights.opened)
+
+
 def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _NUM_THREADS) -> Filled:
     """Carry out reads, in the order of the files, with a few threads.
 
@@ -414,33 +418,23 @@ def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _N
     ordered = sorted(reads, key=lambda read: read.first)
     sources.expect(_ranges(ordered), 1)
     converts = any(not _is_straight(read.target, read.dtype) for read in ordered)
-    filled = Filled()
+    groups, filled = [*neighbours(ordered)], Filled()
+    shared = _SharedGroups(groups, sources)
     with contextlib.ExitStack() as stack:
         stack.enter_context(one_thread_each(converts))
         workers = [
-            ReadWorker(stack.enter_context(sources.reader())) for _ in range(min(num_threads, len(ordered)))
+            ReadWorker(stack.enter_context(sources.reader())) for _ in range(min(num_threads, len(groups)))
         ]
-        idle = list(workers)  # one for each thread that runs
-        groups = [*_neighbours(ordered)]
-        ahead = _Ahead(groups, sources)
-
-        def fill(reads: Sequence[Read]) -> None:
-            ahead.goes_on(reads)
-            worker = idle.pop()
-            with torch.no_grad():
-                worker.fill(reads)
-            idle.append(worker)
-
-        jobs = [partial(fill, group) for group in groups]
-        run_all(jobs, num_threads, threading.Event(), name="shardkit-fill")
+        jobs = [partial(worker.run, shared) for worker in workers]
+        run_all(jobs, num_threads, shared.stop, name="shardkit-fill")
         for worker in workers:
             worker.finish()
             filled.add(worker.filled)
     return filled
 
 
-def _neighbours(ordered: Iterable[Read]) -> Iterator[list[Read]]:
-    """Yield reads in the groups that one system call carries out: small ones that lie side by side."""
+def neighbours(ordered: Iterable[Read]) -> Iterator[list[Read]]:
+    """Yield reads, which are in the order of the files, in groups for one system call: small ones that lie side by side."""
     group: list[Read] = []
     begin = end = most = 0
     kind: object = None
@@ -467,29 +461,42 @@ def _neighbours(ordered: Iterable[Read]) -> Iterator[list[Read]]:
         yield group
 
 
-class _Ahead:
-    """Has the system fetch what is read next while something is read: one by one, each request is a wait.
+class _SharedGroups:
+    """Groups of reads, each for the first thread that comes; the system fetches what comes next while one is read.
 
-    It fetches nothing else: what the system reads ahead by itself goes beyond the ranges of a Hub file that a rank needs.
+    One by one, each request would be a wait. Nothing else is fetched: what the system reads ahead by itself goes beyond
+    the ranges of a Hub file that a rank needs.
 
     Args:
         groups: what is read, in order.
         sources: the files.
     """
 
-    def __init__(self, groups: Iterable[Sequence[Read]], sources: SourceFiles) -> None:
-        self._left, self._sources = _fetched_pages(groups), sources
-        self._asked = self._begun = 0
+    def __init__(self, groups: Sequence[Sequence[Read]], sources: SourceFiles) -> None:
+        self.stop = threading.Event()
+        """Set where no further group is to be read."""
+        self._groups, self._pages, self._sources = iter(groups), _fetched_pages(groups), sources
+        self._fetched_nbytes = self._begun_nbytes = 0
         self._lock = threading.Lock()
 
-    def goes_on(self, reads: Sequence[Read]) -> None:
-        """Begin to fetch as much as reading has gone on, since these reads begin."""
+    def __iter__(self) -> Iterator[Sequence[Read]]:
+        return self
+
+    def __next__(self) -> Sequence[Read]:
+        """Return the next group, and have as many bytes fetched beyond it as it has."""
         with self._lock:
-            self._begun += sum(end - begin for begin, end in _fetched(reads))
-            while self._asked < self._begun + _AHEAD_NBYTES and (following := next(self._left, None)):
-                file, begin, end = following
-                self._asked += end - begin
+            if self.stop.is_set():
+                raise StopIteration
+            group = next(self._groups)
+            self._begun_nbytes += sum(end - begin for begin, end in _fetched(group))
+            while self._fetched_nbytes < self._begun_nbytes + _AHEAD_NBYTES:
+                page = next(self._pages, None)
+                if page is None:
+                    break
+                file, begin, end = page
+                self._fetched_nbytes += end - begin
                 self._sources.will_need(file, begin, end - begin)
+            return group
 
 
 def _fetched_pages(groups: Iterable[Sequence[Read]]) -> Iterator[tuple[int, int, int]]:
@@ -533,7 +540,7 @@ def _ranges(reads: Iterable[Read]) -> FileRanges:
 
 
 class ReadWorker:
-    """Carries out reads one by one, in one thread at a time.
+    """Carries out reads in one thread at a time.
 
     Args:
         reader: of the catalog's files.
@@ -545,63 +552,54 @@ class ReadWorker:
         self._device: DeviceStaging | None = None
         self.filled = Filled()
 
-    def fill(self, reads: Sequence[Read]) -> None:
-        """Fill the targets of a read, or of neighbours; on a device other than the CPU they are filled after `finish`."""
-        if len(reads) > 1:
-            self._fill_neighbours(reads)
-        elif reads[0].is_straight:
-            self._read_runs(reads[0], memory_of(reads[0].target))
-        else:
-            self._through_buffer(reads[0])
-        for read in reads:
-            self.filled.elements[read.fqn] += read.target.numel()
+    def run(self, groups: Iterable[Sequence[Read]]) -> None:
+        """Fill the targets of groups of `neighbours`; on a device other than the CPU they are filled after `finish`."""
+        with torch.no_grad():
+            for group in groups:
+                extents, staged = self._extents(group)
+                if len(group) > 1:
+                    self._reader.read_neighbours(group[0].file, extents)
+                else:
+                    for memory, start, fqn in extents:
+                        self._reader.read_into(group[0].file, memory, start, fqn)
+                for read, buffer, strides in staged:
+                    self._copy(read, buffer, strides)
+                self.filled.read_bytes += sum(len(extent.buffer) for extent in extents)
+                for read in group:
+                    self.filled.elements[read.fqn] += read.target.numel()
 
     def finish(self) -> None:
         """Wait for copies that are on their way to a device."""
         if self._device is not None:
             self._device.finish()
 
-    def _fill_neighbours(self, reads: Sequence[Read]) -> None:
-        places = [0, *accumulate(-(-read.nbytes // _ALIGNED_NBYTES) * _ALIGNED_NBYTES for read in reads)]
-        staged = None if reads[0].is_straight else self._room(reads[0], places[-1])
-        buffers = [
-            None if staged is None else staged[place : place + read.nbytes]
-            for read, place in zip(reads, places, strict=False)
+    def _extents(self, group: Sequence[Read]) -> tuple[list[Neighbour], list[_Staged]]:
+        """Return what to read, and what to copy then: all of it, unless bytes go where they belong."""
+        if group[0].is_straight:
+            return [extent for read in group for extent in _runs(read, memory_of(read.target))], []
+        if len(group) == 1:
+            return self._staged_extents(group[0])
+        places = [0, *accumulate(-(-read.nbytes // _ALIGNED_NBYTES) * _ALIGNED_NBYTES for read in group)]
+        room = self._room(group[0], places[-1])
+        buffers = [room[place : place + read.nbytes] for read, place in zip(group, places, strict=False)]
+        extents = [
+            Neighbour(memory_of(buffer), read.first[1], read.fqn)
+            for read, buffer in zip(group, buffers, strict=True)
         ]
-        self._reader.read_neighbours(
-            reads[0].file,
-            [
-                Neighbour(memory_of(read.target if buffer is None else buffer), read.first[1], read.fqn)
-                for read, buffer in zip(reads, buffers, strict=True)
-            ],
-        )
-        for read, buffer in zip(reads, buffers, strict=True):
-            if buffer is not None:
-                self._copy(read, buffer, _strides(read.part.sizes))
-            self.filled.read_bytes += read.nbytes
+        return extents, [
+            (read, buffer, _strides(read.part.sizes)) for read, buffer in zip(group, buffers, strict=True)
+        ]
 
-    def _read_runs(self, read: Read, memory: memoryview) -> None:
-        itemsize = read.dtype.itemsize
-        for source, target, length in runs(read.part, read.sizes):
-            into = memory[target * itemsize : (target + length) * itemsize]
-            self._reader.read_into(read.file, into, read.place + source * itemsize, read.fqn)
-        self.filled.read_bytes += len(memory)
-
-    def _through_buffer(self, read: Read) -> None:
-        itemsize, sizes = read.dtype.itemsize, read.part.sizes
-        first = next(runs(read.part, read.sizes))
+    def _staged_extents(self, read: Read) -> tuple[list[Neighbour], list[_Staged]]:
+        itemsize, first = read.dtype.itemsize, next(runs(read.part, read.sizes))
         if first.length * itemsize >= BLOCK or is_contiguous(read.part, read.sizes):
-            nbytes, strides = prod(sizes) * itemsize, _strides(sizes)
-            buffer = self._room(read, nbytes)
-            self._read_runs(read, memory_of(buffer))
-        else:  # the runs are short: what lies between them is read too
-            strides = _strides(read.sizes)
-            start, stop = _rows(read.part, read.sizes)
-            buffer = self._room(read, (stop - start) * itemsize)
-            self._reader.read_into(read.file, memory_of(buffer), read.place + start * itemsize, read.fqn)
-            self.filled.read_bytes += len(buffer)
-            buffer = buffer[(first.source - start) * itemsize :]
-        self._copy(read, buffer, strides)
+            buffer = self._room(read, read.nbytes)
+            return [*_runs(read, memory_of(buffer))], [(read, buffer, _strides(read.part.sizes))]
+        # The runs are short: what lies between them is read too.
+        start, stop = _rows(read.part, read.sizes)
+        buffer = self._room(read, (stop - start) * itemsize)
+        extents = [Neighbour(memory_of(buffer), read.place + start * itemsize, read.fqn)]
+        return extents, [(read, buffer[(first.source - start) * itemsize :], _strides(read.sizes))]
 
     def _copy(self, read: Read, buffer: torch.Tensor, strides: Shape) -> None:
         if self._device is not None and read.target.device.type != "cpu":
@@ -617,6 +615,18 @@ class ReadWorker:
         if self._buffer is None:
             self._buffer = torch.empty(READ_NBYTES, dtype=torch.uint8)
         return self._buffer[:nbytes]
+
+
+_Staged = tuple[Read, torch.Tensor, Shape]
+"""What was read for a read into a buffer, from its first element on, and the strides of its elements there."""
+
+
+def _runs(read: Read, memory: memoryview) -> Iterator[Neighbour]:
+    """Yield each run of a read, and its part of memory for all of them."""
+    itemsize = read.dtype.itemsize
+    for source, target, length in runs(read.part, read.sizes):
+        into = memory[target * itemsize : (target + length) * itemsize]
+        yield Neighbour(into, read.place + source * itemsize, read.fqn)
 
 
 class DeviceStaging:

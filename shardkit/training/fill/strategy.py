@@ -12,9 +12,18 @@ from typing import Literal, NamedTuple, get_args
 from shardkit.core.text import escape
 from shardkit.errors import ResourceError, SourceError, UsageError
 from shardkit.training.fill.broadcast import fill_broadcast
-from shardkit.training.fill.direct import divide, fill_direct, regions_of
-from shardkit.training.fill.reading import Filled, Supply, Weights, match
-from shardkit.training.fill.samples import kept_open, take_samples, versions
+from shardkit.training.fill.reading import (
+    Filled,
+    Supply,
+    Weights,
+    compare_together,
+    match,
+    plan_reads,
+    run_reads,
+    source_files,
+)
+from shardkit.training.fill.replicas import copy_to_replicas, divide, regions_of
+from shardkit.training.fill.samples import take_samples, versions
 from shardkit.training.ranks.agree import agreed, look_where_possible, say, shown_once, world
 from shardkit.training.ranks.local import LocalShard
 
@@ -48,67 +57,90 @@ class ReadOptions:
                 raise UsageError(f"{name} must be one of {', '.join(known)}, not {escape(str(value))!r}")
 
 
-def fill_compared(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions) -> Filled:
-    """Compare what the ranks see, and fill what each of them has; every rank calls it."""
-    with kept_open(supply) as supply:
-        sources = choose_sources(shards, supply, options)
-        located = supply.weights
-        if sources is None and options.strategy == "auto" and world()[1] > 1:
-            located, seen = _locate(shards, supply)
-            if seen is not None:
-                supply, sources = seen, choose_sources(shards, seen, options)
-        return fill(shards, supply, options, sources, located)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FillPlan:
+    """Who reads a source, as all ranks have agreed."""
+
+    supply: Supply
+    """What this rank can read."""
+    sources: Sequence[int] | None
+    """The source rank of every rank; None if each reads for itself."""
+    check_source: bool
+    """Compare what is read with the checksums in the source."""
+    located: Weights | None = None
+    """The supply's weights, if it is known already where lies what this rank reads."""
 
 
-def _locate(shards: Sequence[LocalShard], supply: Supply) -> tuple[Weights | None, Supply | None]:
-    """Open what this rank reads, before any rank reads: where some cannot, others may read for them.
+def plan_fill(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions) -> FillPlan:
+    """Decide who reads for whom, before any rank reads; every rank calls it.
 
-    Every rank calls it.
+    Args:
+        shards: of this rank, materialised.
+        supply: what fills them; in `kept_open`.
+        options: what the caller wants; the same on all ranks.
 
-    Returns:
-        The opened weights. Where some ranks fail and others do not, what this rank can supply; else None.
+    Raises:
+        ShardkitError: as `choose_sources`, and where the source does not fit.
     """
+    sources, located = choose_sources(shards, supply, options), None
+    if sources is None and options.strategy == "auto" and world()[1] > 1:
+        located, error, able = _locate(shards, supply)
+        if len(able) < world()[1]:  # these read for the others
+            supply = supply if error is None else replace(supply, weights=None, unavailable=str(error))
+            sources = choose_sources(shards, supply, options)
+    return FillPlan(supply=supply, sources=sources, check_source=options.check_source, located=located)
+
+
+def _locate(
+    shards: Sequence[LocalShard], supply: Supply
+) -> tuple[Weights | None, BaseException | None, list[int]]:
+    """Open what this rank reads; return it, or else why it cannot, and the ranks that can. Every rank calls it."""
     weights = supply.weights
     assert weights is not None
     with agreed(_FITTING):
         wanted = match(shards, supply)
     regions = regions_of(divide(wanted)[0])
-    located, error, able = look_where_possible(
+    return look_where_possible(
         lambda: weights.located(regions),
         lambda error: isinstance(error, (SourceError, ResourceError)),
         phase="opening the source",
     )
-    if len(able) == world()[1]:
-        return located, None
-    return None, supply if error is None else replace(supply, weights=None, unavailable=str(error))
 
 
-def fill(
-    shards: Sequence[LocalShard],
-    supply: Supply,
-    options: ReadOptions,
-    sources: Sequence[int] | None,
-    located: Weights | None = None,
-) -> Filled:
-    """Fill shards from a source, one way or the other; every rank calls it.
+def fill_shards(shards: Sequence[LocalShard], plan: FillPlan) -> Filled:
+    """Fill shards as planned: this rank reads them, or its source rank sends them. Every rank calls it.
 
     Args:
         shards: of this rank, materialised.
-        supply: what fills them.
-        options: how they are filled.
-        sources: from `choose_sources`.
-        located: the supply's weights, if it is known already where lies what this rank reads.
+        plan: from `plan_fill`.
+
+    Returns:
+        What this rank filled, by FQN.
+
+    Raises:
+        ShardkitError: on all ranks, if any rank cannot read, or reads other bytes than were recorded; names these.
     """
-    if sources is not None:
-        filled = fill_broadcast(shards, supply, sources, check_source=options.check_source)
-    else:
-        weights = located or supply.weights
-        assert weights is not None
-        with agreed(_FITTING):
-            wanted = match(shards, replace(supply, weights=weights))
-        filled = fill_direct(wanted, weights, check_source=options.check_source)
-    if supply.compute is not None:
-        filled.add(supply.compute(shards, supply, sources, options.check_source))
+    if plan.sources is not None:
+        return fill_broadcast(shards, plan.supply, plan.sources, check_source=plan.check_source)
+    weights = plan.located or plan.supply.weights
+    assert weights is not None
+    with agreed(_FITTING):
+        wanted = match(shards, replace(plan.supply, weights=weights))
+    mine, shared = divide(wanted)
+    with agreed("reading shards from storage"):
+        weights = weights.located(regions_of(mine))
+        catalog = weights.catalog
+        with source_files(weights, check_source=plan.check_source) as files:
+            reads = [
+                read
+                for shard, entry, region, target in mine
+                for read in plan_reads(catalog.tensors[entry.fqn], catalog, region, target, shard.fqn)
+            ]
+            filled = run_reads(reads, files)
+            files.check_unchanged()
+    if plan.check_source:
+        filled.checked = compare_together(files.check)
+    copy_to_replicas(shared, filled)
     return filled
 
 

@@ -87,10 +87,12 @@ class ModelInitializationContext:
 
 def supply_of(ctx: ModelInitializationContext) -> Supply:
     """Return a prepared model's supply: its weights, and which tensors are initialised or computed."""
-    supply = Supply(
-        weights=ctx.weights, unavailable=ctx.unavailable, initialised=ctx.initialised, grown=ctx.grown
+    return Supply(
+        weights=ctx.weights,
+        unavailable=ctx.unavailable,
+        initialised=ctx.initialised | ctx.factoring.computed,
+        grown=ctx.grown,
     )
-    return ctx.factoring.supplied(supply)
 
 
 class _ModelAndSource(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region, find_tiling_error, full_region, intersect
-from shardkit.training.fill.broadcast import BAND_NBYTES, Sent, build_steps, packed_layout
+from shardkit.training.fill.broadcast import BAND_NBYTES, Message, Sent, build_messages, packed_layout
 from tests.training.finalize_world_memory import LAYERS, MEASURES, ROWS, WIDTH
 from tests.worlds.processes import run_script
 
@@ -30,19 +30,19 @@ def tensors() -> list[Sent]:
 def test_every_element_is_sent_once_in_bounded_pieces() -> None:
     sent = tensors()
     boxes: dict[int, list[Region]] = {at: [] for at in range(len(sent))}
-    for step in build_steps(sent):
-        for number, box in (*step.packed, *step.bands):
+    for message in build_messages(sent):
+        assert sum(box.num_elements * 4 for _, box in message.bands) <= BAND_NBYTES
+        for number, box in message.bands:
             boxes[number].append(box)
-            assert box.num_elements * 4 <= BAND_NBYTES
     for number, (entry, _) in enumerate(sent):
         assert find_tiling_error(entry.shape, boxes[number]) is None
         assert entry.num_elements == sum(box.num_elements for box in boxes[number])
 
 
 def test_the_last_message_is_a_status() -> None:
-    last = list(build_steps(tensors()))[-1]
-    assert last == ((), ())
-    assert packed_layout(last, [], {}) == ([], 16)
+    last = list(build_messages(tensors()))[-1]
+    assert last == Message((), True)
+    assert packed_layout(last.bands, [], {}) == ((), 16)
 
 
 def test_parts_of_a_packed_message_are_aligned_and_apart() -> None:
@@ -52,8 +52,8 @@ def test_parts_of_a_packed_message_are_aligned_and_apart() -> None:
         4: [Region((0, 3), (7, 2)), Region((0, 6), (7, 2))],
         6: [full_region((2, 2))],
     }
-    for step in build_steps(sent):
-        parts, nbytes = packed_layout(step, sent, regions)
+    for message in build_messages(sent):
+        parts, nbytes = packed_layout(message.bands, sent, regions)
         end = 1  # the status
         for part in parts:
             assert part.start % 16 == 0

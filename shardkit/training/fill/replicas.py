@@ -1,8 +1,7 @@
-"""Every rank fills its shards straight from storage; what several hold, one reads and sends to the others."""
+"""What several ranks hold: one of them reads it, and sends it to the others."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,51 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardkit.core.regions import Region
 from shardkit.core.text import MIB
 from shardkit.files.digest import crc32
-from shardkit.training.fill.reading import Filled, Wanted, Weights, compare_together, plan_reads, run_reads
-from shardkit.training.ranks.agree import agreed, device_for, gather_json, wire, world
+from shardkit.training.fill.reading import Filled, Wanted
+from shardkit.training.ranks.agree import device_for, gather_json, wire, world
 from shardkit.training.ranks.local import flat_bytes
-from shardkit.transfer.checks import SourceCheck
-from shardkit.transfer.sources import SourceFiles
 
 _READ_BY_EACH = 1 << 16  # bytes; below it a read costs less than being sent
 _PIECE_NBYTES = 16 * MIB
 _IN_FLIGHT = 3  # pieces
-
-
-def fill_direct(wanted: Sequence[Wanted], weights: Weights, *, check_source: bool = True) -> Filled:
-    """Fill shards from storage; every rank calls it.
-
-    Args:
-        wanted: what this rank holds, from `match`.
-        weights: opened by this rank.
-        check_source: compare what is read with the checksums in the source.
-
-    Returns:
-        What this rank filled, by FQN.
-
-    Raises:
-        ShardkitError: on all ranks, if any rank cannot read, or reads other bytes than were
-            recorded; names these.
-    """
-    mine, shared = divide(wanted)
-    with contextlib.ExitStack() as stack:
-        with agreed("reading shards from storage"):
-            catalog = weights.located(regions_of(mine)).catalog
-            check = SourceCheck(catalog) if check_source else None
-            sources = stack.enter_context(SourceFiles(catalog.files, check=check, opened=weights.opened))
-            reads = [
-                read
-                for item in mine
-                for read in plan_reads(
-                    catalog.tensors[item.entry.fqn], catalog, item.region, item.target, item.shard.fqn
-                )
-            ]
-            filled = run_reads(reads, sources)
-            sources.check_unchanged()
-    if check is not None:
-        filled.checked = compare_together(check)
-    copy_to_replicas(shared, filled)
-    return filled
 
 
 def regions_of(mine: Sequence[Wanted]) -> dict[str, list[Region]]:
