@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -159,15 +159,20 @@ class Kept:
 
     def _files(self, problems: list[str]) -> tuple[_Files, Asset | None]:
         """Return the files, and the config of the Hub model, which the live model's may replace."""
-        holder = None if self._holder is None else getattr(self._holder[1], _ATTRIBUTE)
+        holder: HubFiles | None = None if self._holder is None else getattr(self._holder[1], _ATTRIBUTE)
         files = _Files() if holder is None else _beside(holder, problems)
         given = files.get(CONFIG)
         if self._root is not None:
-            files |= _live_configs(self._root[1], problems)
+            model = self._root[1]
+            files |= _collect(f"the config of {type(model).__name__}", _live_configs(model), problems)
+            has_code = any(name.endswith(".py") for name in files)
+            if not has_code and any(getattr(owner, "_auto_class", None) for owner in (model, model.config)):
+                problems.append(f"the code of {escape(type(model).__name__)}")
         if self._adapted is not None:
-            files |= _adapter_config(self._adapted, problems)
+            files |= _collect(ADAPTER_CONFIG, _adapter_config(self._adapted), problems)
         if holder is not None and holder.tokenizer is not None and CONFIG in files:
-            live = _live_tokenizer(holder.tokenizer, problems)
+            name = f"the tokenizer, a {type(holder.tokenizer).__name__}"
+            live = _collect(name, _live_tokenizer(holder.tokenizer), problems)
             if live:
                 files = {name: asset for name, asset in files.items() if not is_tokenizer_file(name)} | live
         return files, given
@@ -267,69 +272,48 @@ def _copied(name: str, path: str) -> Asset:
     return Asset(name, storage.realpath(path), b"")
 
 
-def _held(name: str, path: str) -> Asset:
-    return Asset(name, None, Asset(name, path, b"").read())
+def _collect(what: str, assets: Iterator[Asset], problems: list[str]) -> _Files:
+    """Return the files that code of others makes, up to where it fails."""
+    files = _Files()
+    try:
+        for asset in assets:
+            files[asset.name] = asset
+    except Exception as error:
+        problems.append(f"{escape(what)}: {escape(str(error))}")
+    return files
 
 
-def _live_configs(model: Any, problems: list[str]) -> _Files:
-    """Return the configs of a model of transformers, as `save_pretrained` would write them.
+def _live_configs(model: Any) -> Iterator[Asset]:
+    """Yield the configs of a model of transformers, as `save_pretrained` would write them.
 
     A generation config that transformers has made of the config, and nobody changed since, is none: the Hub model's own
     counts.
     """
-    configs = _Files()
-    try:
-        config = json.loads(model.config.to_json_string())
-        config["architectures"] = [_class_name(model)]
-        if os.path.isabs(str(config.get("_name_or_path", ""))):
-            del config["_name_or_path"]
-        configs[CONFIG] = Asset(CONFIG, None, dump_config(config))
-        generation = getattr(model, "generation_config", None)
-        if generation is not None and not is_derived(generation):
-            content = json.loads(generation.to_json_string())
-            for key in ("compile_config", "_from_model_config"):
-                content.pop(key, None)
-            configs[GENERATION_CONFIG] = Asset(GENERATION_CONFIG, None, dump_config(content))
-        configs |= _own_code(model)
-    except Exception as error:  # code of the model's own
-        problems.append(f"the config of {escape(type(model).__name__)}: {escape(str(error))}")
-    return configs
+    config = json.loads(model.config.to_json_string())
+    config["architectures"] = [_class_name(model)]
+    if os.path.isabs(str(config.get("_name_or_path", ""))):
+        del config["_name_or_path"]
+    yield Asset(CONFIG, None, dump_config(config))
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and not is_derived(generation):
+        content = json.loads(generation.to_json_string())
+        for key in ("compile_config", "_from_model_config"):
+            content.pop(key, None)
+        yield Asset(GENERATION_CONFIG, None, dump_config(content))
 
 
-def _own_code(model: Any) -> _Files:
-    """Return the files with the code of a model that transformers does not have, as `save_pretrained` copies them.
-
-    Source: transformers 5.24, dynamic_module_utils.py, custom_object_save; `_auto_class` says that there is some.
-    """
-    own = [owner for owner in (model, model.config) if getattr(owner, "_auto_class", None) is not None]
-    if not own:
-        return {}
-    from transformers.dynamic_module_utils import custom_object_save
-
-    with tempfile.TemporaryDirectory() as scratch:
-        for owner in own:
-            custom_object_save(owner, scratch)
-        names = [name for name in storage.listdir(scratch) if name.endswith(".py")]
-        return {name: _held(name, os.path.join(scratch, name)) for name in names}
-
-
-def _adapter_config(model: Any, problems: list[str]) -> _Files:
-    """Return the settings of the one adapter that a PeftModel has, as its `save_pretrained` would write them."""
-    settings = getattr(model, _ADAPTERS)
+def _adapter_config(model: Any) -> Iterator[Asset]:
+    """Yield the settings of the one adapter that a PeftModel has, as its `save_pretrained` would write them."""
+    settings = list(getattr(model, _ADAPTERS).values())
     if len(settings) != 1:
-        return {}
+        return
     with tempfile.TemporaryDirectory() as scratch:
-        try:
-            (adapter,) = settings.values()
-            adapter.save_pretrained(scratch)
-            config = json.loads(read_small(os.path.join(scratch, ADAPTER_CONFIG), ADAPTER_CONFIG, _MAX_BYTES))
-        except Exception as error:  # code of PEFT's own
-            problems.append(f"{ADAPTER_CONFIG}: {escape(str(error))}")
-            return {}
+        settings[0].save_pretrained(scratch)
+        config = json.loads(read_small(os.path.join(scratch, ADAPTER_CONFIG), ADAPTER_CONFIG, _MAX_BYTES))
     base = config.get("base_model_name_or_path")
     if base is None or os.path.isabs(str(base)):  # a path of this machine
         config["base_model_name_or_path"] = None
-    return {ADAPTER_CONFIG: Asset(ADAPTER_CONFIG, None, dump_config({**config, "inference_mode": True}))}
+    yield Asset(ADAPTER_CONFIG, None, dump_config({**config, "inference_mode": True}))
 
 
 def _class_name(model: nn.Module) -> str:
@@ -339,16 +323,9 @@ def _class_name(model: nn.Module) -> str:
     return plain_class(model) if class_name == "PreTrainedModel" else class_name
 
 
-def _live_tokenizer(tokenizer: Any, problems: list[str]) -> _Files:
-    """Return the files that a tokenizer writes of itself."""
+def _live_tokenizer(tokenizer: Any) -> Iterator[Asset]:
+    """Yield the files that a tokenizer writes of itself."""
     with tempfile.TemporaryDirectory() as scratch:
-        try:
-            tokenizer.save_pretrained(scratch)
-            return {
-                name: _held(name, path)
-                for name, path in list_assets(scratch)[0].items()
-                if is_tokenizer_file(name)
-            }
-        except Exception as error:  # code of the tokenizer's own
-            problems.append(f"the tokenizer, a {escape(type(tokenizer).__name__)}: {escape(str(error))}")
-            return {}
+        tokenizer.save_pretrained(scratch)
+        files = [file for file in list_assets(scratch)[0].items() if is_tokenizer_file(file[0])]
+        yield from [Asset(name, None, Asset(name, path, b"").read()) for name, path in files]

@@ -360,18 +360,24 @@ def own_code_hub(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("how", ["prepared", "by transformers"])
-def test_the_code_of_a_model_is_kept_with_it(tmp_path: Path, how: str) -> None:
+def test_the_code_of_a_model_is_kept_with_it(tmp_path: Path) -> None:
     source = own_code_hub(tmp_path / "own-hub")
-    if how == "prepared":
-        context = shardkit.prepare(source, source, trust_remote_code=True)
-        model = shardkit.finalize(context.model, context)
-    else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
-    shardkit.save(model, tmp_path / "saved")
+    context = shardkit.prepare(source, source, trust_remote_code=True)
+    shardkit.save(shardkit.finalize(context.model, context), tmp_path / "saved")
     shardkit.consolidate(tmp_path / "saved", tmp_path / "out", ask_class=False)
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert type(found).__name__ == "OwnModel"
+    assert (tmp_path / "out/modeling_own.py").read_text() == OWN_CODE
+
+
+def test_code_that_only_transformers_has_loaded_is_in_the_base(tmp_path: Path) -> None:
+    source = own_code_hub(tmp_path / "own-hub")
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, trust_remote_code=True)
+    with pytest.warns(
+        UserWarning, match="not kept beside the checkpoint: the code of OwnModel; .*--base MODEL"
+    ):
+        shardkit.save(model, tmp_path / "saved")
+    shardkit.consolidate(tmp_path / "saved", tmp_path / "out", base=source, ask_class=False)
     assert (tmp_path / "out/modeling_own.py").read_text() == OWN_CODE
 
 
