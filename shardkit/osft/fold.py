@@ -82,7 +82,7 @@ def take_factors(
 def _target_of(catalog: Catalog, source: str) -> Target | None:
     """Return the factors that a tensor is folded from; None if something else is made of the folded weight."""
     file = catalog.files[catalog.chunks.file[catalog.tensors[source].first_chunk]]
-    codec = file.made.codec if isinstance(file.made, Computed) else None
+    codec = file.derivation.codec if isinstance(file.derivation, Computed) else None
     return codec.target if isinstance(codec, Fold) else None
 
 

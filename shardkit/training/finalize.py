@@ -26,7 +26,6 @@ from shardkit.osft.training.model import Factoring, own_targets
 from shardkit.training.extras.optimizer import rebind_optimizer
 from shardkit.training.fill.from_rank import RankSource, check_sources
 from shardkit.training.fill.reading import Filled, Supply, Weights, say_checked
-from shardkit.training.fill.samples import kept_open
 from shardkit.training.fill.source import Source, find_weights, has_factors, open_source, remember
 from shardkit.training.fill.strategy import ReadOptions, SourceRank, Strategy, fill_shards, plan_fill
 from shardkit.training.kept import remember_files
@@ -143,8 +142,7 @@ def finalize(
     filled, own = Filled(), shards
     if ctx.source is not None:
         own = [*shards, *read_states(model, ctx)]
-        with kept_open(supply_of(ctx)) as supply:
-            plan = plan_fill(own, supply, options)
+        with plan_fill(own, supply_of(ctx), options) as plan:
             filled = fill_shards(own, plan)
             filled.add(ctx.factoring.fill(own, plan))
         ctx.checked = filled.checked
@@ -215,8 +213,7 @@ def load_into(
     supply, factoring = _open(model, source, keys, dequantize=dequantize, computed=computed)
     states, _ = states_to_read(model, supply.weights)
     own = [*apart(shards), *states]
-    with kept_open(supply) as supply:
-        plan = plan_fill(own, supply, options)
+    with plan_fill(own, supply, options) as plan:
         filled = fill_shards(own, plan)
         filled.add(factoring.fill(own, plan))
     say_checked(filled.checked, check_source=check_source)

@@ -575,20 +575,20 @@ class ReadWorker:
 
     def _extents(self, group: Sequence[Read]) -> tuple[list[Neighbour], list[_Staged]]:
         """Return what to read, and what to copy then: all of it, unless bytes go where they belong."""
-        if group[0].is_straight:
-            return [extent for read in group for extent in _runs(read, memory_of(read.target))], []
+        first = group[0]
+        if first.is_straight:
+            if len(group) == 1:
+                return [*_runs(first, memory_of(first.target))], []
+            return [Neighbour(memory_of(read.target), read.first[1], read.fqn) for read in group], []
         if len(group) == 1:
-            return self._staged_extents(group[0])
+            return self._staged_extents(first)
         places = [0, *accumulate(-(-read.nbytes // _ALIGNED_NBYTES) * _ALIGNED_NBYTES for read in group)]
-        room = self._room(group[0], places[-1])
-        buffers = [room[place : place + read.nbytes] for read, place in zip(group, places, strict=False)]
-        extents = [
-            Neighbour(memory_of(buffer), read.first[1], read.fqn)
-            for read, buffer in zip(group, buffers, strict=True)
+        room = self._room(first, places[-1])
+        staged = [
+            (read, room[place : place + read.nbytes], _strides(read.part.sizes))
+            for read, place in zip(group, places, strict=False)
         ]
-        return extents, [
-            (read, buffer, _strides(read.part.sizes)) for read, buffer in zip(group, buffers, strict=True)
-        ]
+        return [Neighbour(memory_of(buffer), read.first[1], read.fqn) for read, buffer, _ in staged], staged
 
     def _staged_extents(self, read: Read) -> tuple[list[Neighbour], list[_Staged]]:
         itemsize, first = read.dtype.itemsize, next(runs(read.part, read.sizes))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
@@ -23,7 +24,7 @@ from shardkit.training.fill.reading import (
     source_files,
 )
 from shardkit.training.fill.replicas import copy_to_replicas, divide, regions_of
-from shardkit.training.fill.samples import take_samples, versions
+from shardkit.training.fill.samples import kept_open, take_samples, versions
 from shardkit.training.ranks.agree import agreed, look_where_possible, say, shown_once, world
 from shardkit.training.ranks.local import LocalShard
 
@@ -71,24 +72,28 @@ class FillPlan:
     """The supply's weights, if it is known already where lies what this rank reads."""
 
 
-def plan_fill(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions) -> FillPlan:
-    """Decide who reads for whom, before any rank reads; every rank calls it.
+@contextlib.contextmanager
+def plan_fill(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions) -> Iterator[FillPlan]:
+    """Decide who reads for whom, before any rank reads; what is opened for that stays open in the block.
+
+    Every rank calls it.
 
     Args:
         shards: of this rank, materialised.
-        supply: what fills them; in `kept_open`.
+        supply: what fills them.
         options: what the caller wants; the same on all ranks.
 
     Raises:
         ShardkitError: as `choose_sources`, and where the source does not fit.
     """
-    sources, located = choose_sources(shards, supply, options), None
-    if sources is None and options.strategy == "auto" and world()[1] > 1:
-        located, error, able = _locate(shards, supply)
-        if len(able) < world()[1]:  # these read for the others
-            supply = supply if error is None else replace(supply, weights=None, unavailable=str(error))
-            sources = choose_sources(shards, supply, options)
-    return FillPlan(supply=supply, sources=sources, check_source=options.check_source, located=located)
+    with kept_open(supply) as supply:
+        sources, located = choose_sources(shards, supply, options), None
+        if sources is None and options.strategy == "auto" and world()[1] > 1:
+            located, error, able = _locate(shards, supply)
+            if len(able) < world()[1]:  # these read for the others
+                supply = supply if error is None else replace(supply, weights=None, unavailable=str(error))
+                sources = choose_sources(shards, supply, options)
+        yield FillPlan(supply=supply, sources=sources, check_source=options.check_source, located=located)
 
 
 def _locate(
