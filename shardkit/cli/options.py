@@ -6,9 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,7 +26,6 @@ else:
 PATH = click.Path(readable=False)
 """A path as typed, which shells complete. Opening it reports errors."""
 
-_R = TypeVar("_R")
 Function = Callable[..., Any]
 Decorator = Callable[[Function], Function]
 Complete = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
@@ -378,14 +376,12 @@ def _take_part(out: Output, text: str | None) -> Part | None:
     """Return the requested part; print it if it comes from the launcher."""
     if text is None:
         return None
-    from shardkit.cli.errors import typed_command
     from shardkit.operations.parts.part import parse_part
 
     part = parse_part(text, os.environ)
     if part.found:
         out.say("part", f"{part}, from {part.found}")
-    typed = typed_command(click.get_current_context().find_root().obj, {"--part"}, {"--dry-run", "-n"})
-    return replace(part, typed=typed)
+    return part
 
 
 @contextmanager
@@ -397,10 +393,11 @@ def divisible(out: Output, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         options: of the command, with `part` as typed.
     """
     part = _take_part(out, options["part"])
-    from shardkit.cli.errors import resume_command
+    from shardkit.cli.errors import typed_command
     from shardkit.operations.parts.agreement import typed
 
-    again = typed(resume_command(click.get_current_context().find_root().obj))
+    args = click.get_current_context().find_root().obj
+    again = typed(typed_command(args, {"--part"}, {"--dry-run", "-n"}))
     # Ray prints the status of its workers on stdout.
     with again, redirect_stdout(sys.stderr) if options["executor"] else nullcontext():
         yield {**options, "part": part, "progress": out.progress(), "on_warning": out.warn}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ from shardkit.core.text import count, escape, escape_command, format_size, in_sh
 
 if TYPE_CHECKING:
     from shardkit.operations.commit import AbortResult, CommitResult, StatusResult, UnfinishedJob
+
+_SAVING = "the ranks of a training job save; if they are dead, the next save removes what they wrote"
+_COMMITTING = "its output is being committed, or that was interrupted: shardkit commit OUTPUT completes it"
 
 
 @click.command(
@@ -76,8 +80,8 @@ Examples:
 def status_command(*, out: Output, output: str | None) -> None:
     """Show the progress of jobs that write OUTPUT, missing parts, and how to resume them.
 
-    Without OUTPUT, show all uncommitted jobs in this directory. In a bucket, also show replaced data that no output
-    uses any more.
+    Without OUTPUT, show all uncommitted jobs in this directory. Also show what is left of replaced outputs: in a bucket all
+    their data, on a disk what could not be removed.
     """
     from shardkit.operations.commit import status
 
@@ -86,8 +90,7 @@ def status_command(*, out: Output, output: str | None) -> None:
 
 def status_lines(result: StatusResult) -> list[str]:
     """Return a result as lines of text."""
-    is_named = result.outputs is None
-    jobs = [line for job in result.jobs for line in facts(_job_facts(job, is_named))]
+    jobs = [line for job in result.jobs for line in facts(_job_facts(job, result))]
     replaced = facts(("replaced", escape(prefix)) for prefix in result.replaced)
     return [result.headline(), *jobs, *replaced]
 
@@ -118,22 +121,17 @@ def abort_lines(result: AbortResult) -> list[str]:
         ("removed", f"{_finished(job)} of {escape_command(job.command) or 'a call from Python'}")
         for job in result.jobs
     ]
+    removed = removed or [("removed", "what was left of a job")] * result.aborted
     return [result.headline(), *facts(removed)]
 
 
-def _job_facts(job: UnfinishedJob, is_named: bool) -> Iterator[tuple[str, str]]:
-    if not is_named:
+def _job_facts(job: UnfinishedJob, result: StatusResult) -> Iterator[tuple[str, str]]:
+    if result.outputs is not None:
         yield "output", escape(job.output)
     where = f", in {escape(job.directory)}" if job.directory else ""
     yield "begun by", f"{escape_command(job.command)}{where}" if job.command else "a call from Python"
-    if not job.num_files:
-        yield (
-            "state",
-            "the ranks of a training job save; if they are dead, the next save removes what they wrote",
-        )
-        return
-    if job.is_committing:
-        yield "state", "its output is being committed, or that was interrupted: the same command completes it"
+    if job.is_committing or not job.num_files:
+        yield "state", _COMMITTING if job.is_committing else _SAVING
         return
     yield "finished", _finished(job)
     missing = [
@@ -143,11 +141,16 @@ def _job_facts(job: UnfinishedJob, is_named: bool) -> Iterator[tuple[str, str]]:
     if job.num_parts > 1:
         yield from limited("missing", missing)
     if not missing:
-        yield "next", f"shardkit commit {in_shell(job.output)}"
+        is_there = os.path.lexists(job.output) if result.outputs is not None else result.is_there
+        yield "next", f"shardkit commit {in_shell(job.output)}{' --overwrite' if is_there else ''}"
 
 
 def _finished(job: UnfinishedJob) -> str:
     return (
-        f"{job.finished_files} of {count(job.num_files, 'file')}, {format_size(job.finished_bytes)} of "
-        f"{format_size(job.file_bytes)}"
+        "all files"
+        if not job.num_files
+        else (
+            f"{job.finished_files} of {count(job.num_files, 'file')}, {format_size(job.finished_bytes)} of "
+            f"{format_size(job.file_bytes)}"
+        )
     )

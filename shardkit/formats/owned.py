@@ -20,11 +20,12 @@ from typing import NamedTuple
 
 from shardkit.core.catalog import FileStamp
 from shardkit.core.text import escape, in_shell
-from shardkit.errors import ResourceError, ShardkitError, UsageError
+from shardkit.errors import ResourceError, ShardkitError
 from shardkit.files import manifest, storage
 from shardkit.files.home import folders_above, is_data_folder
 from shardkit.files.location import location_of
 from shardkit.files.output.bucket import is_job_folder
+from shardkit.files.output.contract import OutputExists
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG
@@ -142,7 +143,7 @@ def _has_format(name: str, claim: Claim) -> bool:
     )
 
 
-def refusal(path: str, shown: str, kind: OutputKind, made: Made | None) -> UsageError | None:
+def refusal(path: str, shown: str, kind: OutputKind, made: Made | None) -> OutputExists | None:
     """Return why a directory may not be replaced: something in it is neither ours nor nobody's; None if it may.
 
     Args:
@@ -168,7 +169,7 @@ def refusal(path: str, shown: str, kind: OutputKind, made: Made | None) -> Usage
         name = names[0].rstrip("/")
         words = (f"{shown}/{name}", f"{shown}-{os.path.basename(name)}")
         move += f", as in `mv {' '.join(map(in_shell, words))}`"
-    return UsageError(
+    return OutputExists(
         f"{shown} exists and {what}: it is not replaced",
         problems=foreign,
         hint=f"{move}, or choose another name; no option removes it",

@@ -25,13 +25,13 @@ from shardkit.files import manifest, storage, stores
 from shardkit.files.links import is_snapshot
 from shardkit.files.location import location_of
 from shardkit.files.output.contract import OutputExists
-from shardkit.files.output.local import is_free
+from shardkit.files.output.local import is_free, output_of
 from shardkit.files.remote.objects import Objects
 from shardkit.files.stores import WRITTEN_TO
 from shardkit.formats.owned import Made, OutputKind, refusal
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
-_CHOOSE = "choose another name"
+_CHOOSE, _CHOOSE_IN_IT = "choose another name", "choose a directory in it"
 _OR_REPLACE = ", replace it with --overwrite, or leave it as it is with --exist-ok"
 KEEP_OR_REPLACE = _CHOOSE + _OR_REPLACE
 
@@ -71,6 +71,8 @@ def check_destination(
             hint=f"choose a local directory, or an address that begins with {WRITTEN_TO}",
         )
     path, shown = absolute(output), escape(output)
+    if (other := output_of(path)) is not None:
+        raise UsageError(f"{shown} lies in the directory of the job for {escape(other)}", hint=_CHOOSE)
     if source is not None:
         check_apart(path, source, shown)
     if storage.islink(path):
@@ -120,26 +122,26 @@ def check_replaceable(
         another: a name to suggest in its place.
 
     Raises:
-        UsageError: with the reason.
-        ResourceError: it cannot be looked into.
+        OutputExists: with the reason.
+        ResourceError: it cannot be looked into, or its user may not write it.
     """
     choose = f"{_CHOOSE}, such as {escape(another)}" if another else _CHOOSE
     if not storage.isdir(path):
         apart = f"{choose}, or remove it yourself"
-        raise UsageError(f"{shown} exists and is not a directory: it is not replaced", hint=apart)
+        raise OutputExists(f"{shown} exists and is not a directory: it is not replaced", hint=apart)
     if storage.ismount(path):  # no rename can replace it, with or without --overwrite
-        raise UsageError(f"{shown} is a mount point: it cannot be replaced", hint="choose a directory in it")
+        raise OutputExists(f"{shown} is a mount point: it cannot be replaced", hint=_CHOOSE_IN_IT)
     if is_free(path):
         if _is_working_directory(path):  # a shell in it would stay in what was replaced
-            raise UsageError(
-                f"{shown} is the working directory: it is not replaced", hint="choose a directory in it"
-            )
+            raise OutputExists(f"{shown} is the working directory: it is not replaced", hint=_CHOOSE_IN_IT)
         return
     refused = None if kind is None else refusal(path, shown, kind, made)
     if not overwrite:
-        raise UsageError(f"{shown} exists", hint=choose if refused else choose + _OR_REPLACE)
+        raise OutputExists(f"{shown} exists", hint=choose if refused else choose + _OR_REPLACE)
     if refused is not None:
         raise refused
+    if kind is not None and not storage.access(path, os.W_OK):
+        raise ResourceError(f"{shown} cannot be written: it is not replaced", hint=_CHOOSE)
 
 
 def _is_working_directory(path: str) -> bool:

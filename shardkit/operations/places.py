@@ -8,17 +8,17 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from shardkit.core.text import escape
 from shardkit.core.threads import at_once
-from shardkit.errors import ShardkitError, UsageError
+from shardkit.errors import ResourceError, ShardkitError, UsageError
 from shardkit.files import storage, stores
 from shardkit.files.location import location_of
 from shardkit.files.output import bucket, local
 from shardkit.files.output.bucket import BucketOutput
-from shardkit.files.output.contract import JobStatus, OutputExists
+from shardkit.files.output.contract import JobRecord, JobStatus, OutputExists, other_job
 from shardkit.files.output.local import LocalOutput, is_free
 from shardkit.formats.owned import Made, OutputKind, find_foreign, refusal, written_in
 from shardkit.operations.destination import (
@@ -86,15 +86,19 @@ class Destination(ABC):
     def jobs(self) -> Sequence[JobStatus]:
         """Return the jobs of the destination that are not committed."""
 
-    def end_commits(self) -> list[str]:
-        """End commits that were interrupted, and remove what is left of jobs that have ended; return `warnings` of that.
+    def check_jobs(self, record: JobRecord) -> None:
+        """Refuse a job that cannot begin, because another one is under way. In a bucket, jobs do not see each other."""
+        return
 
-        What somebody else has put at the destination stays, and the commits with it.
+    def end_commits(self) -> list[str]:
+        """End commits that were interrupted, and remove what is left of jobs that have ended; return warnings of that.
+
+        What somebody else has put at the destination stays, and the commits with it; so does all in a place that may not
+        be written.
         """
-        with contextlib.suppress(OutputExists), self.output("") as output:
+        with self.output("") as output, contextlib.suppress(OutputExists, ResourceError):
             output.end_commits()
-            return list(self.warnings(output))
-        return []
+        return list(output.warnings)
 
     @abstractmethod
     def output(self, job_hash: str) -> LocalOutput | BucketOutput:
@@ -129,17 +133,9 @@ class Destination(ABC):
         """Return what is free where the output goes; None if nobody knows."""
         return None
 
-    def replaced(self, output: LocalOutput | BucketOutput) -> tuple[str, ...]:
-        """Return how the paths begin of data that a commit has replaced and left, since readers may need them."""
-        return ()
-
+    @abstractmethod
     def unnamed_data(self) -> tuple[str, ...]:
         """Return how the paths begin of data that no output names any more, nor a job."""
-        return ()
-
-    def warnings(self, output: LocalOutput | BucketOutput) -> Iterator[str]:
-        """Yield what a person should know of a commit."""
-        return iter(())
 
 
 class DiskDestination(Destination):
@@ -153,7 +149,7 @@ class DiskDestination(Destination):
         overwrite = self._overwrite
         kind = None if overwrite and self._looks_late and self.made is None else self._kind
         try:
-            self.path = check_destination(
+            check_destination(
                 output, source, overwrite=overwrite, kind=kind, made=self.made, named_after=named_after
             )
             self.exists = None
@@ -163,9 +159,12 @@ class DiskDestination(Destination):
             if overwrite or not may_stay or not storage.isdir(absolute(output)):
                 raise
             try:
-                self.path = check_destination(output, source, overwrite=True, kind=None)
-            except ShardkitError:  # it is in a place that cannot be written
-                raise error from None
+                check_destination(output, source, overwrite=True, kind=None)
+            except (
+                ShardkitError
+            ) as refused:  # as a place that cannot be written: that does not matter to what is there
+                if not (options.exist_ok and isinstance(refused, ResourceError)):
+                    raise error from None
             # A commit of this very job may be interrupted, or end at this moment.
             if not (options.exist_ok or is_commit or self.jobs()):
                 raise
@@ -183,10 +182,15 @@ class DiskDestination(Destination):
     def jobs(self) -> Sequence[JobStatus]:
         return local.status(self.path)
 
+    def check_jobs(self, record: JobRecord) -> None:
+        for job in self.jobs():
+            if job.record.hash != record.hash and not self._overwrite:
+                raise other_job(self.path, job.record, record)
+
     def output(self, job_hash: str) -> LocalOutput:
         return LocalOutput(
             self.path,
-            may_replace=self._may_replace,
+            may_replace=self._check_replaceable,
             foreign_files=lambda path, new: find_foreign(path, *written_in(new)),
             overwrite=self._overwrite,
         )
@@ -195,15 +199,8 @@ class DiskDestination(Destination):
         kind, made = written_in(new) if new else (self._kind, self.made)
         check_replaceable(path, escape(self.path), overwrite=self._overwrite, kind=kind, made=made)
 
-    def _may_replace(self, path: str, new: str) -> None:
-        try:
-            self._check_replaceable(path, new)
-        except UsageError as error:
-            raise OutputExists(error.message, problems=error.problems, hint=error.hint) from None
-
-    def warnings(self, output: LocalOutput | BucketOutput) -> Iterator[str]:
-        for path in output.kept if isinstance(output, LocalOutput) else ():
-            yield f"files were put into the old {escape(self.path)} while it was replaced: it is {escape(path)} now"
+    def unnamed_data(self) -> tuple[str, ...]:
+        return tuple(local.unremoved(self.path))
 
     def check_room(self, needed_bytes: int, sizes: Iterable[int]) -> None:
         check_space(self.path, needed_bytes)
@@ -243,7 +240,7 @@ class StoreDestination(Destination):
     def _look(self, path: str) -> None:
         refused = refusal(path, escape(self.path), self._kind, self.made)
         if refused is not None:
-            raise OutputExists(refused.message, problems=refused.problems, hint=refused.hint)
+            raise refused
 
     @property
     def is_there(self) -> bool:
@@ -274,9 +271,6 @@ class StoreDestination(Destination):
 
     def free_bytes(self) -> int | None:
         return free_bytes(os.path.join(bucket.scratch_home(self._scratch), "scratch"))
-
-    def replaced(self, output: LocalOutput | BucketOutput) -> tuple[str, ...]:
-        return output.replaced if isinstance(output, BucketOutput) else ()
 
     def unnamed_data(self) -> tuple[str, ...]:
         return tuple(bucket.unnamed_data(self.path, [kind.value for kind in OutputKind]))

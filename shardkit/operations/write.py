@@ -159,12 +159,8 @@ class Writer:
                 self._check_dry(writing, work)
             else:
                 self._write(writing, work)
-        except JobEnded as error:
-            if not error.is_committed:
-                raise
-            self._find_there(work)
-        except OutputExists:
-            if not (exist_ok and self.destination.is_there):
+        except (JobEnded, OutputExists) as error:
+            if not (isinstance(error, JobEnded) and error.is_committed) and not self._is_left_as_it_is:
                 raise
             self._find_there(work)
         finally:  # of files that an interrupted process finished, the next one converts nothing
@@ -180,11 +176,12 @@ class Writer:
         options = replace(self.options, share_extents=writing.share_extents)
         plan, options = self.destination.prepared(job.plan, options)
         agreement = self.agreement(job)
-        folder, (command, directory) = self.destination.folder(agreement.hash), as_typed(share)
+        folder, (command, directory) = self.destination.folder(agreement.hash), as_typed()
         record = JobRecord(
             hash=agreement.hash,
             command=command,
             directory=directory,
+            output=os.path.basename(self.path),
             files=[JobFile(name=os.path.join(folder, image.name), size=image.size) for image in plan.images],
             num_parts=share.count if isinstance(share, Part) else 1,
             draft={PLAN: agreement.dump()},
@@ -208,6 +205,7 @@ class Writer:
         """Check that there is room, and keep what the result says of a dry run."""
         if self.destination.exists is not None:
             raise self.destination.exists
+        self.destination.check_jobs(work.record)
         finished = self._finished(work)
         self._check_room(writing, work, finished.intersection(work.numbers(self._given.share)))
         self._note(work, finished)
@@ -235,15 +233,18 @@ class Writer:
                     self._write_files(writing, work, output, share)
             except KeyboardInterrupt as interrupt:
                 if not output.is_committed:
-                    raise self._interrupted(interrupt, work) from interrupt
-                self._note_commit(work)  # only what is left of the job is not removed yet
-            except (IntegrityError, ResourceError):
-                kept = self._kept_files(work)
-                self._told.tell([f"{kept}: {self._how_to_resume(kept)}"] if kept else [])
+                    raise self._interrupted(interrupt, work, output) from interrupt
+                self._note(work)  # only what is left of the job is not removed yet
+            except (IntegrityError, OutputExists, ResourceError) as error:
+                if isinstance(error, OutputExists) and self._is_left_as_it_is:
+                    output.discard()
+                kept = self._kept_files(work, output)
+                self._told.tell([f"{kept}: {self._how_to_resume(kept, error)}"] if kept else [])
                 raise
             finally:  # this call may have ended the commit of another process
-                self._told.keep(self.destination.warnings(output))
-        self._facts["replaced"] = self.destination.replaced(output)
+                self.has_made = output.is_committed
+                self._told.keep(output.warnings)
+        self._facts["replaced"] = output.replaced
 
     def _write_files(self, writing: Writing, work: Work, output: JobOutput, share: Part | None) -> None:
         """Write this process's files, and make the output if no other process has files left."""
@@ -254,11 +255,7 @@ class Writer:
         if not self.destination.jobs():  # without room nothing is written, not even the job
             self._told.keep(self.destination.end_commits())
             self._check_room(writing, work, ())
-        try:
-            output.begin(work.record)
-        except JobEnded as error:
-            self.has_made = error.is_committed  # this call has ended an interrupted commit of the job
-            raise
+        output.begin(work.record)
         notes = read_notes(work, output, numbers)
         self._check_room(writing, work, notes.keys())
         written = write_files(work, output, numbers, notes)
@@ -266,7 +263,7 @@ class Writer:
         finished = set(numbers) if share is None else self._finished(work) or set(output.notes(()))
         if len(finished) == len(work.record.files):
             finish(work, output, written)
-            self._note_commit(work, len(notes))
+            self._note(work, num_resumed=len(notes))
         elif share is not None:
             self._note(work, finished, num_resumed=len(notes), is_whole=False)
 
@@ -290,35 +287,35 @@ class Writer:
         if record is None or record.hash != share.record.hash:
             raise JobEnded(output.path, is_committed=self.destination.is_there)
         finish(replace(work, record=record), output, {})
-        self._note_commit(work)
+        self._note(work)
 
-    def _note_commit(self, work: Work, num_resumed: int = 0) -> None:
-        """Keep that this process has made the output."""
-        self.has_made = True
-        self._note(work, num_resumed=num_resumed)
+    @property
+    def _is_left_as_it_is(self) -> bool:
+        """True if an output is at the destination by now that may stay."""
+        return self._given.exist_ok and self.destination.is_there
 
     def _find_there(self, work: Work) -> None:
         """Leave an output as it is."""
         self.was_there = True
         self._note(work, is_whole=False, by_another=True)
 
-    def _interrupted(self, interrupt: KeyboardInterrupt, work: Work) -> Interrupted:
+    def _interrupted(self, interrupt: KeyboardInterrupt, work: Work, output: JobOutput) -> Interrupted:
         """Return the error of a process that a signal has ended: what became of the output, and what to type."""
-        kept = self._kept_files(work)
-        return Interrupted(
-            f"interrupted: {escape(self.path)} was not made; {kept or 'no file was finished'}",
-            signum=signal_of(interrupt),
-            hint=self._how_to_resume(kept),
-        )
+        kept, signum = self._kept_files(work, output), signal_of(interrupt)
+        state = f"was not made; {kept or 'no file was finished'}"
+        text = f"interrupted: {escape(self.path)} {'is there, and whole' if output.is_made() else state}"
+        return Interrupted(text, signum=signum, hint=self._how_to_resume(kept, interrupt))
 
-    def _how_to_resume(self, kept: str) -> str:
+    def _how_to_resume(self, kept: str, error: BaseException) -> str:
         remove = f", or remove what is kept: `shardkit abort {in_shell(self.path)}`" if kept else ""
-        return f"run the same command again to resume{remove}"
+        when = "with --overwrite " if isinstance(error, OutputExists) else ""
+        when = "if the source is unchanged, " if isinstance(error, IntegrityError) else when
+        return f"{when}run the same command again to resume{remove}"
 
-    def _kept_files(self, work: Work) -> str:
+    def _kept_files(self, work: Work, output: JobOutput) -> str:
         """Return how many files of the job are finished and kept; empty if none are, or nobody can say."""
         with contextlib.suppress(OSError, ShardkitError):
-            for job in self.destination.jobs():
+            for job in [] if output.is_made() else self.destination.jobs():
                 if job.finished and job.record.hash == work.record.hash:
                     return (
                         f"{len(job.finished)} of {count(len(job.record.files), 'file')} are finished and kept"

@@ -30,9 +30,15 @@ from shardkit.files.remote import objects
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.owned import OutputKind, find_foreign, written_in
-from shardkit.operations.destination import check_destination, check_replaceable, check_target
+from shardkit.operations.destination import (
+    KEEP_OR_REPLACE,
+    check_destination,
+    check_replaceable,
+    check_target,
+)
 
 _MAX_METADATA = 1 << 30
+_CHOOSE_OR_REPLACE = "choose another name, or replace it: overwrite=True"
 _R = TypeVar("_R")
 
 
@@ -53,20 +59,19 @@ class Lead:
         self._output: LocalOutput | BucketOutput
         if location_of(path).renames:
             _make_parents(path)
-            self.path = check_destination(path, None, overwrite=overwrite)
+            with _python_hints():
+                self.path = check_destination(path, None, overwrite=overwrite)
             """The destination, absolute."""
             self._output = LocalOutput(
                 self.path,
-                may_replace=self._check,
+                may_replace=self._check_replaceable,
                 foreign_files=lambda old, new: find_foreign(old, *written_in(new)),
                 overwrite=overwrite,
             )
         else:
             self.path, is_there = check_target(path, None, OutputKind.SHARDED, overwrite=overwrite)
             if is_there and not overwrite:
-                raise UsageError(
-                    f"{escape(path)} exists", hint="choose another name, or replace it: overwrite=True"
-                )
+                raise UsageError(f"{escape(path)} exists", hint=_CHOOSE_OR_REPLACE)
             self._folder = f"data-{job[:16]}"
             self._output = BucketOutput(
                 self.path, marker=METADATA, may_replace=lambda _: None, overwrite=overwrite
@@ -77,7 +82,13 @@ class Lead:
             stack.enter_context(self._output)
             stack.callback(self._discard)
             self._output.begin(
-                JobRecord(hash=job, command=f"shardkit.save(model, {self.path!r})", directory="", files=())
+                JobRecord(
+                    hash=job,
+                    command=f"shardkit.save(model, {self.path!r})",
+                    directory="",
+                    files=(),
+                    output=os.path.basename(self.path),
+                )
             )
             is_stored = bool(self._folder)
             directory = TemporaryDirectory() if is_stored else self._output.scratch()
@@ -120,20 +131,14 @@ class Lead:
                     hint="save again",
                 ) from ended
         self._is_ended = True
-        if isinstance(self._output, LocalOutput):
-            for old in self._output.kept:
-                warnings.warn(
-                    f"files were put into the old save while it was replaced: all of it lies in {escape(old)}",
-                    stacklevel=4,
-                )
+        for warning in self._output.warnings:
+            warnings.warn(warning, stacklevel=4)
 
-    def _check(self, path: str, new: str) -> None:
+    def _check_replaceable(self, path: str, new: str) -> None:
         """Raise OutputExists if the directory at the destination, which may be somebody else's by now, has to stay."""
-        try:
-            kind, made = written_in(new) if new else (OutputKind.SHARDED, None)
+        kind, made = written_in(new) if new else (OutputKind.SHARDED, None)
+        with _python_hints():
             check_replaceable(path, escape(path), overwrite=self._overwrite, kind=kind, made=made)
-        except UsageError as error:
-            raise OutputExists(error.message, problems=error.problems, hint=error.hint) from None
 
     def _keep_on_disk(self) -> tuple[str, str]:
         """Give the new save another name; return its place, and what to do next."""
@@ -174,6 +179,17 @@ class Lead:
             # What cannot be removed stays: nobody sees it. On a disk the next save removes it.
             with contextlib.suppress(OSError, ShardkitError):
                 self._output.discard()
+
+
+@contextlib.contextmanager
+def _python_hints() -> Iterator[None]:
+    """Name the argument of `save` in the hint of a destination that exists, in place of options of the command line."""
+    try:
+        yield
+    except OutputExists as error:
+        if error.hint is not None and error.hint.endswith(KEEP_OR_REPLACE):
+            error.hint = _CHOOSE_OR_REPLACE
+        raise
 
 
 def _make_parents(path: str) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages
 from shardkit.formats.owned import OutputKind
 from shardkit.operations.commit import abort
 from shardkit.operations.options import WriteOptions
+from shardkit.operations.parts.agreement import typed
 from shardkit.operations.write import Writer, Writing
 from shardkit.transfer.checks import OFF
 from shardkit.transfer.execute import FileDigest
@@ -365,12 +367,61 @@ class TestFailing:
         assert write(source, out, overwrite=overwrite)["resumed_files"] == num_finished
         check_whole(out)
 
+    def test_what_other_parts_have_finished_is_not_said_to_resume_whatever_the_source(
+        self, source: Path, out: Path
+    ) -> None:
+        write(source, out, part="1/2")
+        job, warnings = copy_of(source), list[str]()
+        os.truncate(source / "model.safetensors", 5000)
+        with pytest.raises(IntegrityError):
+            write(source, out, job=job, part="2/2", on_warning=warnings.append)  # type: ignore[arg-type]
+        (warning,) = warnings
+        assert warning.startswith("2 of 4 files are finished and kept: if the source is unchanged, run the")
+        assert warning.endswith(f"`shardkit abort {out}`")
+
     def test_a_source_that_is_damaged_gives_no_output(self, source: Path, out: Path) -> None:
         job = copy_of(source)
         os.truncate(source / "model.safetensors", 5000)
         with pytest.raises(IntegrityError):
             write(source, out, job=job)
         assert list(out.parent.iterdir()) == []
+
+
+class TestExisting:
+    """Somebody else has made the output while this job was written."""
+
+    @pytest.fixture
+    def others(self, source: Path, tmp_path: Path) -> Path:
+        """What they have made."""
+        (tmp_path / "elsewhere").mkdir()
+        write(source, tmp_path / "elsewhere" / "out", job=copy_of(source, option="another"))
+        return tmp_path / "elsewhere" / "out"
+
+    @pytest.mark.parametrize("is_aborted", [False, True])
+    def test_an_output_that_may_stay_ends_the_job(
+        self, source: Path, out: Path, others: Path, is_aborted: bool
+    ) -> None:
+        job = copy_of(source)
+
+        def meddle() -> None:
+            shutil.copytree(others, out)
+            assert not is_aborted or abort(out).aborted  # by a twin
+
+        assert write(source, out, job=job, describe=index_of(job, on_finish=meddle), exist_ok=True)[
+            "was_there"
+        ]
+        check_whole(out)
+
+    def test_what_is_kept_is_named(self, source: Path, out: Path, others: Path) -> None:
+        job, warnings = copy_of(source), list[str]()
+        describe = index_of(job, on_finish=lambda: shutil.copytree(others, out))
+        with pytest.raises(UsageError, match="exists"):
+            write(source, out, job=job, describe=describe, on_warning=warnings.append)  # type: ignore[arg-type]
+        (warning,) = warnings
+        assert warning.startswith("4 of 4 files are finished and kept: with --overwrite run the same command")
+        assert warning.endswith(f"`shardkit abort {out}`")
+        assert write(source, out, overwrite=True)["resumed_files"] == 4
+        check_whole(out)
 
 
 class TestResuming:
@@ -417,6 +468,34 @@ class TestResuming:
         assert finished_in(left)
         assert write(source, out, job=copy_of(source, option=change), overwrite=True)["resumed_files"] == 0
         check_whole(out)
+
+    def test_a_dry_run_refuses_another_job_too(self, source: Path, out: Path) -> None:
+        killed_after(2, source, out)
+        another = copy_of(source, option="another")
+        with pytest.raises(UsageError, match="another job is under way"):
+            write(source, out, job=another, dry_run=True)
+        write(source, out, job=another, dry_run=True, overwrite=True)
+        write(source, out, dry_run=True)
+        assert write(source, out)["resumed_files"] >= 2  # type: ignore[operator]
+
+    @pytest.mark.parametrize("again", ["shardkit consolidate run out", "shardkit consolidate other out"])
+    def test_the_same_command_says_that_the_source_has_changed(
+        self, source: Path, out: Path, again: str
+    ) -> None:
+        job = copy_of(source)
+
+        def interrupt(count: int) -> None:
+            if count == 2:
+                raise KeyboardInterrupt
+
+        with typed("shardkit consolidate run out"), pytest.raises(Interrupted):
+            write(source, out, job=job, describe=index_of(job, on_file=interrupt))
+        os.utime(source / "model.safetensors", (1, 1))
+        with typed(again), pytest.raises(UsageError, match="another job is under way") as caught:
+            write(source, out)
+        (line,) = caught.value.problems
+        assert line.startswith("it was begun by `shardkit consolidate run out`")
+        assert ("since then the source" in line) == (again == "shardkit consolidate run out")
 
     def test_a_job_that_has_finished_nothing_gives_way(self, source: Path, out: Path) -> None:
         left = killed_after(1, source, out)
@@ -476,6 +555,40 @@ def test_an_interrupt_while_the_rest_of_a_job_is_removed(
     (left,) = staged(out)
     assert "-trash-" in left.name
     write(source, out, overwrite=True)
+    check_whole(out)
+
+
+@pytest.mark.parametrize(
+    "raised", [KeyboardInterrupt(), OSError(5, "Input/output error")], ids=["ctrl-c", "EIO"]
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_output_that_has_its_name_is_not_said_to_be_absent(
+    source: Path, out: Path, raised: BaseException, overwrite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is any file of it said to be kept."""
+    warnings = list[str]()
+    if overwrite:
+        write(source, out, job=copy_of(source, option="another"))
+    before = out.stat().st_ino if overwrite else 0
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any) -> Any:
+            done = call(*args)
+            if args[1] == str(out):
+                raise raised
+            return done
+
+        return make
+
+    with monkeypatch.context() as patch:
+        for name in ("rename", "renameat2"):
+            patch.setattr(storage, name, failing(getattr(storage, name)))
+        with pytest.raises((Interrupted, ResourceError), match="is there, and whole"):
+            write(source, out, overwrite=overwrite, on_warning=warnings.append)  # type: ignore[arg-type]
+    assert warnings == []
+    assert out.stat().st_ino != before
+    assert len(staged(out)) == 1
+    assert write(source, out)["was_there"]
     check_whole(out)
 
 

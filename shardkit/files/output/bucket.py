@@ -36,7 +36,7 @@ from shardkit.files.output.contract import (
     JobRecord,
     JobStatus,
     OutputExists,
-    missing_files,
+    check_complete,
     other_job,
 )
 from shardkit.files.remote.objects import (
@@ -148,7 +148,8 @@ class BucketOutput:
         self.path = self._objects.path
         self.is_committed = False
         self.replaced: tuple[str, ...] = ()
-        """How the paths begin of data that the commit has replaced. The data stays."""
+        """See `JobOutput.replaced`."""
+        self.warnings = ()
         self._marker, self._may_replace, self._overwrite = marker, may_replace, overwrite
         self._scratch, self._replaced = scratch, cast("Version | None", None)
         self._sends = threading.Semaphore(NUM_SENDS)
@@ -158,6 +159,10 @@ class BucketOutput:
 
     def __exit__(self, *_: object) -> None:
         return
+
+    def is_made(self) -> bool:
+        """True if the marker is that of this job."""
+        return "_job" in vars(self) and self._job.has_put(self._objects.head(self._marker))
 
     def begin(self, record: JobRecord) -> None:
         """Create the job, or join it."""
@@ -195,18 +200,15 @@ class BucketOutput:
         if not jobs:
             return None
         if len(jobs) > 1:
+            commands = [escape_command(job.record.command) or "begun by a call from Python" for job in jobs]
             raise UsageError(
                 f"{len(jobs)} jobs are under way for {escape(self.path)}",
-                problems=[f"begun by `{escape_command(job.record.command)}`" for job in jobs],
+                problems=commands,
                 hint=f"run the command of one of them, or remove all: `shardkit abort {in_shell(self.path)}`",
             )
         self._job, self._marker = jobs[0], jobs[0].marker
         self._look()
-        drafts = [each.data for each in at_once(self._objects.get, self._job.drafts()) if each is not None]
-        if len(drafts) < len(self._job.draft):
-            self._check_under_way()
-            raise SourceError(f"{escape(f'{self.path}/{self._job.home}')}: the draft is damaged")
-        return replace(self._job.record, draft=dict(zip(self._job.draft, drafts, strict=True)))
+        return self._job.record
 
     def notes(self, numbers: Collection[int]) -> dict[int, FileNote]:
         """Return the notes of those of these files that are finished, by number."""
@@ -249,9 +251,7 @@ class BucketOutput:
 
     def commit(self, beside: str) -> None:
         """Give the finished files, and those in the directory `beside`, their names."""
-        error = missing_files(self.path, self._job.record, self._finished())
-        if error is not None:
-            raise error
+        check_complete(self.path, self._job.record, self._finished())
         replaced = self._replaced_data()
         paths = [os.path.join(here, name) for here, _, names in storage.walk(beside) for name in names]
         sources = {os.path.relpath(path, beside): path for path in paths}
@@ -303,9 +303,10 @@ class BucketOutput:
         self._remove_home()
         stores.forget()
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
         """Remove every job of this address that is not committed."""
-        for home in _homes(self._objects):
+        homes = _homes(self._objects)
+        for home in homes:
             with contextlib.suppress(FileNotFoundError):  # an abort that was killed has removed it
                 self._objects.copy(f"{home}/{_RECORD}", f"{home}/{_ABORTED}")
             self._objects.delete([f"{home}/{_RECORD}"])
@@ -316,6 +317,7 @@ class BucketOutput:
                     self._objects.delete(_data(self._objects, job))
             self._objects.delete(inside - {f"{home}/{_ABORTED}"})
             self._objects.delete(inside & {f"{home}/{_ABORTED}"})
+        return bool(homes)
 
     def end_commits(self) -> None:
         """Remove what is left of jobs whose marker is there."""
@@ -402,7 +404,7 @@ class BucketOutput:
         if self._version() != self._replaced:  # a commit puts its marker before it removes the record
             raise self._changed()
         if job is not None:
-            raise other_job(self.path, job.record)
+            raise other_job(self.path, job.record, self._job.record)
 
     def _changed(self) -> OutputExists:
         """Return the error of a commit that finds another marker than there was when the process began."""
@@ -446,11 +448,12 @@ def status(address: str) -> list[JobStatus]:
         SourceError: a record is damaged.
         ResourceError: the store refuses.
     """
-    objects = Objects(address)
-    return [
-        JobStatus(record=job.record, finished=set(job.finished(_sizes(objects, job))))
-        for job in _jobs(objects)
-    ]
+    objects, jobs = Objects(address), list[JobStatus]()
+    for job in _jobs(objects):
+        drafts = zip(job.draft, at_once(objects.get, job.drafts()), strict=True)
+        record = replace(job.record, draft={name: each.data for name, each in drafts if each is not None})
+        jobs.append(JobStatus(record=record, finished=set(job.finished(_sizes(objects, job)))))
+    return jobs
 
 
 def unnamed_data(address: str, markers: Iterable[str]) -> list[str]:

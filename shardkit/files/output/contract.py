@@ -15,13 +15,12 @@ import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
 from shardkit.core.text import escape, escape_command, in_shell
 from shardkit.errors import IncompleteError, SourceError, UsageError
-from shardkit.files.strict_json import parse_object
 
 FileNote = Mapping[str, Any]
 """What is recorded of a finished file, as plain data."""
@@ -52,14 +51,12 @@ class JobRecord:
     """In which the command was typed; empty where it is not known."""
     files: Sequence[JobFile]
     """A file's number is its position."""
+    output: str = ""
+    """Name of the destination: that of the job's directory may be shorter."""
     num_parts: int = 1
     """Processes that the work was divided over by the one that began."""
     draft: Mapping[str, bytes] = field(default_factory=dict)
     """What describes the output, by name, without what the notes of its files add."""
-
-    def with_draft(self, draft: Mapping[str, bytes]) -> JobRecord:
-        """Return the record with a draft."""
-        return replace(self, draft=draft)
 
     @property
     def folders(self) -> list[str]:
@@ -74,6 +71,7 @@ class JobRecord:
             "hash": self.hash,
             "command": self.command,
             "directory": self.directory,
+            "output": self.output,
             "num_parts": self.num_parts,
             "draft": list(self.draft),
             "files": [[file.name, file.size, *file.attached] for file in self.files],
@@ -91,20 +89,22 @@ class JobRecord:
         Raises:
             SourceError: another version of shardkit has written it, or it is damaged.
         """
-        fields = parse_object(data, name)
-        if fields.get("format") != _FORMAT:
-            raise SourceError(f"{escape(name)} was written by another version of shardkit")
+        hint = "shardkit abort OUTPUT removes the job"
         try:
+            fields = json.loads(data)
+            if fields["format"] != _FORMAT:
+                raise SourceError(f"{escape(name)} was written by another version of shardkit", hint=hint)
             record = cls(
                 hash=_text(fields["hash"]),
                 command=_text(fields["command"]),
                 directory=_text(fields["directory"]),
-                num_parts=int(fields["num_parts"]),  # type: ignore[call-overload]
-                files=[_parse_file(*entry) for entry in fields["files"]],  # type: ignore[attr-defined]
+                output=_text(fields["output"]),
+                num_parts=int(fields["num_parts"]),
+                files=[_parse_file(*entry) for entry in fields["files"]],
             )
-            return record, [_text(entry) for entry in fields["draft"]]  # type: ignore[attr-defined]
-        except (KeyError, TypeError, ValueError):
-            raise SourceError(f"{escape(name)} is damaged") from None
+            return record, [_text(entry) for entry in fields["draft"]]
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+            raise SourceError(f"{escape(name)} is damaged", hint=hint) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +123,12 @@ class JobOutput(Protocol):
 
     path: str
     """The destination, absolute."""
+    replaced: tuple[str, ...]
+    """How the paths begin of data in a store that the commit has replaced. The data stays, since readers may need it."""
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What a person should know of the jobs that this process has ended."""
 
     def __enter__(self) -> JobOutput: ...
 
@@ -133,6 +139,13 @@ class JobOutput(Protocol):
     @property
     def is_committed(self) -> bool:
         """True once this process has made the output; what is left of the job may not be removed yet."""
+
+    def is_made(self) -> bool:
+        """True if the destination is the output of the job that this process has joined; maybe not after a power loss.
+
+        Raises:
+            ResourceError: the store does not answer.
+        """
 
     def begin(self, record: JobRecord) -> None:
         """Create the job, or join it. The job is durable when this returns.
@@ -145,7 +158,7 @@ class JobOutput(Protocol):
         """
 
     def join(self) -> JobRecord | None:
-        """Join the job that is under way and return its record; None if there is none.
+        """Join the job that is under way and return its record, without the draft; None if there is none.
 
         Raises:
             JobEnded: as `begin`.
@@ -183,8 +196,12 @@ class JobOutput(Protocol):
             UsageError: another job is being committed. This one stays, too.
         """
 
-    def abort(self) -> None:
-        """Remove every job of this destination that is not committed. A commit that has begun is ended instead."""
+    def abort(self) -> bool:
+        """Remove every job of this destination that is not committed. A commit that has begun is ended instead.
+
+        Returns:
+            True if there was something to remove or to end.
+        """
 
 
 class OutputExists(UsageError):
@@ -205,23 +222,23 @@ class JobEnded(IncompleteError):
         self.is_committed = is_committed
 
 
-def other_job(path: str, record: JobRecord) -> UsageError:
-    """Return the error of a process that finds another job under way for its destination."""
+def other_job(path: str, record: JobRecord, new: JobRecord) -> UsageError:
+    """Return the error of a process with a new job that finds another one under way for its destination."""
+    is_same = (record.command, record.directory) == (new.command, new.directory)
+    changed = ", this command: since then the source, or what reads it, has changed" if is_same else ""
     return UsageError(
         f"another job is under way for {escape(path)}",
-        problems=[f"it was begun by `{escape_command(record.command)}`"] if record.command else [],
+        problems=[f"it was begun by `{escape_command(record.command)}`{changed}"] if record.command else [],
         hint=f"let it finish, or remove it: `shardkit abort {in_shell(path)}`",
     )
 
 
-def missing_files(path: str, record: JobRecord, finished: Collection[int]) -> IncompleteError | None:
-    """Return the error of a commit that lacks files; None if all are finished."""
-    missing = [file.name for number, file in enumerate(record.files) if number not in finished]
-    if not missing:
-        return None
-    return IncompleteError(
+def check_complete(path: str, record: JobRecord, finished: Collection[int]) -> None:
+    """Refuse a commit that lacks files. Raises IncompleteError, which names them."""
+    missing = [escape(file.name) for number, file in enumerate(record.files) if number not in finished]
+    IncompleteError.raise_for(
+        missing,
         f"{escape(path)}: {len(missing)} of {len(record.files)} files are not finished",
-        problems=map(escape, missing),
         hint=f"`shardkit status {in_shell(path)}` lists the parts that are missing",
     )
 

@@ -39,6 +39,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Literal
 
@@ -53,11 +54,12 @@ from shardkit.files.output.contract import (
     JobRecord,
     JobStatus,
     OutputExists,
-    missing_files,
+    check_complete,
     other_job,
 )
 from shardkit.files.strict_json import parse_object
 
+_RECORD = "job.json"
 _MOST_TRIES = 100  # each only if another process begins or aborts in the same moment
 _MOST_WAITS, _WAIT_S = 20, (1.0, 3.0)  # for a commit that is alive, where flock does not work between hosts
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
@@ -93,8 +95,10 @@ class LocalOutput:
         self, path: str, *, may_replace: MayReplace, foreign_files: ForeignFiles, overwrite: bool = False
     ) -> None:
         self.path = path
-        self.kept: list[str] = []
-        """Old outputs that stay beside the new one, since files of somebody came into them in the last moment."""
+        self.warnings: list[str] = []
+        """See `JobOutput.warnings`."""
+        self.replaced: tuple[str, ...] = ()
+        """See `JobOutput.replaced`."""
         self._may_replace, self._foreign_files, self._overwrite = may_replace, foreign_files, overwrite
         self._work = _beside(path)
         self._done = os.path.join(self._work, "done")
@@ -121,6 +125,10 @@ class LocalOutput:
         """See `JobOutput.is_committed`."""
         return self._stage == "committed"
 
+    def is_made(self) -> bool:
+        """See `JobOutput.is_made`."""
+        return self.is_committed or _is_same(self.path, self._data_fd)
+
     @property
     def record(self) -> JobRecord:
         """The job that this process has joined."""
@@ -134,28 +142,24 @@ class LocalOutput:
 
     def begin(self, record: JobRecord) -> None:
         """See `JobOutput.begin`."""
-        is_created = False
         with _system_errors(self.path):
             for _ in range(_MOST_TRIES):
                 if record.hash in self._finish_commits():
-                    if is_created and self._join() is not None:
-                        self._discard_if_idle(with_files=False)
+                    self._join()  # what this process has created meanwhile is removed when it leaves
+                    self._stage = "committed"
                     raise JobEnded(self.path, is_committed=True)
                 if self._join() is None:
+                    self._refuse_foreign()
                     self._check_replaceable()
-                    is_created = _create(self.path, record)
+                    _create(self.path, record)
                     continue
                 storage.sync_directory(os.path.dirname(self.path))
-                try:
-                    self._check_replaceable()  # again: a commit may have ended before this job was created
-                except UsageError:
-                    self._discard_if_idle(with_files=False)
-                    raise
+                self._check_replaceable()  # again: a commit may have ended before this job was created
                 if self.record.hash == record.hash:
                     self._stage = "begun"
                     return
                 if not self._discard_if_idle(with_files=self._overwrite):
-                    raise other_job(self.path, self.record)
+                    raise other_job(self.path, self.record, record)
         raise ResourceError(
             f"{escape(self.path)}: other processes keep restarting jobs for it",
             hint=f"run the command again; if that does not help: `shardkit abort {in_shell(self.path)}`",
@@ -170,12 +174,9 @@ class LocalOutput:
                 record = self._join()
                 if record is not None or not _exists(self._work):
                     break
-        if record is None:
-            if ended:
-                raise JobEnded(self.path, is_committed=True)
-            return None
-        with self._in_job():
-            return record.with_draft(_read_draft(self._work))
+        if record is None and ended:
+            raise JobEnded(self.path, is_committed=True)
+        return record
 
     def notes(self, numbers: Collection[int]) -> dict[int, FileNote]:
         """See `JobOutput.notes`."""
@@ -230,8 +231,7 @@ class LocalOutput:
     def commit(self, beside: str) -> None:
         """See `JobOutput.commit`."""
         with self._in_job(), _locked(self._work):
-            if (error := missing_files(self.path, self.record, self._finished())) is not None:
-                raise error
+            check_complete(self.path, self.record, self._finished())
             self._adopt(beside)
             self._check_replaceable(self.data)
             storage.sync_directories(self.data)
@@ -260,7 +260,7 @@ class LocalOutput:
                     break
             with contextlib.suppress(OSError):  # the next job says what is in its way
                 storage.sync_directory(os.path.dirname(self.path))
-                _discard(self.path, self._work)
+                self._discard(self._work)
         self._leave()
         return kept
 
@@ -268,21 +268,24 @@ class LocalOutput:
         """Remove the job that `begin` has begun, unless it has ended. A commit that has begun is ended instead."""
         if self._stage == "begun" and self._tmp:
             with contextlib.suppress(JobEnded), self._in_job(), _locked(self._work):
-                _discard(self.path, self._work)
+                self._discard(self._work)
         self._leave()
 
-    def abort(self) -> None:
+    def abort(self) -> bool:
         """See `JobOutput.abort`."""
         with _system_errors(self.path):
+            is_any = is_under_way(self.path) or bool(unremoved(self.path))
+            self._refuse_foreign()
             with _if_there(), _locked(self._work):
-                _discard(self.path, self._work)
+                self._discard(self._work)
             for work in _listed(self.path, "commit"):
                 with _if_there(), _locked(work):
                     if _has_new(work) and not _exists(os.path.join(work, "old")):
-                        _discard(self.path, work)
+                        self._discard(work)
             self._finish_commits()
-            _discard_all(self.path, "new")
+            self._discard_all("new")
         self._leave()
+        return is_any
 
     def end_commits(self) -> None:
         """End commits that were interrupted, and remove what dead processes left of jobs that have ended.
@@ -293,7 +296,7 @@ class LocalOutput:
         """
         with _system_errors(self.path):
             self._finish_commits()
-            _discard_all(self.path, "new")
+            self._discard_all("new")
 
     def _join(self) -> JobRecord | None:
         """Join the job that is under way and return its record; None if there is none."""
@@ -306,17 +309,12 @@ class LocalOutput:
             # All that this process does in the job passes through here by rename: it fails in another job of this name.
             self._tmp = os.path.join(self._work, "tmp", _new_id())
             storage.mkdir(self._tmp)
+            _check_owner(self.path, storage.lstat(self._tmp).st_uid)  # notes of others are not believed
             if is_alone and _is_same(users, self._users_fd):
                 self._remove_scratch_of_dead()
             _flock(self._users_fd, exclusive=False)
             self._data_fd = _open(self.data, os.O_RDONLY | os.O_DIRECTORY)
             self._record = _read_record(self._work)
-            if storage.lstat(self._tmp).st_uid != storage.lstat(self._work).st_uid:
-                self._leave()  # notes of others are not believed
-                raise UsageError(
-                    f"the job under way for {escape(self.path)} belongs to another user",
-                    hint=f"choose another output, or have that user run `shardkit abort {in_shell(self.path)}`",
-                )
             if _is_same(users, self._users_fd) and self._is_joined():
                 return self._record
         self._leave()
@@ -395,7 +393,7 @@ class LocalOutput:
             is_idle = is_idle and (with_files or not storage.listdir(self._done))
             self._require_joined()
             if is_idle:
-                _discard(self.path, self._work)
+                self._discard(self._work)
             return is_idle
         except OSError as error:
             if error.errno not in _GONE:
@@ -410,12 +408,21 @@ class LocalOutput:
             return
         try:
             with _if_there():
-                if not stat.S_ISDIR(storage.lstat(self.path).st_mode):
-                    raise OutputExists(f"{escape(self.path)} exists and is not a directory")
                 self._may_replace(self.path, new)
         except OutputExists:
-            _discard_all(self.path, "new")
+            self._discard_all("new")
             raise
+
+    def _refuse_foreign(self) -> None:
+        """Refuse what has the name of a job's directory and is none."""
+        with _if_there():
+            before = storage.lstat(self._work)
+            names = storage.listdir(self._work) if stat.S_ISDIR(before.st_mode) else ["a file"]
+            if names and _RECORD not in names and os.path.samestat(before, storage.lstat(self._work)):
+                raise UsageError(
+                    f"{escape(self._work)} is in the way, and is no job of shardkit's",
+                    hint="move it somewhere else",
+                )
 
     def _adopt(self, directory: str, below: str = "") -> None:
         """Move all files of a directory into `data`. A twin may be moving the same."""
@@ -445,7 +452,7 @@ class LocalOutput:
         for waits in range(_MOST_WAITS):
             works = _listed(self.path, "commit")
             if not works:
-                _discard_all(self.path, "trash")
+                self._discard_all("trash")
                 return ended
             if waits:  # only where locks do not work: another process continues with it
                 time.sleep(random.uniform(*_WAIT_S))
@@ -496,11 +503,13 @@ class LocalOutput:
         if _exists(old) and self._foreign_files(old, self.path):  # they were put there after the last look
             kept = os.path.join(parent, os.path.basename(_beside(self.path, "replaced"))[1:])  # not hidden
             storage.rename(old, kept)
-            self.kept.append(kept)
+            self.warnings.append(
+                f"files were put into the old {escape(self.path)} while it was replaced: it is {escape(kept)} now"
+            )
         if is_own:
             self._stage = "committed"
-        _discard(self.path, work)
-        _discard_all(self.path, "new")
+        self._discard(work)
+        self._discard_all("new")
 
     def _replace(self, work: str, data: str, old: str) -> None:
         try:
@@ -520,6 +529,21 @@ class LocalOutput:
                 hint=f"move it away and run the same command again; the new output is whole in {escape(data)}",
             ) from error
 
+    def _discard(self, work: str) -> None:
+        trash = _rename(self.path, work, "trash")
+        storage.sync_directory(os.path.dirname(self.path))  # else a power loss brings it back, half empty
+        if not storage.remove_tree(trash):
+            self.warnings.append(
+                f"{escape(trash)} is over and could not be removed: once you may write in all of it, "
+                f"`shardkit abort {in_shell(self.path)}` removes it"
+            )
+
+    def _discard_all(self, state: str) -> None:
+        """Remove what dead processes left in the state "trash", or "new"; whoever makes a new one begins again."""
+        for work in _listed(self.path, state):
+            with _if_there():
+                self._discard(work)
+
 
 def status(path: str) -> list[JobStatus]:
     """Return the job of a destination that is not committed, with its finished files. Nothing is changed.
@@ -533,9 +557,8 @@ def status(path: str) -> list[JobStatus]:
             with _if_there():
                 names = storage.listdir(os.path.join(work, "done"))
                 finished = {int(name.removesuffix(".json")) for name in names if name[:-5].isdecimal()}
-                is_committing = work != _beside(path)
-                record = _read_record(work).with_draft(_read_draft(work))
-                return [JobStatus(record=record, finished=finished, is_committing=is_committing)]
+                record = replace(_read_record(work), draft=_read_draft(work))
+                return [JobStatus(record=record, finished=finished, is_committing=work != _beside(path))]
     return []
 
 
@@ -548,8 +571,8 @@ def output_of(path: str) -> str | None:
     parent, name = os.path.split(path)
     while name:
         match = _OF_A_JOB.fullmatch(name)
-        if match and _exists(os.path.join(parent, name, "job.json")):
-            return os.path.join(parent, match[1])
+        if match and _exists(os.path.join(parent, name, _RECORD)):
+            return _output_of(parent, match)
         parent, name = os.path.split(parent)
     return None
 
@@ -561,14 +584,30 @@ def is_under_way(path: str) -> bool:
     return False
 
 
+def unremoved(path: str) -> list[str]:
+    """Return the directories of jobs of a destination that are over, and that are being removed, or could not be."""
+    with _if_there():
+        return _listed(path, "trash")
+    return []
+
+
 def outputs_in(directory: str) -> list[str]:
-    """Return the paths in a directory for which jobs are under way, as far as their names show it."""
-    names = {match[1] for name in storage.listdir(directory) if (match := _OF_A_JOB.fullmatch(name))}
-    return sorted(path for name in names if status(path := os.path.join(directory, name)))
+    """Return the paths in a directory beside which there are directories of jobs."""
+    matches = filter(None, map(_OF_A_JOB.fullmatch, storage.listdir(directory)))
+    return sorted({_output_of(directory, match) for match in matches})
 
 
-def _create(path: str, record: JobRecord) -> bool:
-    """Create the directory of a job; False if there is one."""
+def _output_of(parent: str, match: re.Match[str]) -> str:
+    """Return the output whose job has a directory, by the name of that, which may be short, or by its record."""
+    path = os.path.join(parent, match[1])
+    with contextlib.suppress(OSError, ShardkitError):
+        recorded = os.path.join(parent, _read_record(os.path.join(parent, match[0])).output)
+        return recorded if _stem(recorded) == _stem(path) else path
+    return path
+
+
+def _create(path: str, record: JobRecord) -> None:
+    """Create the directory of a job, if there is none."""
     new = _beside(path, "new")
     storage.mkdir(new)
     try:
@@ -576,32 +615,30 @@ def _create(path: str, record: JobRecord) -> bool:
         for folder in folders:
             storage.mkdir(os.path.join(new, folder))
         drafts = {f"draft/{number}": content for number, content in enumerate(record.draft.values())}
-        for name, content in {"users": b"", "lock": b"", "job.json": record.dump(), **drafts}.items():
+        for name, content in {"users": b"", "lock": b"", _RECORD: record.dump(), **drafts}.items():
             storage.write_file(os.path.join(new, name), content)
         for folder in [*reversed(folders), ""]:
             storage.sync_directory(os.path.join(new, folder))
         storage.rename(new, _beside(path))
-        return True
     except OSError as error:  # gone: another process has tidied up; in the way: it was faster
         if error.errno not in (*_GONE, *_IN_THE_WAY):
             raise
-        return False
     finally:
         storage.remove_tree(new)
 
 
 def _read_record(work: str) -> JobRecord:
     """Return the record of a job's directory, without its draft."""
-    path = os.path.join(work, "job.json")
+    path = os.path.join(work, _RECORD)
     return JobRecord.parse(storage.read_file(path), path)[0]
 
 
 def _read_draft(work: str) -> dict[str, bytes]:
-    path = os.path.join(work, "job.json")
+    """Return the files of a job's draft that are there."""
+    path = os.path.join(work, _RECORD)
     names = JobRecord.parse(storage.read_file(path), path)[1]
-    return {
-        name: storage.read_file(os.path.join(work, "draft", str(number))) for number, name in enumerate(names)
-    }
+    paths = {name: os.path.join(work, "draft", str(number)) for number, name in enumerate(names)}
+    return {name: storage.read_file(path) for name, path in paths.items() if _exists(path)}
 
 
 def _has_new(work: str) -> bool:
@@ -676,19 +713,6 @@ def _rename(path: str, work: str, state: str) -> str:
     return renamed
 
 
-def _discard(path: str, work: str) -> None:
-    trash = _rename(path, work, "trash")
-    storage.sync_directory(os.path.dirname(path))  # else a power loss brings it back, half empty
-    storage.remove_tree(trash)
-
-
-def _discard_all(path: str, state: str) -> None:
-    """Remove what dead processes left in the state "trash", or "new"; whoever makes a new one begins again."""
-    for work in _listed(path, state):
-        with _if_there():
-            _discard(path, work)
-
-
 @contextlib.contextmanager
 def _locked(work: str) -> Iterator[None]:
     """Hold the lock of a job's directory. The directory may be gone once the lock is free: the next call fails then.
@@ -756,13 +780,26 @@ def _if_there() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _system_errors(path: str) -> Iterator[None]:
-    """Raise ResourceError for what the system refuses."""
+    """Raise ResourceError for what the system refuses, UsageError for the job of another user."""
     try:
         yield
     except OSError as error:
+        if isinstance(error, PermissionError):
+            with contextlib.suppress(OSError):
+                _check_owner(path, os.geteuid())
         raise ResourceError(
             f"cannot write beside {escape(path)}: {error.strerror}", hint=storage.WAYS_OUT.get(error.errno)
         ) from error
+
+
+def _check_owner(path: str, uid: int) -> None:
+    """Refuse a job that belongs to another user than this one."""
+    for work in [_beside(path), *_listed(path, "commit")]:
+        if _exists(work) and storage.lstat(work).st_uid != uid:
+            raise UsageError(
+                f"the job under way for {escape(path)} belongs to another user",
+                hint=f"choose another output, or have that user run `shardkit abort {in_shell(path)}`",
+            )
 
 
 def _new_id() -> str:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from inspect import signature
+from typing import Any
 
 from shardkit._version import __version__
 from shardkit.core.keywords import suggests_keywords
 from shardkit.core.result import Result, wrote
-from shardkit.core.text import escape, escape_command, in_shell, listed
+from shardkit.core.text import escape, in_shell, listed
 from shardkit.core.threads import ProgressOption
 from shardkit.errors import SourceError, UsageError
 from shardkit.files import storage
@@ -22,7 +23,8 @@ from shardkit.files.location import location_of
 from shardkit.files.output.contract import JobEnded, JobRecord, JobStatus
 from shardkit.files.output.local import outputs_in
 from shardkit.formats.owned import OutputKind
-from shardkit.operations.consolidate import ConsolidateResult, consolidate
+from shardkit.formats.registry import recognise
+from shardkit.operations.consolidate import consolidate
 from shardkit.operations.options import OnWarning, WriteOptions
 from shardkit.operations.parts.agreement import (
     PLAN,
@@ -57,15 +59,15 @@ class CommitResult(Result):
     """The directory; absolute."""
     by_another: bool
     """It was there already, or another process was faster: nothing was left to do."""
-    num_files: int
+    num_files: int = 0
     """Files with tensors in them; 0 where there was nothing to do."""
-    written_bytes: int
+    written_bytes: int = 0
     """Size of all these files."""
-    checked_bytes: int
+    checked_bytes: int = 0
     """Bytes of the source that were compared with the CRC-32 recorded for them, by all parts."""
-    unchecked: tuple[Unchecked, ...]
+    unchecked: tuple[Unchecked, ...] = ()
     """What could not be compared, by reason."""
-    source_manifests: tuple[str, ...]
+    source_manifests: tuple[str, ...] = ()
     """Manifests by shardkit that the source was compared with, beside what its files record."""
     replaced: tuple[str, ...] = ()
     """How the paths begin of data in a bucket that were replaced. They stay, as readers may need them."""
@@ -115,7 +117,8 @@ class StatusResult(Result):
     jobs: tuple[UnfinishedJob, ...]
     """On a disk there is at most one for each output."""
     replaced: tuple[str, ...] = ()
-    """How the paths begin of data in a bucket that no output names any more."""
+    """How the paths begin of data in a bucket that no output names any more; on a disk, what could not be removed of jobs
+    that are over."""
     outputs: tuple[str, ...] | None = None
     """Where no output was named, all in the directory that have such jobs."""
     notes: tuple[str, ...]
@@ -179,37 +182,25 @@ def commit(
         IntegrityError: what the parts read is not what the source records.
         ResourceError: disk or permission.
     """
-    begun = time.monotonic()
+    begun, warnings = time.monotonic(), list[str]()
     place, until = _destination(output), begun + wait
     while not (jobs := place.jobs()) and not place.is_there and time.monotonic() < until:  # none has begun
         time.sleep(_LOOK_AGAIN_S)
     if not jobs:
         return _was_there(place, begun)
-    _check_only(place, jobs)
     try:
-        record = _join(place, jobs[0].record, overwrite=overwrite)
-        _wait_for_all(place, record, until)
-        result = _repeat(place.path, record, overwrite, progress, on_warning)
+        _join(place, jobs[0].record, warnings, overwrite=overwrite)
+        _wait_for_all(place, jobs[0].record, until)
+        result = _repeat(place.path, jobs[0].record, overwrite, progress, on_warning)
     except JobEnded as error:
         if not error.is_committed:
             raise
-        return _was_there(place, begun)
+        return _was_there(place, begun, warnings)
     if result.was_there:
-        return _was_there(place, begun)
-    return CommitResult(
-        output=place.path,
-        by_another=False,
-        num_files=result.num_files,
-        written_bytes=result.written_bytes,
-        checked_bytes=result.checked_bytes,
-        unchecked=result.unchecked,
-        source_manifests=result.source_manifests,
-        replaced=result.replaced,
-        elapsed_s=round(time.monotonic() - begun, 3),
-        notes=result.notes,
-        warnings=result.warnings,
-        pushed_to=result.pushed_to if isinstance(result, ConsolidateResult) else None,
-    )
+        return _was_there(place, begun, result.warnings)
+    facts: dict[str, Any] = {each.name: getattr(result, each.name, None) for each in fields(CommitResult)}
+    facts |= {"output": place.path, "by_another": False, "elapsed_s": round(time.monotonic() - begun, 3)}
+    return CommitResult(**facts)
 
 
 def _destination(output: str | os.PathLike[str]) -> Destination:
@@ -224,33 +215,22 @@ def _destination(output: str | os.PathLike[str]) -> Destination:
     return destination_at(given)
 
 
-def _check_only(place: Destination, jobs: Sequence[JobStatus]) -> None:
-    """Refuse to choose between several jobs."""
-    if len(jobs) > 1:
-        raise UsageError(
-            f"{len(jobs)} jobs are under way for {escape(place.path)}",
-            problems=[escape_command(job.record.command) or "begun by a call from Python" for job in jobs],
-            hint=f"run the command of one of them, or remove all: {_abort(place.path)}",
-        )
-
-
-def _join(place: Destination, record: JobRecord, *, overwrite: bool) -> JobRecord:
-    """Return the record of the job that is under way, with its draft.
+def _join(place: Destination, record: JobRecord, warnings: list[str], *, overwrite: bool) -> None:
+    """Look whether this user may commit a job. What a person should know is added to `warnings`.
 
     Raises:
-        JobEnded: a commit was interrupted, and this call has ended it; or the job is gone.
+        JobEnded: its commit was interrupted, and this call has ended it.
+        UsageError: as `JobOutput.join`.
     """
-    # Where the record comes without its draft, whether an output may be replaced is decided when the verb is repeated.
-    kind, options = OutputKind.SHARDED, WriteOptions(overwrite=True)
-    if PLAN in record.draft:
-        command = Agreement.of(record, place.path).command
-        kind = OutputKind.HUB if command.verb == "consolidate" else kind
-        options = WriteOptions(overwrite=overwrite or bool(command.options.get("overwrite")))
+    is_save = PLAN not in record.draft
+    command = Command(verb="", options={}) if is_save else Agreement.of(record, place.path).command
+    options = WriteOptions(overwrite=overwrite or is_save or bool(command.options.get("overwrite")))
+    kind = OutputKind.HUB if command.verb == "consolidate" else OutputKind.SHARDED
     with destination_at(place.path, options, kind).output(record.hash) as output:
-        joined = output.join()
-    if joined is None:
-        raise JobEnded(place.path, is_committed=place.is_there)
-    return joined
+        try:
+            output.join()
+        finally:
+            warnings += output.warnings
 
 
 def _repeat(
@@ -261,7 +241,7 @@ def _repeat(
     on_warning: OnWarning | None,
 ) -> WriteResult:
     """Plan once more, as each part did, and let the verb describe what they wrote."""
-    if PLAN not in record.draft:
+    if not record.files:
         raise UsageError(
             f"the ranks of a training job save {escape(output)}: they make it themselves",
             hint=f"if they are dead, remove what they wrote: {_abort(output)}",
@@ -326,24 +306,19 @@ def _wait_for_all(place: Destination, record: JobRecord, until: float) -> None:
         time.sleep(_LOOK_AGAIN_S)
 
 
-def _was_there(place: Destination, begun: float) -> CommitResult:
-    warnings, path = place.end_commits(), place.path
-    if not place.is_there:
+def _was_there(place: Destination, begun: float, warnings: Iterable[str] = ()) -> CommitResult:
+    warnings, path = (*warnings, *place.end_commits()), place.path
+    if not place.is_there or recognise(path) is None:
         raise UsageError(
-            f"no part was begun for {escape(path)}, and nothing is there",
+            f"no part was begun for {escape(path)}, and no output is there",
             hint="run the parts first: preshard, consolidate or reshard with `--part 1/16` and so on",
         )
     return CommitResult(
         output=path,
         by_another=True,
-        num_files=0,
-        written_bytes=0,
-        checked_bytes=0,
-        unchecked=(),
-        source_manifests=(),
         elapsed_s=round(time.monotonic() - begun, 3),
         notes=(f"{escape(path)} is there, and no parts of it are under way: nothing is left to commit",),
-        warnings=tuple(warnings),
+        warnings=warnings,
     )
 
 
@@ -377,12 +352,14 @@ def _nothing(place: Destination) -> str:
 def _status_here() -> StatusResult:
     """Return what is under way in the working directory."""
     directory = storage.absolute(os.curdir)
-    outputs = outputs_in(directory)
+    places = [_destination(path) for path in outputs_in(directory)]
+    jobs = tuple(job for place in places for job in _unfinished(place))
     return StatusResult(
         output=directory,
         is_there=True,
-        jobs=tuple(job for path in outputs for job in _unfinished(_destination(path))),
-        outputs=tuple(outputs),
+        jobs=jobs,
+        replaced=tuple(path for place in places for path in place.unnamed_data()),
+        outputs=tuple(dict.fromkeys(job.output for job in jobs)),
         notes=(),
     )
 
@@ -404,13 +381,14 @@ def abort(output: str | os.PathLike[str]) -> AbortResult:
     except SourceError:  # a record is damaged, and is removed for that
         jobs = ()
     with place.output("") as files:
-        files.abort()
+        is_any = files.abort()
     return AbortResult(
         output=place.path,
         is_there=place.is_there,
-        aborted=bool(jobs),
+        aborted=is_any,
         jobs=jobs,
-        notes=() if jobs else (_nothing(place),),
+        notes=() if is_any else (_nothing(place),),
+        warnings=tuple(files.warnings),
     )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextvars import ContextVar
@@ -13,10 +14,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardkit.core.text import count, escape, in_directory, in_shell, listed
-from shardkit.errors import IncompleteError, ShardkitError, SourceError
+from shardkit.errors import IncompleteError, SourceError
 from shardkit.files import storage
 from shardkit.files.output.contract import JobRecord
-from shardkit.files.strict_json import parse_object
 from shardkit.operations.parts.part import Part, divide, parse_part
 
 PLAN = "plan.json"
@@ -41,12 +41,14 @@ _OWN = {
 _SETTINGS = ("sha256", "manifest", "manifest_file", "check_source")
 
 
+_BEFORE_PATHS = re.compile(r"^((?:[^'\"]|\"'\"|'[^']*')*?)( -- |$)")
+"""The end of a command's options, as the shell takes it: what is in quotes does not end them."""
 _typed = ContextVar("_typed", default="")
 
 
 @contextlib.contextmanager
 def typed(command: str) -> Iterator[None]:
-    """Let runs that are begun meanwhile say which command was typed, as the shell takes it."""
+    """Let runs that are begun meanwhile say which command was typed, as the shell takes it, without its part."""
     token = _typed.set(command)
     try:
         yield
@@ -54,9 +56,9 @@ def typed(command: str) -> Iterator[None]:
         _typed.reset(token)
 
 
-def as_typed(share: Share | None) -> tuple[str, str]:
-    """Return the command that was typed for a share, as the shell takes it, and where; empty if none was, or it is gone."""
-    command = _typed.get() if share is None else share.typed if isinstance(share, Part) else ""
+def as_typed() -> tuple[str, str]:
+    """Return the command that was typed, as the shell takes it, and where; empty if none was, or it is gone."""
+    command = _typed.get()
     return command, storage.current_directory() if command else ""
 
 
@@ -132,21 +134,17 @@ class Agreement:
         Raises:
             SourceError: the record is damaged.
         """
-        try:
-            content = parse_object(record.draft[PLAN], PLAN)
-            command, ingredients = content["command"], content["ingredients"]
-            assert isinstance(command, dict)
-            assert isinstance(ingredients, dict)
-            verb, options, version = command["verb"], command["options"], content["version"]
-            assert isinstance(options, dict)
-            assert isinstance(verb, str)
-            assert isinstance(version, str)
-        except (AssertionError, KeyError, ShardkitError):
-            raise SourceError(
-                f"the record of the job for {escape(output)} is damaged",
-                hint=f"remove the job, and begin anew: `shardkit abort {in_shell(output)}`",
-            ) from None
-        return cls(version=version, command=Command(verb=verb, options=options), ingredients=ingredients)
+        with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
+            content = json.loads(record.draft[PLAN])
+            command = Command(verb=content["command"]["verb"], options=content["command"]["options"])
+            agreement = cls(version=content["version"], command=command, ingredients=content["ingredients"])
+            texts, objects = (agreement.version, command.verb), (command.options, agreement.ingredients)
+            if all(isinstance(text, str) for text in texts) and all(isinstance(x, dict) for x in objects):
+                return agreement
+        raise SourceError(
+            f"the record of the job for {escape(output)} is damaged",
+            hint=f"remove the job, and begin anew: `shardkit abort {in_shell(output)}`",
+        )
 
     def differences(self, other: Agreement) -> Iterator[str]:
         """Yield what another process decided otherwise."""
@@ -169,7 +167,7 @@ def part_command(record: JobRecord, part: Part, output: str) -> str:
     is_all = part.count == 1
     if record.command:
         typed = in_directory(record.directory, record.command, here=storage.current_directory())
-        return typed if is_all else f"{typed} --part {part}"
+        return typed if is_all else _BEFORE_PATHS.sub(rf"\1 --part {part}\2", typed, count=1)
     command = Agreement.of(record, output).command if PLAN in record.draft else Command(verb="", options={})
     if not command.verb:
         return f"the call that began the job{'' if is_all else f', with part={str(part)!r}'}"

@@ -37,8 +37,6 @@ class Part:
     count: int
     found: str = ""
     """What told it; empty where a person did."""
-    typed: str = ""
-    """The command without its part, as it was typed; empty where there was none."""
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"

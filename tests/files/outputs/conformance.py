@@ -8,12 +8,21 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardkit.errors import IncompleteError, SourceError, UsageError
-from shardkit.files.output.contract import FileNote, JobEnded, JobFile, JobOutput, JobRecord, OutputExists
+from shardkit.files.output.contract import (
+    FileNote,
+    JobEnded,
+    JobFile,
+    JobOutput,
+    JobRecord,
+    JobStatus,
+    OutputExists,
+)
 
 MARKER = "marker.json"
 """It lists the names of all files of an output."""
@@ -31,6 +40,10 @@ class OutputPlace(ABC):
     @abstractmethod
     def output(self, *, overwrite: bool = False) -> JobOutput:
         """Return an output of the destination, as a new process has it."""
+
+    @abstractmethod
+    def status(self) -> list[JobStatus]:
+        """Return the jobs of the destination that are not committed."""
 
     @abstractmethod
     def look(self, name: str) -> bytes | None:
@@ -161,11 +174,14 @@ class OutputTests:
             add(output, ALL)
             assert output.notes(ALL) == {number: note(number) for number in ALL}
             assert place.read() is None
+            assert not output.is_made()
             commit(output)
+            assert output.is_made()
         assert place.read() == expected()
         assert place.leftovers() == []
         with place.output() as output:
             assert output.join() is None
+            assert not output.is_made()
 
     def test_a_file_is_moved_out_of_scratch(self, place: OutputPlace) -> None:
         with place.output() as output:
@@ -213,8 +229,10 @@ class OutputTests:
         with place.output() as output:
             record = output.join()
             assert record is not None
-            assert record.dump() == make_record().dump()
-            assert record.draft == DRAFT
+            assert record.dump() == replace(make_record(), draft={}).dump()
+            (job,) = place.status()
+            assert job.record.dump() == make_record().dump()
+            assert job.record.draft == DRAFT
             commit(output)
         assert place.read() == expected()
 

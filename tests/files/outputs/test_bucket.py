@@ -23,7 +23,7 @@ from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageErro
 from shardkit.files import storage
 from shardkit.files.output import bucket
 from shardkit.files.output.bucket import BucketOutput, status, unnamed_data
-from shardkit.files.output.contract import JobEnded, JobRecord, OutputExists
+from shardkit.files.output.contract import JobEnded, JobRecord, JobStatus, OutputExists
 from shardkit.files.remote import contract, objects
 from shardkit.files.remote.objects import Objects
 from tests.files.outputs.conformance import (
@@ -64,6 +64,9 @@ class BucketPlace(OutputPlace):
                 raise OutputExists(f"{address} exists")
 
         return BucketOutput(self.address, marker=MARKER, may_replace=may_replace, overwrite=overwrite)
+
+    def status(self) -> list[JobStatus]:
+        return status(self.address)
 
     def look(self, name: str) -> bytes | None:
         found = self.objects.get(name)

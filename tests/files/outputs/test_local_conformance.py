@@ -11,8 +11,8 @@ import pytest
 
 from shardkit.errors import UsageError
 from shardkit.files import storage
-from shardkit.files.output.contract import JobRecord, OutputExists
-from shardkit.files.output.local import LocalOutput
+from shardkit.files.output.contract import JobRecord, JobStatus, OutputExists
+from shardkit.files.output.local import LocalOutput, status
 from tests.files.outputs.conformance import MARKER, OutputPlace, OutputTests
 
 
@@ -33,6 +33,9 @@ class LocalPlace(OutputPlace):
         return LocalOutput(
             str(self._out), may_replace=may_replace, foreign_files=lambda path, new: [], overwrite=overwrite
         )
+
+    def status(self) -> list[JobStatus]:
+        return status(str(self._out))
 
     def look(self, name: str) -> bytes | None:
         path = self._out / name
