@@ -225,7 +225,8 @@ class JobEnded(IncompleteError):
 def other_job(path: str, record: JobRecord, new: JobRecord) -> UsageError:
     """Return the error of a process with a new job that finds another one under way for its destination."""
     is_same = (record.command, record.directory) == (new.command, new.directory)
-    changed = ", this command: since then the source, or what reads it, has changed" if is_same else ""
+    is_changed = is_same and new.files  # two saves are two jobs
+    changed = ", this command: since then the source, or what reads it, has changed" if is_changed else ""
     return UsageError(
         f"another job is under way for {escape(path)}",
         problems=[f"it was begun by `{escape_command(record.command)}`{changed}"] if record.command else [],

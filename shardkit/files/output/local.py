@@ -309,10 +309,11 @@ class LocalOutput:
             # All that this process does in the job passes through here by rename: it fails in another job of this name.
             self._tmp = os.path.join(self._work, "tmp", _new_id())
             storage.mkdir(self._tmp)
-            _check_owner(self.path, storage.lstat(self._tmp).st_uid)  # notes of others are not believed
             if is_alone and _is_same(users, self._users_fd):
                 self._remove_scratch_of_dead()
             _flock(self._users_fd, exclusive=False)
+            # Fails if another process has taken this one for dead. Notes of another user are not believed.
+            _check_owner(self.path, storage.lstat(self._tmp).st_uid)
             self._data_fd = _open(self.data, os.O_RDONLY | os.O_DIRECTORY)
             self._record = _read_record(self._work)
             if _is_same(users, self._users_fd) and self._is_joined():
