@@ -160,9 +160,8 @@ class DiskDestination(Destination):
                 raise
             try:
                 check_destination(output, source, overwrite=True, kind=None)
-            except (
-                ShardkitError
-            ) as refused:  # as a place that cannot be written: that does not matter to what is there
+            except ShardkitError as refused:
+                # A place that cannot be written does not matter to what is there.
                 if not (options.exist_ok and isinstance(refused, ResourceError)):
                     raise error from None
             # A commit of this very job may be interrupted, or end at this moment.

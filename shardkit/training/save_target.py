@@ -25,20 +25,14 @@ from shardkit.files import manifest, storage
 from shardkit.files.location import location_of
 from shardkit.files.output.bucket import BucketOutput
 from shardkit.files.output.contract import JobEnded, JobRecord, OutputExists
-from shardkit.files.output.local import LocalOutput
+from shardkit.files.output.local import LocalOutput, is_free
 from shardkit.files.remote import objects
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.owned import OutputKind, find_foreign, written_in
-from shardkit.operations.destination import (
-    KEEP_OR_REPLACE,
-    check_destination,
-    check_replaceable,
-    check_target,
-)
+from shardkit.operations.destination import check_destination, check_replaceable, check_target
 
 _MAX_METADATA = 1 << 30
-_CHOOSE_OR_REPLACE = "choose another name, or replace it: overwrite=True"
 _R = TypeVar("_R")
 
 
@@ -59,9 +53,10 @@ class Lead:
         self._output: LocalOutput | BucketOutput
         if location_of(path).renames:
             _make_parents(path)
-            with _python_hints():
-                self.path = check_destination(path, None, overwrite=overwrite)
+            kind = OutputKind.SHARDED if overwrite else None
+            self.path = check_destination(path, None, overwrite=True, kind=kind)
             """The destination, absolute."""
+            is_there = not is_free(self.path)
             self._output = LocalOutput(
                 self.path,
                 may_replace=self._check_replaceable,
@@ -70,11 +65,13 @@ class Lead:
             )
         else:
             self.path, is_there = check_target(path, None, OutputKind.SHARDED, overwrite=overwrite)
-            if is_there and not overwrite:
-                raise UsageError(f"{escape(path)} exists", hint=_CHOOSE_OR_REPLACE)
             self._folder = f"data-{job[:16]}"
             self._output = BucketOutput(
                 self.path, marker=METADATA, may_replace=lambda _: None, overwrite=overwrite
+            )
+        if is_there and not overwrite:
+            raise UsageError(
+                f"{escape(path)} exists", hint="choose another name, or replace it: overwrite=True"
             )
         self.home = os.path.join(self.path, self._folder).rstrip("/")
         """Where the files lie once they are committed."""
@@ -137,8 +134,7 @@ class Lead:
     def _check_replaceable(self, path: str, new: str) -> None:
         """Raise OutputExists if the directory at the destination, which may be somebody else's by now, has to stay."""
         kind, made = written_in(new) if new else (OutputKind.SHARDED, None)
-        with _python_hints():
-            check_replaceable(path, escape(path), overwrite=self._overwrite, kind=kind, made=made)
+        check_replaceable(path, escape(path), overwrite=self._overwrite, kind=kind, made=made)
 
     def _keep_on_disk(self) -> tuple[str, str]:
         """Give the new save another name; return its place, and what to do next."""
@@ -179,17 +175,6 @@ class Lead:
             # What cannot be removed stays: nobody sees it. On a disk the next save removes it.
             with contextlib.suppress(OSError, ShardkitError):
                 self._output.discard()
-
-
-@contextlib.contextmanager
-def _python_hints() -> Iterator[None]:
-    """Name the argument of `save` in the hint of a destination that exists, in place of options of the command line."""
-    try:
-        yield
-    except OutputExists as error:
-        if error.hint is not None and error.hint.endswith(KEEP_OR_REPLACE):
-            error.hint = _CHOOSE_OR_REPLACE
-        raise
 
 
 def _make_parents(path: str) -> None:

@@ -86,8 +86,16 @@ def write(
             STORAGE.write_file(os.path.join(scratch, files[number]), data, is_synced=False)
             return {"content": data.decode()}
 
-        with _output(overwrite) as output:
-            return _answer(lambda: _write_job(output, record, part, write_file), exist_ok=exist_ok)
+        def attempt() -> str:
+            with _output(overwrite) as output:
+                try:
+                    return _write_job(output, record, part, write_file)
+                except OutputExists:
+                    if exist_ok:
+                        output.discard()
+                    raise
+
+        return _answer(attempt, exist_ok=exist_ok)
 
     return run
 
@@ -99,12 +107,17 @@ def save(tag: str = "new", *, overwrite: bool = False) -> Command:
         record = JobRecord(
             hash=f"{tag} {local._new_id()}", command=f"shardkit.save({tag})", directory="", files=()
         )
-        with _output(overwrite) as output:
-            try:
-                return _answer(lambda: _save(output, record, content(tag)), exist_ok=True)
-            except BaseException:
-                output.discard()
-                raise
+
+        def attempt() -> str:
+            with _output(overwrite) as output:
+                try:
+                    output.begin(record)
+                    return _answer(lambda: _save(output, content(tag)), exist_ok=True)
+                except BaseException:
+                    output.discard()
+                    raise
+
+        return _answer(attempt, exist_ok=True)
 
     return run
 
@@ -158,8 +171,7 @@ def _write_job(
             return message
 
 
-def _save(output: LocalOutput, record: JobRecord, contents: Mapping[str, bytes]) -> str:
-    output.begin(record)
+def _save(output: LocalOutput, contents: Mapping[str, bytes]) -> str:
     with output.scratch() as scratch:
         for name, data in contents.items():
             STORAGE.write_file(os.path.join(scratch, name), data)

@@ -43,8 +43,9 @@ MUTANTS = (
         "the job is not synced",
         "parts",
         ONE_BY_ONE,
-        "                storage.sync_directory(os.path.dirname(self.path))\n                try:",
-        "                try:",
+        "                storage.sync_directory(os.path.dirname(self.path))\n"
+        "                self._check_replaceable()  # again",
+        "                self._check_replaceable()  # again",
     ),
     Mutant(
         "a file is not synced before its note",
@@ -108,15 +109,15 @@ MUTANTS = (
         "what is removed is not synced before",
         "overwrite",
         POWER,
-        "    storage.sync_directory(os.path.dirname(path))  # else a power loss brings it back, half empty\n",
+        "        storage.sync_directory(os.path.dirname(self.path))  # else a power loss brings it back, half empty\n",
         "",
     ),
     Mutant(
         "an incomplete job is committed",
         "the verb commit",
         BESIDE,
-        "(error := missing_files(self.path, self.record, self._finished())) is not None",
-        "(error := missing_files(self.path, self.record, {0: {}, 1: {}})) is not None",
+        "check_complete(self.path, self.record, self._finished())",
+        "check_complete(self.path, self.record, {0: {}, 1: {}})",
     ),
     Mutant(
         "a job of another hash is joined",
@@ -143,8 +144,8 @@ MUTANTS = (
         "OUT is not looked at again after the job was joined",
         "two of a job",
         BESIDE,
-        "                    self._check_replaceable()  # again",
-        "                    pass  # again",
+        "                self._check_replaceable()  # again",
+        "                pass  # again",
     ),
     Mutant(
         "OUT is not looked at again before it is replaced",
@@ -164,8 +165,8 @@ MUTANTS = (
         "what is being made is removed in place",
         "commit beside abort",
         EVERY_CALL,
-        "        with _if_there():\n            _discard(path, work)\n",
-        "        storage.remove_tree(work)\n",
+        "            with _if_there():\n                self._discard(work)\n",
+        "            storage.remove_tree(work)\n",
     ),
     Mutant(
         "descriptors stay open",

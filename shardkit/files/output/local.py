@@ -269,12 +269,12 @@ class LocalOutput:
         if self._stage == "begun" and self._tmp:
             with contextlib.suppress(JobEnded), self._in_job(), _locked(self._work):
                 self._discard(self._work)
-        self._leave()
+            self._leave()
 
     def abort(self) -> bool:
         """See `JobOutput.abort`."""
         with _system_errors(self.path):
-            is_any = is_under_way(self.path) or bool(unremoved(self.path))
+            has_leftovers = is_under_way(self.path) or bool(unremoved(self.path))
             self._refuse_foreign()
             with _if_there(), _locked(self._work):
                 self._discard(self._work)
@@ -285,7 +285,7 @@ class LocalOutput:
             self._finish_commits()
             self._discard_all("new")
         self._leave()
-        return is_any
+        return has_leftovers
 
     def end_commits(self) -> None:
         """End commits that were interrupted, and remove what dead processes left of jobs that have ended.
@@ -601,7 +601,7 @@ def outputs_in(directory: str) -> list[str]:
 def _output_of(parent: str, match: re.Match[str]) -> str:
     """Return the output whose job has a directory, by the name of that, which may be short, or by its record."""
     path = os.path.join(parent, match[1])
-    with contextlib.suppress(OSError, ShardkitError):
+    with contextlib.suppress(OSError, ShardkitError, ValueError):  # ValueError: a lone surrogate
         recorded = os.path.join(parent, _read_record(os.path.join(parent, match[0])).output)
         return recorded if _stem(recorded) == _stem(path) else path
     return path

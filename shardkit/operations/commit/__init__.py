@@ -381,13 +381,13 @@ def abort(output: str | os.PathLike[str]) -> AbortResult:
     except SourceError:  # a record is damaged, and is removed for that
         jobs = ()
     with place.output("") as files:
-        is_any = files.abort()
+        has_leftovers = files.abort()
     return AbortResult(
         output=place.path,
         is_there=place.is_there,
-        aborted=is_any,
+        aborted=has_leftovers,
         jobs=jobs,
-        notes=() if is_any else (_nothing(place),),
+        notes=() if has_leftovers else (_nothing(place),),
         warnings=tuple(files.warnings),
     )
 

@@ -71,12 +71,13 @@ class TestNames:
         eval(job.missing[0][2])  # what it says to type
         assert [path.name for path in out.parent.iterdir()] == [out.name]
 
+    @pytest.mark.parametrize("name", ["../other", "", "\ud800", "other"])
     def test_a_record_that_names_another_output_is_not_believed(
-        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, model: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         preshard(model, tmp_path / "out", "1/2")
         record = tmp_path / ".out.shardkit" / "job.json"
-        record.write_text(json.dumps({**json.loads(record.read_text()), "output": "../other"}))
+        record.write_text(json.dumps({**json.loads(record.read_text()), "output": name}))
         monkeypatch.chdir(tmp_path)
         assert shardkit.status().outputs == (str(tmp_path / "out"),)
 
@@ -230,7 +231,8 @@ def test_the_commit_of_a_save_that_was_interrupted(tmp_path: Path, monkeypatch: 
             shardkit.save(net, out)
     lines = "\n".join(status_lines(shardkit.status(out)))
     assert (
-        "state     its output is being made, or that was interrupted: shardkit commit OUTPUT ends it" in lines
+        "state     its output is being committed, or that was interrupted: shardkit commit OUTPUT completes it"
+        in lines
     )
     assert "0 of 0" not in lines
     assert shardkit.commit(out).by_another

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import shardkit
-from shardkit.errors import IncompleteError, IntegrityError, ResourceError, UsageError
+from shardkit.errors import IncompleteError, IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.files import stores
 from shardkit.files.output.bucket import BucketOutput
 from shardkit.files.remote.objects import Objects
@@ -231,6 +231,40 @@ def test_what_somebody_puts_there_meanwhile_stays(
     found = objects(out)
     assert found.pop("README.md") == b"mine"
     assert {name: found[name] for name in before} == before
+
+
+@pytest.mark.parametrize("verb", ["preshard", "consolidate"])
+def test_a_signal_after_the_commit_says_that_the_output_is_there(
+    served: servers.Served, out: str, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_if = Objects.put_if
+
+    def interrupted(self: Objects, name: str, *args: Any) -> Any:
+        done = put_if(self, name, *args)
+        if name in (".metadata", "model.safetensors.index.json"):
+            raise KeyboardInterrupt
+        return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Objects, "put_if", interrupted)
+        with pytest.raises(Interrupted, match="out is there, and whole"):
+            WRITES[verb](served.home, out)
+    assert shardkit.status(out).jobs == ()
+    assert WRITES[verb](served.home, out).was_there
+    assert not [name for name in objects(out) if name.startswith(".shardkit-")]
+
+
+def test_whoever_finds_the_output_of_its_job_has_not_made_it(
+    served: servers.Served, out: str, tmp_path: Path
+) -> None:
+    """What comes after an output is not done again."""
+    made = tmp_path / "manifest.json"
+    assert not WRITES["consolidate"](served.home, out, manifest_file=made).was_there
+    made.unlink()
+    again = WRITES["consolidate"](served.home, out, manifest_file=made)
+    assert again.was_there
+    assert not made.exists()
+    assert not [note for note in again.notes if "manifest.json" in note]
 
 
 def test_what_cannot_be_done_is_refused(served: servers.Served, out: str) -> None:
