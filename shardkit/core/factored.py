@@ -90,7 +90,7 @@ def factored_names(names: Collection[str]) -> dict[str, tuple[str, ...]]:
                 if f"{path}.weight" in checkpoint_names
             ),
         ],
-        "the factors of an OSFT checkpoint are not complete",
+        "the factors of an OSFT checkpoint are incomplete",
         hint="the checkpoint was cut, filtered, or renamed; save it again from the run that made it",
     )
     return factored
@@ -124,7 +124,7 @@ def stored_targets(shapes: Mapping[str, Shape]) -> dict[str, Target]:
             problems += [f"{error.message}: {', '.join(error.problems)}"]
     LayoutError.raise_for(
         problems,
-        f"factors of {count(len(problems), 'weight')} do not fit each other",
+        f"factors of {count(len(problems), 'weight')} do not match",
         hint="the checkpoint was cut or changed; save it again from the run that made it",
     )
     return targets
@@ -170,7 +170,7 @@ def target_of(path: str, shapes: Mapping[str, Shape]) -> Target:
         if target.shapes == {name: shapes[name] for name in target.shapes}:
             return target
     raise LayoutError(
-        f"{escape(path)}: its factors do not fit each other",
+        f"{escape(path)}: its factors do not match",
         problems=[
             f"{escape(name)}: {list(shapes[name])}" for name in (f"{path}.{factor}" for factor in FACTORS)
         ],

@@ -144,7 +144,7 @@ def locate_all(directory: str, names: Sequence[str]) -> list[str]:
             problems.append(error.message)
             hint = error.hint
     SourceError.raise_for(
-        problems, f"{len(problems)} of {len(names)} files lie outside of {escape(directory)}", hint=hint
+        problems, f"{len(problems)} of {len(names)} files are outside of {escape(directory)}", hint=hint
     )
     return paths
 

@@ -49,7 +49,7 @@ def walk(path: str) -> Iterator[tuple[str, str, list[str], list[str]]]:
 def _cannot_list(error: OSError) -> NoReturn:
     raise ResourceError(
         f"{escape(str(error.filename))} cannot be listed: {error.strerror}",
-        hint="give yourself permission to read it",
+        hint="make it readable for your user",
     ) from None
 
 

@@ -16,7 +16,7 @@ from shardkit.transfer.codecs.derive import made_among
 from shardkit.transfer.codecs.fold import Fold
 
 _UNLOADABLE = (
-    "weights are written as factors of OSFT, which from_pretrained does not know; consolidate without --keep-factors "
+    "weights are written as factors of OSFT, which from_pretrained cannot load; consolidate without --keep-factors "
     "folds them"
 )
 

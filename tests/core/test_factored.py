@@ -19,7 +19,7 @@ def test_names_and_shapes() -> None:
         "a.b.osft_params.V_low": (5, 16),
     }
     assert target_of("a.b", target.shapes) == target
-    with pytest.raises(LayoutError, match="do not fit each other"):
+    with pytest.raises(LayoutError, match="do not match"):
         target_of("a.b", {**target.shapes, "a.b.osft_params.V_low": (4, 16)})
 
 

@@ -116,12 +116,12 @@ def _check(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert
     problems = []
     for target, expression in targets.items():
         if isinstance(expression, Opaque) and convert is None:
-            problems.append(f"{escape(target)}: only the model's class in transformers makes it")
+            problems.append(f"{escape(target)}: only the model's class in transformers can compute it")
         dtypes = set[str]()
         for leaf in leaves(expression):
             entry = catalog.tensors.get(leaf.name)
             if entry is None:
-                problems.append(f"{escape(target)}: {escape(leaf.name)} is not there")
+                problems.append(f"{escape(target)}: {escape(leaf.name)} is missing")
             elif entry.shape != leaf.shape:
                 problems.append(
                     f"{escape(target)}: {escape(leaf.name)} is {list(entry.shape)}, not {list(leaf.shape)}"
@@ -129,10 +129,8 @@ def _check(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert
             else:
                 dtypes.add(entry.dtype.name)
         if len(dtypes) > 1:
-            problems.append(
-                f"{escape(target)}: made of tensors of several dtypes: {', '.join(sorted(dtypes))}"
-            )
-    LayoutError.raise_for(problems, "tensors cannot be made of what is stored")
+            problems.append(f"{escape(target)}: needs tensors of several dtypes: {', '.join(sorted(dtypes))}")
+    LayoutError.raise_for(problems, "tensors cannot be computed from the stored ones")
 
 
 def _add(bound: Catalog, catalog: Catalog, target: str, expression: Expression, dtype: DType) -> None:

@@ -130,7 +130,7 @@ def read_box(
         num_missing -= part.num_elements
     if num_missing:
         raise IntegrityError(
-            f"{escape(name)}: {num_missing} elements that {escape(shown)} is made of are in no chunk"
+            f"{escape(name)}: {num_missing} elements that {escape(shown)} needs are in no chunk"
         )
     return box
 

@@ -78,9 +78,9 @@ class GroupConverter:
         if value is None or value.dtype is not dtype or tuple(value.shape) != codec.shape:
             result = "nothing" if value is None else f"{list(value.shape)} in {value.dtype}"
             raise LayoutError(
-                f"{escape(codec.target)}: transformers' own code makes {result} of what is stored, not "
+                f"{escape(codec.target)}: transformers' own code returns {result}, not "
                 f"{list(codec.shape)} in {dtype}",
-                hint="the files and the config do not fit each other, or shardkit has a defect: please report it",
+                hint="the files do not match the config, or shardkit has a defect: please report it",
             )
         return value
 

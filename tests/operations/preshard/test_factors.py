@@ -28,7 +28,7 @@ def test_a_source_of_factors_is_stored_as_it_is_or_refused(
     dcp.load(read, checkpoint_id=tmp_path / "out")
     assert all(torch.equal(read[name], tensor) for name, tensor in state.items())
     cut = make_hub({f"{path}.{name}": tensors[name] for name in FACTORS[1:]}, name="cut")
-    with pytest.raises(LayoutError, match="are not complete"):
+    with pytest.raises(LayoutError, match="are incomplete"):
         shardkit.preshard(cut, tmp_path / "none", world_size=2)
     (source / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     with pytest.raises(UsageError, match=f"1 weight as factors of OSFT: {path}") as caught:

@@ -35,7 +35,7 @@ def test_what_is_missing_or_does_not_fit(tmp_path: Path) -> None:
     state = factored(weights())
     state[f"{K}.osft_S_high"] = torch.ones(3)
     result = shardkit.verify(save({"model": state}, tmp_path / "step-4"))
-    assert "do not fit each other" in result.problems[0].message
+    assert "do not match" in result.problems[0].message
 
 
 @pytest.mark.parametrize("name", ["osft_U_high", "osft_V_high"])
