@@ -625,7 +625,7 @@ def read_file(
     Args:
         path: of the file.
         name: for messages.
-        check: receives the bytes and the parsed JSON before decoding; disables the cache for this call.
+        check: receives the bytes and the JSON before decoding; the file is then parsed even if cached.
 
     Raises:
         SourceError: the file is missing, not regular, not a manifest, or of a newer version.

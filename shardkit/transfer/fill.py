@@ -108,7 +108,7 @@ class Filler:
                     if self._late is not None:
                         self._late.open(fqn, self._reader.descriptor)
                     crc = self._gather(stream, image.hole(index), self._plan.catalog.tensors[fqn].dtype)
-                else:  # already written by `Scatter` in another order, so the digest has to be read back
+                else:  # written before, in another order or computed, so the digest has to be read back
                     place = stream.position
                     stream.step_over(nbytes)
                     crc = read_back(fd, place, nbytes, self._buffer) if self._digests else 0
