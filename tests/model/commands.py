@@ -193,9 +193,13 @@ def _finish_job(output: LocalOutput, record: JobRecord, notes: Mapping[int, File
 
 
 def _commit_job(output: LocalOutput) -> str:
-    record = output.join()
+    jobs = local.status(OUT)
+    record = output.join() if jobs else None
     if record is None:
         return "nothing to commit"
+    if record.hash != jobs[0].record.hash:
+        raise JobEnded(OUT, is_committed=False)
+    record = jobs[0].record  # with the draft
     return _finish_job(output, record, output.notes(range(len(record.files)))) or "files are damaged"
 
 

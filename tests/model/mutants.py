@@ -142,7 +142,7 @@ MUTANTS = (
     ),
     Mutant(
         "OUT is not looked at again after the job was joined",
-        "two of a job",
+        "two of a job, refused",
         BESIDE,
         "                self._check_replaceable()  # again",
         "                pass  # again",

@@ -150,6 +150,8 @@ def plans() -> list[Plan]:
     # Several processes of a job
     power = Bounds(power_failures=24, preemptions=1)
     add("two of a job", [a, b], *TWO_PROCESSES, power, EVERY_CALL, checks=[all_succeed, one_makes_it])
+    refused = write(exist_ok=False)
+    add("two of a job, refused", [("A", refused), ("B", refused)], again=begin, checks=[one_makes_it])
     add("two, overwrite", [over, over_b], *TWO_PROCESSES, power, **twins, **old)
     add("two, overwrite, no exchange", [over, over_b], **twins, features=NO_EXCHANGE, **absent)
     add("two, stale handles", [over, over_b], **twins, features=Features(is_stale=True), **old)
@@ -245,7 +247,12 @@ def plans() -> list[Plan]:
     )
     no_exchange = hosts | {"features": Features(locks=PER_HOST, has_exchange=False)}
     add("the same, no exchange either", [over, over_b], checks=[all_succeed], **no_exchange, **absent)
-    add("parts, flock per host", [part(1, 2), part(2, 2)], new=[NEW_OF_THREE], checks=[all_succeed], **hosts)
+    both = [part(1, 2), part(2, 2)]
+    # A part that fails removes the job of one on another host that has finished nothing; then a part is missing.
+    removed = hosts | {
+        "allowed": (*REPLACED_SINCE, *LEFTOVER_WITHOUT_LOCKS, "OUT is None in the end"),
+    }
+    add("parts, flock per host", both, new=[NEW_OF_THREE], checks=[all_succeed], **removed)
 
     # Three and more, at random
     c, over_c = ("C", begin), ("C", replace)

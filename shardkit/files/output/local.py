@@ -115,8 +115,8 @@ class LocalOutput:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Leave the job. After an error it is removed if no file is finished and nobody else works on it."""
-        if error is not None and self._stage != "claimed" and self._is_joined():
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if error is not None and self._stage != "claimed" and self._is_joined():
                 self._discard_if_idle(with_files=False)
         self._leave()
 
