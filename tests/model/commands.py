@@ -14,20 +14,20 @@ from tests.model.processes import STORAGE, Command
 OUT = "/p/OUT"
 TWO, THREE = ("a", "b"), ("a", "b", "c")
 FOLDERS = ("x/a", "b")
-_NAMES = {*THREE, "index", "x", "a.list"}
+_NAMES = {*THREE, "index", "x"}
 """What shardkit writes: everything else in OUT is a person's."""
 _BAD = b"BAD"
 
 
-def content(tag: str, files: Sequence[str] = TWO, attached: Sequence[str] = ()) -> dict[str, bytes]:
+def content(tag: str, files: Sequence[str] = TWO) -> dict[str, bytes]:
     """Return the files of the output of a job, by name."""
-    return {name: f"{tag}-{name}".encode() for name in (*files, *attached, "index")}
+    return {name: f"{tag}-{name}".encode() for name in (*files, "index")}
 
 
-def tree(tag: str, files: Sequence[str] = TWO, attached: Sequence[str] = ()) -> dict[str, object]:
+def tree(tag: str, files: Sequence[str] = TWO) -> dict[str, object]:
     """Return the output of a job as a tree."""
     root = dict[str, object]()
-    for name, data in content(tag, files, attached).items():
+    for name, data in content(tag, files).items():
         *folders, last = PurePath(name).parts
         directory = root
         for folder in folders:
@@ -36,17 +36,14 @@ def tree(tag: str, files: Sequence[str] = TWO, attached: Sequence[str] = ()) -> 
     return root
 
 
-def make_record(tag: str, files: Sequence[str], attached: Sequence[str] = ()) -> JobRecord:
-    """Return what the processes of a job agree on. The names in `attached` belong to its first file."""
-    contents = content(tag, files, attached)
+def make_record(tag: str, files: Sequence[str]) -> JobRecord:
+    """Return what the processes of a job agree on."""
+    contents = content(tag, files)
     return JobRecord(
         hash=f"hash of {tag}",
         command=f"shardkit preshard {tag}",
         directory="/p",
-        files=[
-            JobFile(name=name, size=len(contents[name]), attached=() if number else attached)
-            for number, name in enumerate(files)
-        ],
+        files=[JobFile(name=name, size=len(contents[name])) for name in files],
         draft={"index": contents["index"]},
     )
 
@@ -55,7 +52,6 @@ def write(
     tag: str = "new",
     *,
     files: Sequence[str] = TWO,
-    attached: Sequence[str] = (),
     part: tuple[int, int] = (1, 1),
     overwrite: bool = False,
     exist_ok: bool = True,
@@ -66,14 +62,13 @@ def write(
     Args:
         tag: of the job; what it writes begins with it.
         files: of the job.
-        attached: to its first file.
         part: (number, from 1; of how many).
         overwrite, exist_ok: as the options of a command.
         is_damaged_once: what the command reads of its source first is damaged.
     """
 
     def run() -> str:
-        record, contents = make_record(tag, files, attached), content(tag, files, attached)
+        record, contents = make_record(tag, files), content(tag, files)
         bad = {0} if is_damaged_once else set[int]()
 
         def write_file(scratch: str, number: int) -> FileNote:
@@ -81,8 +76,6 @@ def write(
             if number in bad:
                 bad.remove(number)
                 data = _BAD + data[len(_BAD) :]
-            for name in record.files[number].attached:
-                STORAGE.write_file(os.path.join(scratch, name), contents[name], is_synced=False)
             STORAGE.write_file(os.path.join(scratch, files[number]), data, is_synced=False)
             return {"content": data.decode()}
 

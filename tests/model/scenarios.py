@@ -126,11 +126,11 @@ def plans() -> list[Plan]:
     add("overwrite, no hard links", [over], *ALONE, checks=[all_succeed], features=NO_LINKS, **absent)
     add("damaged once", [("A", write(is_damaged_once=True))], *ALONE, checks=[all_succeed])
     add(
-        "folders, attached files",
-        [("A", write(files=FOLDERS, attached=("x/a.list",), overwrite=True))],
+        "folders",
+        [("A", write(files=FOLDERS, overwrite=True))],
         *ALONE,
         checks=[all_succeed],
-        new=[tree("new", FOLDERS, ("x/a.list",))],
+        new=[tree("new", FOLDERS)],
         **old,
     )
 

@@ -84,8 +84,8 @@ class _StoredJob:
         return {_JOB: self.record.hash, _MARKER: self.marker}
 
     def names(self) -> list[str]:
-        """Return the names of all files, and of what is attached to them."""
-        return [name for file in self.record.files for name in (file.name, *file.attached)]
+        """Return the names of all files."""
+        return [file.name for file in self.record.files]
 
     def owns(self, name: str) -> bool:
         """True if no other job has a file of this name."""
@@ -108,9 +108,7 @@ class _StoredJob:
         return [
             number
             for number, file in enumerate(self.record.files)
-            if self.note(number) in sizes
-            and sizes.get(self.place(file.name)) == file.size
-            and all(self.place(name) in sizes for name in file.attached)
+            if self.note(number) in sizes and sizes.get(self.place(file.name)) == file.size
         ]
 
     def has_put(self, marker: StoredObject | None) -> bool:
@@ -234,15 +232,13 @@ class BucketOutput:
             yield path
 
     def add(self, scratch: str, number: int, note: FileNote) -> None:
-        """Send a finished file, with what is attached to it, and record its note."""
+        """Send a finished file, and record its note."""
         self._check_under_way()
-        file = self._job.record.files[number]
+        name = self._job.record.files[number].name
         with _scratch_errors(scratch):
-            for name in (*file.attached, file.name):
-                self._send(os.path.join(scratch, name), self._job.place(name))
+            self._send(os.path.join(scratch, name), self._job.place(name))
             self._put(self._job.note(number), json.dumps(note).encode())
-            for name in (*file.attached, file.name):
-                storage.unlink(os.path.join(scratch, name))
+            storage.unlink(os.path.join(scratch, name))
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Remove notes, so that their files are written again."""
@@ -557,8 +553,8 @@ def _sizes(objects: Objects, job: _StoredJob, places: Iterable[str] | None = Non
     """
     sizes = objects.sizes(job.home)
     if places is None:
-        noted = [file for number, file in enumerate(job.record.files) if job.note(number) in sizes]
-        places = {job.place(name) for file in noted for name in (file.name, *file.attached)}
+        files = enumerate(job.record.files)
+        places = {job.place(file.name) for number, file in files if job.note(number) in sizes}
     tops = {place: place.partition("/")[0] for place in places if place not in sizes}
     folders = {top for place, top in tops.items() if top != place and job.owns(top)}
     for folder in sorted(folders):

@@ -35,8 +35,6 @@ class JobFile:
     """Below the output, with "/"."""
     size: int
     """In bytes."""
-    attached: Sequence[str] = ()
-    """Names of files that are added with it, such as its chunk list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +59,7 @@ class JobRecord:
     @property
     def folders(self) -> list[str]:
         """All folders that the files lie in, outer ones first."""
-        names = [name for file in self.files for name in (file.name, *file.attached)]
-        return sorted({parent for name in names for parent in _parents(name)})
+        return sorted({parent for file in self.files for parent in _parents(file.name)})
 
     def dump(self) -> bytes:
         """Return the content of `job.json`, which has everything but the contents of the draft."""
@@ -74,7 +71,7 @@ class JobRecord:
             "output": self.output,
             "num_parts": self.num_parts,
             "draft": list(self.draft),
-            "files": [[file.name, file.size, *file.attached] for file in self.files],
+            "files": [[file.name, file.size] for file in self.files],
         }
         return json.dumps(fields, indent=1).encode()
 
@@ -179,7 +176,7 @@ class JobOutput(Protocol):
         """Give a directory of this process with the folders of all files. It is removed at the end."""
 
     def add(self, scratch: str, number: int, note: FileNote) -> None:
-        """Move a finished file out of `scratch`, with what is attached to it, and record its note.
+        """Move a finished file out of `scratch`, and record its note.
 
         Both are durable when this returns, the file first. May be called from any thread.
         """
@@ -250,13 +247,13 @@ def _parents(name: str) -> list[str]:
     return ["/".join(pieces[: depth + 1]) for depth in range(len(pieces))]
 
 
-def _parse_file(name: object, size: object, *attached: object) -> JobFile:
+def _parse_file(name: object, size: object) -> JobFile:
     if not isinstance(size, int) or size < 0:
         raise ValueError(size)
-    file = JobFile(name=_text(name), size=size, attached=[_text(each) for each in attached])
-    for each in (file.name, *file.attached):  # others may write beside the destination
-        if os.path.isabs(each) or not {"", ".", ".."}.isdisjoint(each.split("/")):
-            raise ValueError(each)
+    file = JobFile(name=_text(name), size=size)
+    # other users may write beside the destination
+    if os.path.isabs(file.name) or not {"", ".", ".."}.isdisjoint(file.name.split("/")):
+        raise ValueError(name)
     return file
 
 

@@ -207,15 +207,12 @@ class LocalOutput:
 
     def add(self, scratch: str, number: int, note: FileNote) -> None:
         """See `JobOutput.add`."""
-        file = self.record.files[number]
+        name = self.record.files[number].name
         note_in_scratch = os.path.join(scratch, f"{number}.note")
         with self._in_job():
-            names = (*file.attached, file.name)
-            for name in names:
-                storage.sync_file(os.path.join(scratch, name))
-                storage.rename(os.path.join(scratch, name), os.path.join(self.data, name))
-            for folder in {os.path.dirname(name) for name in names}:
-                storage.sync_directory(os.path.join(self.data, folder))
+            storage.sync_file(os.path.join(scratch, name))
+            storage.rename(os.path.join(scratch, name), os.path.join(self.data, name))
+            storage.sync_directory(os.path.join(self.data, os.path.dirname(name)))
             storage.write_file(note_in_scratch, json.dumps(note).encode())
             storage.rename(note_in_scratch, os.path.join(self._done, f"{number}.json"))
             storage.sync_directory(self._done)

@@ -83,8 +83,8 @@ def make_record(seed: str = "new", num_parts: int = 2) -> JobRecord:
     data = f"data-{digest[:16]}"
     files = [
         JobFile(name=f"model-{digest[:8]}-00001-of-00001.bin", size=len(content(seed, 0))),
-        JobFile(name=f"{data}/deep/1.bin", size=len(content(seed, 1)), attached=[f"{data}/deep/1.chunks"]),
-        JobFile(name="tokenizer.json", size=len(content(seed, 2)), attached=["tokenizer.chunks"]),
+        JobFile(name=f"{data}/deep/1.bin", size=len(content(seed, 1))),
+        JobFile(name="tokenizer.json", size=len(content(seed, 2))),
         JobFile(name=f"{data}/\xf6 %2B&=+empty", size=len(content(seed, 3))),
     ]
     return JobRecord(
@@ -112,7 +112,6 @@ def expected(seed: str = "new") -> dict[str, bytes]:
     record, files = make_record(seed), {"README.md": seed.encode(), "folder/config.json": b"{}"}
     for number, file in enumerate(record.files):
         files[file.name] = content(seed, number)
-        files |= dict.fromkeys(file.attached, b"attached")
     return files
 
 
@@ -122,8 +121,6 @@ def add(output: JobOutput, numbers: Iterable[int], seed: str = "new") -> None:
         for number in numbers:
             file = make_record(seed).files[number]
             (Path(scratch) / file.name).write_bytes(content(seed, number))
-            for name in file.attached:
-                (Path(scratch) / name).write_bytes(b"attached")
             output.add(scratch, number, note(number))
 
 
@@ -187,8 +184,7 @@ class OutputTests:
         with place.output() as output:
             output.begin(make_record())
             with output.scratch() as scratch:
-                for name in ("tokenizer.json", "tokenizer.chunks"):
-                    (Path(scratch) / name).write_bytes(content("new", 2))
+                (Path(scratch) / "tokenizer.json").write_bytes(content("new", 2))
                 output.add(scratch, 2, note(2))
                 assert not [path for path in Path(scratch).rglob("*") if path.is_file()]
 

@@ -22,8 +22,7 @@ from shardkit.files.output.local import LocalOutput
 from tests.torture.faults import Faults
 
 FILES = {"data/a.bin": b"new a", "b.bin": b"new bb"}
-ATTACHED = {"data/a.chunks": b"new chunks"}
-NEW = {**FILES, **ATTACHED, "config.json": b"new"}
+NEW = {**FILES, "config.json": b"new"}
 OLD = {"data/a.bin": b"old a", "b.bin": b"old", "config.json": b"old", "data/c.bin": b"old c"}
 MODES: dict[str, tuple[bool, dict[str, bytes] | None]] = {
     "overwrite": (True, OLD),
@@ -35,10 +34,7 @@ RECORD = JobRecord(
     hash="hash",
     command="shardkit preshard model out",
     directory="/",
-    files=[
-        JobFile(name=name, size=len(data), attached=[*ATTACHED] if name == "data/a.bin" else ())
-        for name, data in FILES.items()
-    ],
+    files=[JobFile(name=name, size=len(data)) for name, data in FILES.items()],
     draft={"config.json": b"new"},
 )
 _REFUSED, _BROKEN = 2, 3
@@ -59,8 +55,6 @@ def write(out: str) -> None:
             with output.scratch() as scratch:
                 for number, name in enumerate(FILES):
                     if number not in finished:
-                        for each in RECORD.files[number].attached:
-                            storage.write_file(os.path.join(scratch, each), ATTACHED[each])
                         storage.write_file(os.path.join(scratch, name), FILES[name])
                         output.add(scratch, number, {"number": number})
             assert len(output.notes(range(len(FILES)))) == len(FILES)
