@@ -329,7 +329,7 @@ class _ModelProcess:
         """
         with self._lock:
             child = self.start()
-            before = os.path.getsize(self._printed)
+            before = len(self._output(0))
             try:
                 self._line.settimeout(timeout_s)
                 self._line.sendall(payload + b"\n")
