@@ -26,6 +26,6 @@ def test_names_and_shapes() -> None:
 def test_sextets_are_whole() -> None:
     names = [f"a.b.{name}" for name in FACTORS]
     assert factored_names([*names, "a.b.bias", "c.weight"]) == {"a.b": tuple(names)}
-    with pytest.raises(LayoutError, match="not complete") as caught:
+    with pytest.raises(LayoutError, match="are incomplete") as caught:
         factored_names([*names[1:], "a.b.weight"])
     assert list(caught.value.problems) == ["a.b: lacks osft_U_high", "a.b.weight: stored beside its factors"]

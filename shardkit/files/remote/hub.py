@@ -98,7 +98,7 @@ def at_revision(root: str, revision: str | None) -> str:
         return root
     if root_revision not in (None, revision):
         raise UsageError(
-            f"{escape(root)} has revision {escape(str(root_revision))}, but --revision is {escape(revision)}",
+            f"{escape(root)} is of revision {escape(str(root_revision))}, and --revision is {escape(revision)}",
             hint="leave out one of the two",
         )
     return f"{SCHEME}{repo_id}@{quote(revision, safe='')}"

@@ -459,7 +459,7 @@ def test_pages_are_hub_addresses(page, address):
 
 def test_one_revision_is_enough():
     assert named_repo("hf://org/name@v1", "v1") == named_repo("hf://org/name", "v1") == ("org/name", "v1")
-    with pytest.raises(UsageError, match="has revision v1, but --revision is main"):
+    with pytest.raises(UsageError, match="is of revision v1, and --revision is main"):
         named_repo("hf://org/name@v1", "main")
 
 

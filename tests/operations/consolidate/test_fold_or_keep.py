@@ -89,7 +89,7 @@ def test_kept_factors(tmp_path: Path) -> None:
     found = load(tmp_path / "kept")
     assert found.keys() == state.keys()
     assert all(raw(found[name]) == raw(value) for name, value in state.items())
-    assert "from_pretrained does not know" in result.unloadable[0]
+    assert "from_pretrained cannot load" in result.unloadable[0]
     described = manifest.read(str(tmp_path / "kept"))
     assert isinstance(described, manifest.HubModel)
     assert described.tensors[f"{Q}.osft_S_high"].dtype == "float32"
@@ -115,7 +115,7 @@ def test_a_missing_factor(tmp_path: Path) -> None:
     state = factored(weights())
     del state[f"{Q}.osft_S_high"], state[f"{Q}.osft_params.V_low"], state[f"{K}.osft_params.U_low"]
     checkpoint = save({"model": state}, tmp_path / "step-3")
-    with pytest.raises(LayoutError, match="not complete") as caught:
+    with pytest.raises(LayoutError, match="are incomplete") as caught:
         shardkit.consolidate(checkpoint, tmp_path / "out")
     assert sorted(caught.value.problems) == [
         f"{K}: lacks osft_params.U_low".replace(K, f"model.{K}"),
@@ -128,7 +128,7 @@ def test_factors_of_other_shapes(tmp_path: Path) -> None:
     state = factored(weights())
     state[f"{Q}.osft_S_high"] = torch.ones(3)
     checkpoint = save({"model": state}, tmp_path / "step-3")
-    with pytest.raises(LayoutError, match="factors of 1 weight do not fit") as caught:
+    with pytest.raises(LayoutError, match="factors of 1 weight do not match") as caught:
         shardkit.consolidate(checkpoint, tmp_path / "out")
     assert f"model.{Q}.osft_S_high: [3]" in caught.value.problems[0]
 
