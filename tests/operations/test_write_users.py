@@ -13,6 +13,7 @@ from tests.operations.consolidate.checkpoints import save, weights
 from tests.worlds.users import NOBODY, run_as, shared_directory
 
 pytestmark = [
+    pytest.mark.prove,  # each process imports all before it becomes another user
     pytest.mark.root,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user"),
 ]
