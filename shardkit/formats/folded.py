@@ -20,13 +20,13 @@ def floating_targets(tensors: Mapping[str, Held]) -> dict[str, Target]:
     """Return the targets whose factors are among tensors, by path, as `stored_targets` does.
 
     Raises:
-        LayoutError: factors are missing, do not fit each other, or are no ordinary floating numbers; lists all.
+        LayoutError: factors are missing, do not match, or are not ordinary floating numbers; lists all.
     """
     targets = stored_targets({name: tensor.shape for name, tensor in tensors.items()})
     dtypes = {name: tensors[name].dtype for target in targets.values() for name in target.shapes}
     LayoutError.raise_for(
         [f"{escape(name)}: {dtype.name}" for name, dtype in dtypes.items() if not dtype.is_convertible],
-        "factors of OSFT are no floating numbers",
+        "factors of OSFT are not floating-point numbers",
         hint="something quantised them: take the checkpoint of the training itself",
     )
     return targets
@@ -36,7 +36,7 @@ def fold_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint of dense weights, in float32; one without factors as it is. `select` has the factors too.
 
     Raises:
-        LayoutError: factors are missing, do not fit each other, or are no floating numbers; lists all.
+        LayoutError: factors are missing, do not match, or are not floating numbers; lists all.
     """
     targets = floating_targets(checkpoint.catalog.tensors)
     return derive_checkpoint(checkpoint, _folds(targets)) if targets else checkpoint
@@ -46,7 +46,7 @@ def folded_base(base: Base) -> Base:
     """Return a base as it would be with dense weights, in the dtype of most bytes of its other tensors.
 
     Raises:
-        LayoutError: its factors are not complete, or are no floating numbers.
+        LayoutError: its factors are incomplete, or are not floating numbers.
     """
     tensors = base.tensors or {}
     targets = floating_targets(tensors)

@@ -411,9 +411,9 @@ class Execution:
                 raise error
 
     def _finish(self, image: Image, state: _ImageState) -> None:
-        """Sync a complete file to disk and report it."""
+        """Describe a complete file and hand it over: `on_finished` brings it to the disk."""
         stretches = [state.stretches[start] for start in sorted(state.stretches)]
-        self._settle(image)
+        _log.debug("wrote %s, %s", escape(image.name), format_size(image.size))
         crc = None
         if self._options.digests:
             crc = image_crc(image.size, [s for stretch in stretches for s in stretch.segments])
@@ -440,13 +440,6 @@ class Execution:
         until_done(self._syncs)
         for sync in self._syncs:
             sync.result()
-
-    def _settle(self, image: Image) -> None:
-        """Sync a complete file to disk, unless it is only scratch for an upload."""
-        if not self._options.max_unsent_files:
-            with self._opened(image) as fd:
-                storage.fsync(fd)
-        _log.debug("wrote %s, %s", escape(image.name), format_size(image.size))
 
     @contextlib.contextmanager
     def _opened(self, image: Image, flags: int = 0) -> Iterator[int]:

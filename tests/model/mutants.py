@@ -51,15 +51,15 @@ MUTANTS = (
         "a file is not synced before its note",
         "fresh",
         POWER,
-        "                storage.sync_file(os.path.join(scratch, name))\n",
+        "            storage.sync_file(os.path.join(scratch, name))\n",
         "",
     ),
     Mutant(
         "the name of a file is not synced before its note",
         "damaged once",
         POWER,
-        "                storage.sync_directory(os.path.join(self.data, folder))\n",
-        "                pass\n",
+        "            storage.sync_directory(os.path.join(self.data, os.path.dirname(name)))\n",
+        "",
     ),
     Mutant(
         "a note is not synced",
