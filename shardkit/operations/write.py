@@ -46,7 +46,7 @@ from shardkit.transfer.execute import FileDigest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writing:
-    """What is to be written, and what comes after it."""
+    """What is to be written."""
 
     job: Job
     describe: Describe
@@ -57,8 +57,6 @@ class Writing:
     """Clone blocks of the source instead of copying them."""
     on_file: Callable[[str, FileDigest], None] = lambda directory, digest: None
     """Called for each finished file, as `Work` has it."""
-    after: Callable[[], object] = lambda: None
-    """Does what comes after the output; called by the process that made it, or with `exist_ok` for one that was there."""
 
 
 class Writer:
@@ -136,10 +134,14 @@ class Writer:
         self._agreement = self._agreement or agreement_of(job, self._given.command)
         return self._agreement
 
-    def write(self, writing: Writing) -> None:
+    def write(self, writing: Writing) -> bool:
         """Write a job's output, or with a dry run check that it could be written.
 
         What was finished stays after an error: the same command resumes, and `abort` removes it.
+
+        Returns:
+            True if what comes after the output is this call's to do: the call has made the output, or with `exist_ok` it
+            was there.
 
         Raises:
             Interrupted: after a signal.
@@ -167,8 +169,7 @@ class Writer:
             self._progress.finish()
             self.warn(beyond_range(self._infinite))
         is_again = self.was_there and exist_ok and self._given.share is None and not self._given.dry_run
-        if self.has_made or is_again:
-            writing.after()
+        return self.has_made or is_again
 
     def _work(self, writing: Writing) -> Work:
         """Return the job as this process carries it out."""

@@ -6,7 +6,7 @@ Internal: import from `shardkit`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -149,72 +149,59 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
     if options.strict:
         refuse_warnings(job.warnings)  # all of them at once
     writer.warn(job.warnings)
-    settled, pushed = _write(job, writer, resolved.path, sidecar)
+    manifests, written = writer.find_manifests([job.catalog], resolved.path), list[bytes]()
+    with ClassCheck(job, writer.warn) as class_check:
+        describe = partial(
+            HubDescriptions, job, manifests, on_manifest=written.append, on_written=class_check.settle
+        )
+        is_to_publish = writer.write(
+            Writing(
+                job=job, describe=describe, needed_bytes=job.needed_bytes, on_file=partial(check_file, job)
+            )
+        )
+        published = _publish(job, path, sidecar, written) if is_to_publish else _Published()
+        settled = class_check.settle() if writer.has_made or options.dry_run else job
     return _result(
         settled,
         resolved,
         writer.facts((*resolved.warnings, *settled.warnings)),
-        notes=(*job.notes, *settled.notes[len(job.notes) :], *pushed.notes),
-        pushed_to=pushed.address,
+        notes=(*job.notes, *settled.notes[len(job.notes) :], *published.notes),
+        pushed_to=published.address,
     )
 
 
-def _write(
-    job: ConsolidateJob, writer: Writer, source: str, sidecar: str | None
-) -> tuple[ConsolidateJob, _UploadOutcome]:
-    """Carry out a job and do what comes after; return it with what the model's class says, and what was uploaded.
-
-    Args:
-        job: what was decided.
-        writer: has checked the destination.
-        source: the checkpoint's directory.
-        sidecar: where the manifest goes apart from the output, if anywhere.
-    """
-    options, written, pushed = job.options, list[bytes](), list[_UploadOutcome]()
-    manifests = writer.find_manifests([job.catalog], source)
-    with ClassCheck(job, writer.warn) as asked:
-        describe = partial(
-            HubDescriptions,
-            job,
-            manifests,
-            on_manifest=written.append,
-            on_written=asked.settle,
-        )
-
-        def publish() -> None:
-            notes: tuple[str, ...] = ()
-            if sidecar is not None and written:
-                write_sidecar(sidecar, written[-1], overwrite=options.overwrite)
-            elif sidecar is not None:
-                notes = (f"{escape(sidecar)} was not written: the output was there",)
-            outcome = _push(options, writer.path, [asset.name for asset in job.assets])
-            pushed.append(outcome._replace(notes=(*notes, *outcome.notes)))
-
-        writer.write(
-            Writing(
-                job=job,
-                describe=describe,
-                needed_bytes=job.needed_bytes,
-                on_file=partial(check_file, job),
-                after=publish,
-            )
-        )
-        settled = asked.settle() if writer.has_made or options.dry_run else job
-    return settled, pushed[0] if pushed else _UploadOutcome()
-
-
-class _UploadOutcome(NamedTuple):
-    """What became of an upload."""
+class _Published(NamedTuple):
+    """What became of a manifest apart from the output, and of an upload."""
 
     address: str | None = None
     """Of the repo; None if nothing was uploaded."""
     notes: tuple[str, ...] = ()
 
 
-def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> _UploadOutcome:
+def _publish(
+    job: ConsolidateJob, directory: str, sidecar: str | None, manifests: Sequence[bytes]
+) -> _Published:
+    """Write the manifest apart from the finished output, and upload that, where the options say so.
+
+    Args:
+        job: of the output.
+        directory: the output.
+        sidecar: where the manifest goes apart from it, if anywhere.
+        manifests: the one that this call has written; empty if it has written none.
+    """
+    notes: tuple[str, ...] = ()
+    if sidecar is not None and manifests:
+        write_sidecar(sidecar, manifests[-1], overwrite=job.options.overwrite)
+    elif sidecar is not None:
+        notes = (f"{escape(sidecar)} was not written: the output was there",)
+    outcome = _push(job.options, directory, [asset.name for asset in job.assets])
+    return outcome._replace(notes=(*notes, *outcome.notes))
+
+
+def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> _Published:
     """Upload a finished output where a repo is named; `names` are those of its files beside the weights."""
     if options.push_to_hub is None:
-        return _UploadOutcome()
+        return _Published()
     from shardkit.formats.hub.repo import push
 
     repo = escape(options.push_to_hub)
@@ -238,7 +225,7 @@ def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> 
         notes.append(f"{repo} keeps its own {listed(pushed.kept)}; ours stayed in {escape(directory)}")
     if pushed.removed:
         notes.append(f"{repo}: {listed(pushed.removed)} of its earlier, quantised weights was removed")
-    return _UploadOutcome(pushed.address, tuple(notes))
+    return _Published(pushed.address, tuple(notes))
 
 
 def _find_sidecar(options: ConsolidateOptions, writer: Writer, source: str) -> str | None:
