@@ -16,6 +16,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Collection, Sequence
+from signal import Signals
 from typing import Any
 
 import click
@@ -163,7 +164,8 @@ def describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, ShardkitError):
         return error.to_json()
     if isinstance(error, KeyboardInterrupt):
-        return _plain("Interrupted", "interrupted: nothing was written", None, 128 + signal_of(error))
+        number = signal_of(error)
+        return _plain("Interrupted", f"interrupted: stopped by {Signals(number).name}", None, 128 + number)
     if isinstance(error, MemoryError):
         hint = "lower --max-memory or --jobs, or use a machine with more memory"
         return _plain("ResourceError", "out of memory", hint, _ENVIRONMENT)

@@ -50,8 +50,8 @@ CASES = {
             "SHARDKIT_DEBUG=1 shows where it happened"
         ],
     ),
-    "ctrl-c": (KeyboardInterrupt(), 130, ["interrupted: nothing was written"]),
-    "sigterm": (errors.Terminated(), 143, ["interrupted: nothing was written"]),
+    "ctrl-c": (KeyboardInterrupt(), 130, ["interrupted: stopped by SIGINT"]),
+    "sigterm": (errors.Terminated(), 143, ["interrupted: stopped by SIGTERM"]),
 }
 
 
@@ -298,7 +298,7 @@ with signals_raised():
 
 @pytest.mark.parametrize(("signum", "code"), but_first([(signal.SIGINT, 130), (signal.SIGTERM, 143)]))
 def test_a_signal_while_the_result_is_printed_adds_nothing_to_it(signum, code, start, tiny):
-    """The work is done: `nothing was written` would be untrue, and a second document breaks the first."""
+    """The work is done, and a second document breaks the first."""
     program = f"""
 import builtins, os
 from shardkit.cli import main
