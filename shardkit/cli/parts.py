@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -141,7 +140,9 @@ def _job_facts(job: UnfinishedJob, result: StatusResult) -> Iterator[tuple[str, 
     if job.num_parts > 1:
         yield from limited("missing", missing)
     if not missing:
-        is_there = os.path.lexists(job.output) if result.outputs is not None else result.is_there
+        from shardkit.files import storage
+
+        is_there = storage.lexists(job.output) if result.outputs is not None else result.is_there
         yield "next", f"shardkit commit {in_shell(job.output)}{' --overwrite' if is_there else ''}"
 
 

@@ -291,6 +291,6 @@ def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, w
         hint="weights, scales and config.json must be of one revision; for fp8, weight_block_size in config.json must "
         "be the size of these blocks",
     )
-    gone = {name for _, claim in claims.values() for name in (*claim.stored, *claim.activation_scales)}
+    gone = {name for _, claim in claims.values() for name in (*claim.stored, *claim.dropped)}
     gone.update(name for name, held in tensors.items() if _is_of_cache(name, held))
     return Quantised(scaled=scaled, gone=frozenset(gone & tensors.keys() - claims.keys()))

@@ -214,7 +214,7 @@ def test_a_beat_goes_on_until_it_is_stopped_or_nobody_reads_it():
 
 def test_a_run_without_a_terminal_says_that_files_go_to_the_disk(run, tiny, monkeypatch):
     """It waits for the disk until the line is there. stdout has the result alone."""
-    said, remark, settle = threading.Event(), output.remark, Execution._settle
+    said, remark, finish = threading.Event(), output.remark, Execution._finish
     monkeypatch.setattr(progress, "_FIRST_LINE_S", 0.0)
     monkeypatch.setattr(progress, "_NEXT_LINE_S", 0.01)
 
@@ -223,12 +223,12 @@ def test_a_run_without_a_terminal_says_that_files_go_to_the_disk(run, tiny, monk
         if text.startswith("syncing"):
             said.set()
 
-    def wait_and_settle(self, image):
+    def wait_and_finish(self, image, state):
         assert said.wait(600)
-        settle(self, image)
+        finish(self, image, state)
 
     monkeypatch.setattr(output, "remark", listen)
-    monkeypatch.setattr(Execution, "_settle", wait_and_settle)
+    monkeypatch.setattr(Execution, "_finish", wait_and_finish)
     result = run("preshard", "tiny", "out", "--world-size", "2", "--wrap", "none")
     assert result.exit_code == 0
     assert "\nsyncing\n" in f"\n{result.stderr}"

@@ -36,7 +36,7 @@ def claim(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
     layer, _, last = name.rpartition(".")
     if last != "weight" or tensors[name].dtype.name != "int8" or f"{layer}.SCB" not in tensors:
         return None
-    return ScaledNames(name, name, f"{layer}.SCB", beside=(f"{name}_format",))
+    return ScaledNames(name, name, f"{layer}.SCB", dropped=(f"{name}_format",))
 
 
 def fit(names: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str, Any]) -> Blocks:

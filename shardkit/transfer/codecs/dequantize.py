@@ -85,8 +85,8 @@ class ScaledNames(NamedTuple):
     """Empty if they are missing."""
     second: str = ""
     """The scale of all scales; empty if there is none."""
-    activation_scales: tuple[str, ...] = ()
-    """Possible names of activation scales, which a plain model does not need."""
+    dropped: tuple[str, ...] = ()
+    """Possible names of tensors that a plain model does not need, such as the scales of activations."""
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -279,7 +279,7 @@ def _claim_fp8(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
     replaced = _LAST if last == "weight" else ()  # a norm may have a `scale` of its own, in fp8 too
     candidates = (*(name + end for end in ADDED), *(f"{stem}.{end}" for end in replaced))
     scales = next((scales for scales in candidates if scales in tensors), "")
-    return ScaledNames(name, name, scales, activation_scales=_activation_scales(name))
+    return ScaledNames(name, name, scales, dropped=_activation_scales(name))
 
 
 def _fit_fp8(claim: ScaledNames, tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Blocks:
@@ -323,7 +323,7 @@ def _claim_mxfp4(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
     scales = tensors.get(f"{plain}_scales")
     if plain == name or scales is None or {tensors[name].dtype.name, scales.dtype.name} != {"uint8"}:
         return None
-    return ScaledNames(plain, name, f"{plain}_scales", activation_scales=_activation_scales(plain))
+    return ScaledNames(plain, name, f"{plain}_scales", dropped=_activation_scales(plain))
 
 
 def _fit_mxfp4(claim: ScaledNames, tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Blocks:
@@ -347,7 +347,7 @@ def _claim_pairs(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
     scales = next((at for at in candidates if at in tensors and tensors[at].dtype.name in _EXPONENTS), None)
     if scales is None or any(f"{layer}.{end}" in tensors for end in INCOMPLETE):
         return None
-    return ScaledNames(plain, name, scales, activation_scales=_activation_scales(plain))
+    return ScaledNames(plain, name, scales, dropped=_activation_scales(plain))
 
 
 FP8 = Method("fp8", Product, _claim_fp8, _fit_fp8, partial(is_declared, _WRITERS))

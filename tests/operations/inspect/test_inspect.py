@@ -143,7 +143,7 @@ def test_ties_and_units_of_a_manifest(sharded):
 )
 def test_foreign_manifest(sharded, change):
     change_manifest(sharded, change)
-    with pytest.raises(SourceError, match=r"shardkit\.json lacks"):
+    with pytest.raises(SourceError, match=r"shardkit\.json does not have"):
         shardkit.inspect(str(sharded))
 
 
