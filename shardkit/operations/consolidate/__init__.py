@@ -132,14 +132,14 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
         return run_on_ray(consolidate, options.given)
     writer = Writer(options, kind=OutputKind.HUB, looks_late=True)
     checkpoint = stores.as_path(options.checkpoint)
-    taken = take(checkpoint, strict=options.strict)
-    resolved = taken.resolved
+    source = take(checkpoint, strict=options.strict)
+    resolved = source.resolved
     writer.warn(resolved.warnings)
     named, output = named_after(resolved, checkpoint), options.output
     chosen = default_output(named) if output is None else output
     path = writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
     sidecar = _find_sidecar(options, writer, resolved.path)
-    opened, base = _open(taken, options)
+    opened, base = _open(source, options)
     job = build_job(opened, base, options, options.share)
     if not location_of(path).renames:
         job = job.marked(writer.agreement(job).hash[:8])
@@ -243,20 +243,20 @@ def default_output(checkpoint: str) -> str:
     return default_place(label_of(checkpoint) + EXPORT_ENDING, checkpoint)
 
 
-def _open(taken: Taken, options: ConsolidateOptions) -> tuple[Checkpoint, Base | None]:
+def _open(source: Taken, options: ConsolidateOptions) -> tuple[Checkpoint, Base | None]:
     """Open the checkpoint and its base, both with plain and dense weights where they can be made.
 
     Raises:
         UsageError, SourceError, IntegrityError, LayoutError, ResourceError: as opening and `open_base` do.
     """
-    refuse_part(taken.resolved.path)
+    refuse_part(source.resolved.path)
     dtype, is_asked = dequantized_as(options.dtype, options.rules), options.dequantize
-    stored = taken.open() if options.weights != "ema" else take_averaged(taken.open())
+    stored = source.open() if options.weights != "ema" else take_averaged(source.open())
     opened = formats.open(
         stored, plain=PlainWeights(dequantize=is_asked, dtype=dtype, by_content=is_asked), folded=True
     )
-    given = None if options.base is None else os.fspath(options.base)
-    base = find_base(opened) if given is None else open_base(given, revision=options.base_revision)
+    base_name = None if options.base is None else os.fspath(options.base)
+    base = find_base(opened) if base_name is None else open_base(base_name, revision=options.base_revision)
     if base is not None and base.is_given and options.config == "checkpoint":
         base = take_own(base, opened, has_tokenizer=options.tokenizer is not None)
     # What is copied as NVFP4 is compared with such a base, whose files say so.
@@ -377,17 +377,17 @@ def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
     objects = frozenset(job.checkpoint.catalog.objects)
     home = job.checkpoint.path
     carried = {storage.realpath(asset.path) for asset in job.assets if asset.path is not None}
-    beside = [
+    skipped_files = [
         (name, reason)
         for name, reason in (*job.checkpoint.remarks.skipped, *stray_weights(job.checkpoint))
         if _place(home, name) not in carried
     ]
     if job.base is not None:
-        said = {_place(home, name) for name, _ in beside}
-        beside += [
+        places = {_place(home, name) for name, _ in skipped_files}
+        skipped_files += [
             (name, f"of the base: {what}")
             for name, what in job.base.left_out
-            if _place(job.base.directory, name) not in said
+            if _place(job.base.directory, name) not in places
         ]
     return (
         *(
@@ -398,7 +398,7 @@ def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
         ),
         *(
             SkippedPart(what=name, where=reason, num_tensors=0, num_objects=0)
-            for name, reason in beside
+            for name, reason in skipped_files
             if name not in objects  # counted above
         ),
     )
@@ -429,7 +429,7 @@ def _result(
     """
     selection, answer, repo = job.selection, job.answer, job.options.push_to_hub
     is_asked = answer is not None and answer.failure is None
-    own = job.base.own if job.base is not None else None
+    own_files = job.base.own if job.base is not None else None
     config = job.base.config if job.base is not None else None
     return ConsolidateResult(
         **facts,
@@ -455,7 +455,9 @@ def _result(
         ties=tuple((kept, dropped) for dropped, kept in job.ties.dropped.items()),
         untied=job.ties.diverged,
         from_base=job.fit.carried,
-        from_checkpoint=tuple(sorted(own.names.intersection(job.beside))) if own is not None else (),
+        from_checkpoint=tuple(sorted(own_files.names.intersection(job.beside)))
+        if own_files is not None
+        else (),
         differs_from_base=own_differences(
             job.base, (*job.beside, *([ADAPTER_CONFIG] if job.kind == "merged" else []))
         ),

@@ -48,7 +48,7 @@ def base_warnings(
     label = f"{escape(base.label)}'s" if base is not None and base.is_given else "the base's"
     init = str(settings.get("init_lora_weights")).lower()
     is_remade, is_not_remade = init in _REMADE, init.startswith(_NOT_REMADE)
-    names = {name: own for name, own in peft.base_names.items() if name not in written}
+    names = {name: base_name for name, base_name in peft.base_names.items() if name not in written}
     is_equal = _compare(checkpoint, stored, names, base)
     adapted = is_equal.keys() & {module.base for module in peft.modules if module.base is not None}
     changes_again = (is_remade or is_not_remade) and init != _LEFT_ALONE
@@ -63,7 +63,7 @@ def base_warnings(
     num_other = sum(not equal for equal in is_equal.values())
     if num_other or (is_not_remade and not adapted):
         why = f": init_lora_weights={escape(init)} changed them" if is_not_remade else ""
-        found = f" ({num_other:,} of {count(len(is_equal), 'compared weight')} differ)" if num_other else ""
+        counts = f" ({num_other:,} of {count(len(is_equal), 'compared weight')} differ)" if num_other else ""
         way = (
             "--merge-lora writes the trained one"
             if peft.modules
@@ -72,7 +72,7 @@ def base_warnings(
         if peft.kind == "adapter":
             way = "a checkpoint that has those weights too can be merged: --merge-lora"
         yield (
-            f"the adapter was trained on other weights than {label}{why}{found}. PEFT adds it to {label}, so "
+            f"the adapter was trained on other weights than {label}{why}{counts}. PEFT adds it to {label}, so "
             f"another model comes out; {way}"
         )
 
@@ -85,29 +85,33 @@ def _compare(
     Args:
         names: name in `stored` -> name in the base.
     """
-    theirs = None if base is None else base.catalog
-    if theirs is None or is_far(theirs) or is_far(checkpoint.catalog):
+    base_catalog = None if base is None else base.catalog
+    if base_catalog is None or is_far(base_catalog) or is_far(checkpoint.catalog):
         return {}
-    ours = checkpoint.catalog
-    pairs = {name: own for name, own in names.items() if _fit(ours, stored[name], theirs, own)}
+    catalog = checkpoint.catalog
+    pairs = {
+        name: base_name
+        for name, base_name in names.items()
+        if _fit(catalog, stored[name], base_catalog, base_name)
+    }
     try:
-        ours = checkpoint.select([stored[name] for name in pairs])
-        with SourceFiles(ours.files) as files, SourceFiles(theirs.files) as base_files:
+        catalog = checkpoint.select([stored[name] for name in pairs])
+        with SourceFiles(catalog.files) as files, SourceFiles(base_catalog.files) as base_files:
             with files.reader() as reader, base_files.reader() as base_reader:
                 return {
-                    name: _head(ours, stored[name], reader) == _head(theirs, own, base_reader)
-                    for name, own in pairs.items()
-                    if _fit(ours, stored[name], theirs, own)
+                    name: _head(catalog, stored[name], reader) == _head(base_catalog, base_name, base_reader)
+                    for name, base_name in pairs.items()
+                    if _fit(catalog, stored[name], base_catalog, base_name)
                 }
     except ShardkitError:  # these weights are not written: only what reads them stops at damage
         return {}
 
 
-def _fit(catalog: Catalog, name: str, base: Catalog, own: str) -> bool:
+def _fit(catalog: Catalog, name: str, base: Catalog, base_name: str) -> bool:
     """Return whether two tensors have one dtype and shape, and bytes that lie in files as they are."""
-    if own not in base.tensors:
+    if base_name not in base.tensors:
         return False
-    entries = catalog.tensors[name], base.tensors[own]
+    entries = catalog.tensors[name], base.tensors[base_name]
     is_raw = all(
         table.files[table.chunks.file[row]].is_raw
         for table, entry in zip((catalog, base), entries, strict=True)

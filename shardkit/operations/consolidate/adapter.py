@@ -89,8 +89,8 @@ def choose_tensors(
     if is_whole and is_diffusers_lora(checkpoint) and not merge and adapter_config is None:
         return Chosen(kind="adapter", catalog=_deferred(checkpoint, list(names)), names=dict(names))
     of_base = None if base is None else base.tensors
-    own = of_base if of_base is not None else recorded_names(checkpoint).names
-    peft = classify_peft(names.values(), own or ())
+    base_names = of_base if of_base is not None else recorded_names(checkpoint).names
+    peft = classify_peft(names.values(), base_names or ())
     if adapter_config is not None and peft.kind == "none":
         raise UsageError("--adapter-config is about an adapter, and the chosen tensors hold none")
     settings = _settings_of(checkpoint, base, adapter_config) if merge or peft.kind != "none" else None
@@ -102,23 +102,27 @@ def choose_tensors(
         return Chosen(kind="model", catalog=_deferred(checkpoint, list(names)), names=dict(names))
     _refuse_shira(peft, names.values(), settings)
     stored = {name: source for source, name in names.items()}
-    held = checkpoint.catalog.tensors
-    ours = {name: held[source].shape for name, source in stored.items() if held[source].dtype.is_convertible}
-    theirs = {name: tensor.shape for name, tensor in (of_base or {}).items() if tensor.dtype.is_convertible}
-    beside = names_beside(peft, ours, settings.values if settings else {}, theirs)
-    chosen = {stored[name]: target for name, target in (peft.adapter_names | beside).items()}
+    entries = checkpoint.catalog.tensors
+    stored_shapes = {
+        name: entries[source].shape for name, source in stored.items() if entries[source].dtype.is_convertible
+    }
+    shapes_in_base = {
+        name: tensor.shape for name, tensor in (of_base or {}).items() if tensor.dtype.is_convertible
+    }
+    extra_names = names_beside(peft, stored_shapes, settings.values if settings else {}, shapes_in_base)
+    chosen = {stored[name]: target for name, target in (peft.adapter_names | extra_names).items()}
     catalog = _deferred(checkpoint, list(chosen))
     shapes = {name: catalog.tensors[stored[name]].shape for name in peft.adapter_names}
-    _refuse_cut(peft, {**ours, **shapes}, settings, theirs)
+    _refuse_cut(peft, {**stored_shapes, **shapes}, settings, shapes_in_base)
     content = _config_of(settings, peft, shapes, _repo_of(base))
     values = settings.values if settings else {}
-    other_base = base_warnings(checkpoint, stored, peft, {*peft.adapter_names, *beside}, values, base)
+    other_base = base_warnings(checkpoint, stored, peft, {*peft.adapter_names, *extra_names}, values, base)
     return Chosen(
         kind="adapter",
         catalog=catalog,
         names=chosen,
         adapter_config=content,
-        notes=tuple(_adapter_notes(peft, settings, beside)),
+        notes=tuple(_adapter_notes(peft, settings, extra_names)),
         warnings=(*other_base, *(() if content is not None else (_NO_CONFIG,))),
     )
 
@@ -162,15 +166,17 @@ def _refuse_shira(peft: PeftNames, names: Iterable[str], settings: Settings | No
         )
 
 
-def _adapter_notes(peft: PeftNames, settings: Settings | None, beside: Mapping[str, str]) -> Iterator[str]:
+def _adapter_notes(
+    peft: PeftNames, settings: Settings | None, extra_names: Mapping[str, str]
+) -> Iterator[str]:
     if peft.kind == "base+adapter":
         yield (
             "the checkpoint holds an adapter and the weights that it was trained on: the adapter was written; "
             "--merge-lora writes the merged model"
         )
-    if beside:
+    if extra_names:
         kinds = "biases that were trained, or rows of a vocabulary that is not the base's"
-        yield f"in the adapter's file, as PEFT saves them: {listed(list(beside.values()))} ({kinds})"
+        yield f"in the adapter's file, as PEFT saves them: {listed(list(extra_names.values()))} ({kinds})"
     if peft.others:
         yield f"the adapter {escape(peft.adapter or '')} was taken; also there: {', '.join(map(escape, peft.others))}"
     if settings is not None and not settings.is_whole:
@@ -179,9 +185,9 @@ def _adapter_notes(peft: PeftNames, settings: Settings | None, beside: Mapping[s
 
 def _merged(checkpoint: Checkpoint, names: Mapping[str, str], settings: Settings | None) -> Chosen:
     plan = plan_merge(checkpoint.catalog.tensors, names, settings.values if settings else {})
-    catalog = derive(checkpoint.select(list(names)), plan.made, plan.gone)
+    catalog = derive(checkpoint.select(list(names)), plan.merges, plan.gone)
     origin = f", scaled as {settings.origin} says" if settings else ""
-    note = f"the adapter was added to {len(plan.made)} tensors{origin}"
+    note = f"the adapter was added to {len(plan.merges)} tensors{origin}"
     return Chosen(kind="merged", catalog=catalog, names=plan.names, notes=(note,))
 
 
@@ -209,19 +215,21 @@ def merged_by_peft(checkpoint: Checkpoint, base: Base | None) -> str | None:
     return f"{_BY_PEFT}: {merge_command(directory, model, 'merged')}"
 
 
-def _settings_of(checkpoint: Checkpoint, base: Base | None, given: str | None) -> Settings | None:
+def _settings_of(checkpoint: Checkpoint, base: Base | None, adapter_config: str | None) -> Settings | None:
     """Return the settings from the first place that has some."""
-    if given is not None:
-        path = os.path.join(given, ADAPTER_CONFIG) if storage.isdir(given) else given
+    if adapter_config is not None:
+        path = (
+            os.path.join(adapter_config, ADAPTER_CONFIG) if storage.isdir(adapter_config) else adapter_config
+        )
         if not storage.lexists(path):
             raise SourceError(
-                f"--adapter-config {escape(given)}: there is no {escape(path)}",
+                f"--adapter-config {escape(adapter_config)}: there is no {escape(path)}",
                 hint=f"give an {ADAPTER_CONFIG}, or the directory that it lies in",
             )
-        return Settings(values=read_settings(path), is_whole=True, origin=escape(given))
+        return Settings(values=read_settings(path), is_whole=True, origin=escape(adapter_config))
     places = (*checkpoint.contents.assets, checkpoint.catalog.directory, checkpoint.path)
-    own = places_of_settings(checkpoint) if base is not None and base.own is not None else ()
-    return find_settings([*own, *([base.directory] if base else []), *places])
+    own_places = places_of_settings(checkpoint) if base is not None and base.own is not None else ()
+    return find_settings([*own_places, *([base.directory] if base else []), *places])
 
 
 def _config_of(

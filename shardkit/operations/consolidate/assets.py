@@ -75,12 +75,12 @@ def main_dtype(tensors: Sequence[OutputTensor], base: Base | None) -> DType | No
     The base's own dtype need not be that of most bytes: a small model's embedding may be most of it. But one that no tensor
     has is not the model's, whatever the base says: `from_pretrained` would round all of them to it.
     """
-    said = None if base is None else dtype_of(base.config)
-    theirs = (base.tensors if base is not None else None) or {}
-    both = [tensor for tensor in tensors if tensor.fqn in theirs]
-    are_theirs = bool(both) and all(tensor.dtype == theirs[tensor.fqn].dtype for tensor in both)
-    if are_theirs or (base is not None and base.says_dtype and said is not None):
-        if said is None or said in {tensor.dtype.name for tensor in tensors}:
+    base_dtype = None if base is None else dtype_of(base.config)
+    base_tensors = (base.tensors if base is not None else None) or {}
+    both = [tensor for tensor in tensors if tensor.fqn in base_tensors]
+    are_theirs = bool(both) and all(tensor.dtype == base_tensors[tensor.fqn].dtype for tensor in both)
+    if are_theirs or (base is not None and base.says_dtype and base_dtype is not None):
+        if base_dtype is None or base_dtype in {tensor.dtype.name for tensor in tensors}:
             return None
     return most_bytes((tensor.dtype, tensor.nbytes) for tensor in tensors)
 
@@ -108,15 +108,15 @@ def model_assets(
         return [], []
     assets, notes = _card(base) if base.is_given else ([], [])
     if is_plain:
-        base, said = _without_quantisation(base)
-        notes += said
+        base, more_notes = _without_quantisation(base)
+        notes += more_notes
     for name, path in base.assets.items():
         if name == CARD and base.is_given:
             continue
         if name == CONFIG and base.config is not None:
-            content, said = _model_config(base, dtype, most=most, untie=untie, tied=tied)
+            content, more_notes = _model_config(base, dtype, most=most, untie=untie, tied=tied)
             assets.append(Asset(name, None, content))
-            notes += said
+            notes += more_notes
         elif name == GENERATION_CONFIG and (base.is_trainers or _is_own(base, name)):
             assets.append(_generation_config(name, path))
         else:
@@ -168,8 +168,8 @@ def adapter_assets(base: Base | None, config: bytes | None) -> list[Asset]:
 
 def with_tokenizer(assets: Iterable[Asset], tokenizer: Tokenizer) -> list[Asset]:
     """Return the files to write beside weights, with another tokenizer in place of the base's."""
-    others = [asset for asset in assets if not is_tokenizer_file(asset.name)]
-    return [*others, *(Asset(name, path, b"") for name, path in tokenizer.files.items())]
+    other_assets = [asset for asset in assets if not is_tokenizer_file(asset.name)]
+    return [*other_assets, *(Asset(name, path, b"") for name, path in tokenizer.files.items())]
 
 
 def _model_config(
@@ -182,14 +182,14 @@ def _model_config(
         set_dtype(config, dtype.name)
     if untie:
         _untie(config)
-    own = None if base.own is None else base.own.config
-    if own is not None:
-        config = follow_weights(own, config, dtype=most.name if most is not None else None, tied=tied)
-    if base.is_trainers or own is not None:
+    own_config = None if base.own is None else base.own.config
+    if own_config is not None:
+        config = follow_weights(own_config, config, dtype=most.name if most is not None else None, tied=tied)
+    if base.is_trainers or own_config is not None:
         # Trainers set it for gradient checkpointing.
         if config.get("use_cache") is False and config.get("model_type") not in _WITHOUT_CACHE:
             config["use_cache"] = True
-            where = escape(base.label) if own is None else "the checkpoint"
+            where = escape(base.label) if own_config is None else "the checkpoint"
             notes.append(f"use_cache is on again; training had switched it off in {where}")
         if os.path.isabs(str(config.get("_name_or_path", ""))):
             del config["_name_or_path"]
@@ -198,8 +198,8 @@ def _model_config(
 
 def dtype_of(config: Mapping[str, object] | None) -> str | None:
     """Return the dtype that a config.json names; None if it names none."""
-    said = next((value for key in (_DTYPE, _OLD_DTYPE) if (value := (config or {}).get(key))), None)
-    return said if isinstance(said, str) else None
+    dtype = next((value for key in (_DTYPE, _OLD_DTYPE) if (value := (config or {}).get(key))), None)
+    return dtype if isinstance(dtype, str) else None
 
 
 def set_dtype(config: dict[str, object], name: str) -> None:
@@ -219,8 +219,8 @@ def _parts_with(config: Mapping[str, object], keys: Iterable[str], value: object
     parts = dict[str, object]()
     for name, part in config.items():
         if isinstance(part, dict) and name not in QUANTIZATION_CONFIGS:
-            said = [key for key in keys if isinstance(part.get(key), type(value))]
-            parts[name] = {**part, **_parts_with(part, keys, value), **dict.fromkeys(said, value)}
+            present_keys = [key for key in keys if isinstance(part.get(key), type(value))]
+            parts[name] = {**part, **_parts_with(part, keys, value), **dict.fromkeys(present_keys, value)}
     return parts
 
 
@@ -257,7 +257,7 @@ def dump_config(config: Mapping[str, object]) -> bytes:
 
 
 def trained_modules(
-    base: Base | None, assets: Iterable[str], root: str, left: Iterable[str], *, by_hand: bool
+    base: Base | None, assets: Iterable[str], root: str, other_names: Iterable[str], *, by_hand: bool
 ) -> list[str]:
     """Return a warning for each module whose weights are copied from the base, though the checkpoint has trained ones.
 
@@ -265,7 +265,7 @@ def trained_modules(
         base: a sentence-transformers model, or any other.
         assets: names of the files that are copied beside the weights.
         root: where the model begins in the checkpoint, dotted, such as "0.auto_model".
-        left: names of tensors that do not belong to the model.
+        other_names: names of tensors that do not belong to the model.
         by_hand: a person chose the tensors by name.
 
     Raises:
@@ -276,7 +276,7 @@ def trained_modules(
             place,
             f"{escape(file)}: the checkpoint has {count(len(trained), 'tensor')} of it, {listed(trained)}",
         )
-        for file, place, trained in _places(base, assets, root, left)
+        for file, place, trained in _places(base, assets, root, other_names)
     ]
     writes = " and ".join(f"`--root {in_shell(place)}`" for place, _ in modules)
     if not by_hand:
@@ -290,7 +290,7 @@ def trained_modules(
 
 
 def _places(
-    base: Base | None, assets: Iterable[str], root: str, left: Iterable[str]
+    base: Base | None, assets: Iterable[str], root: str, other_names: Iterable[str]
 ) -> Iterator[tuple[str, str, list[str]]]:
     """Yield (weights, beginning of its names in the checkpoint, these names) of modules that have been trained.
 
@@ -300,7 +300,7 @@ def _places(
     parts, main = root.split("."), folders.get(os.curdir)
     if main not in parts:
         return
-    before, names, files = parts[: parts.index(main)], sorted(left), list(assets)
+    before, names, files = parts[: parts.index(main)], sorted(other_names), list(assets)
     for folder, name in folders.items():
         copied = [file for file in files if file.startswith(f"{folder}/") and is_weights(file)]
         place = ".".join((*before, name))

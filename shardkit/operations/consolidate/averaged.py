@@ -53,17 +53,17 @@ def take_averaged(checkpoint: Checkpoint) -> Checkpoint:
 
 def _places(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield the paths of checkpoints with a name of averages in the checkpoint's own directory, else beside it."""
-    path, own = checkpoint.path, _stem(own_name(checkpoint.path))
+    path, stem = checkpoint.path, _stem(own_name(checkpoint.path))
     within = [name for name in listing(path) if is_averaged(_stem(name))]
     yield from (place for name in within for place in _checkpoints(path, name))
-    is_models = own in MODEL_KEYS or own.startswith("pytorch_model")
-    beside = [
+    is_models = stem in MODEL_KEYS or stem.startswith("pytorch_model")
+    siblings = [
         name
         for name in listing(parent(path))
-        if _stem(name) in (f"{own}_{BESIDE}", f"{own}-{BESIDE}") or (is_models and is_averaged(_stem(name)))
+        if _stem(name) in (f"{stem}_{BESIDE}", f"{stem}-{BESIDE}") or (is_models and is_averaged(_stem(name)))
     ]
     if not within:
-        yield from (place for name in beside for place in _checkpoints(parent(path), name))
+        yield from (place for name in siblings for place in _checkpoints(parent(path), name))
 
 
 def _stem(name: str) -> str:

@@ -73,12 +73,12 @@ def check_fit(
     shapes: Mapping[str, Shape],
     vocabulary: RowsChange,
     ties: Iterable[Collection[str]],
-    asked: ClassNames | None,
+    class_names: ClassNames | None,
     options: ConsolidateOptions,
     *,
     checkpoint: str,
     why_missing: str,
-    left: Mapping[str, Shape],
+    left_out_shapes: Mapping[str, Shape],
     is_plain: bool = True,
     why_not_rules: Sequence[str] = (),
 ) -> BaseFit:
@@ -88,11 +88,11 @@ def check_fit(
         shapes: by name in the output.
         vocabulary: the base, with the output's rows; None, or one without known tensors, has nothing to compare with.
         ties: groups of names that are one parameter.
-        asked: what the model's class says of the base's names, where it was asked.
+        class_names: what the model's class says of the base's names, where it was asked.
         options: what is asked for.
         checkpoint: its path, for a command that a hint shows.
         why_missing: as in `Checkpoint`.
-        left: shape by stored name of its tensors that are not written.
+        left_out_shapes: shape by stored name of its tensors that are not written.
         is_plain: no weights of the checkpoint are quantised.
         why_not_rules: why key rules that know all names of the output, or most, were not applied.
 
@@ -101,27 +101,29 @@ def check_fit(
         LayoutError: the given base is quantised in a way that is not known here; or lists every name that is missing,
             unexpected or of another shape, and what is asked of the base but is no part by itself.
     """
-    base, theirs = vocabulary.base, base_shapes(vocabulary.base)
+    base, shapes_in_base = vocabulary.base, base_shapes(vocabulary.base)
     if base is not None and base.is_given:
         _refuse_base(base, is_plain=is_plain)
-    if base is None or theirs is None:
+    if base is None or shapes_in_base is None:
         return BaseFit()
     label, allow_missing = escape(base.label), options.allow_missing
-    comparison, carried, said = _explain(compare_with_base(shapes, theirs, ties=ties), theirs, asked, label)
+    comparison, carried, notes = _explain(
+        compare_with_base(shapes, shapes_in_base, ties=ties), shapes_in_base, class_names, label
+    )
     is_here = base.catalog is not None and not options.naming.chooses_part
     if carried:
         what = f"taken from {label} as they are" if is_here else "not written"
-        said.append(f"{what}, the model computes them or has no place for them: {listed(carried)}")
+        notes.append(f"{what}, the model computes them or has no place for them: {listed(carried)}")
     filling = _fill(comparison.missing, base, frozenset(carried), options.fill_from_base)
-    comparison = replace(comparison, missing=filling.left)
-    said += filling.notes(options.fill_from_base, label)
+    comparison = replace(comparison, missing=filling.still_missing)
+    notes += filling.notes(options.fill_from_base, label)
     carried = [*(carried if is_here else ()), *filling.names]
     short = list(_short(carried, base, vocabulary.changed))
     if short and allow_missing:
-        said.append(f"not written, they have the rows of the base's vocabulary: {listed(short)}")
+        notes.append(f"not written, they have the rows of the base's vocabulary: {listed(short)}")
         carried = [name for name in carried if name not in short]
     fit = BaseFit(
-        notes=tuple(said),
+        notes=tuple(notes),
         is_whole=not (comparison.missing or comparison.wrong_shapes),
         carried=tuple(carried),
     )
@@ -130,14 +132,14 @@ def check_fit(
             _log.debug("names and shapes are the same as in %s", label)
             return fit
         what = "names, and shapes but for the rows of the vocabulary,"
-        return replace(fit, notes=(f"{what} are the same as in {label}", *said))
+        return replace(fit, notes=(f"{what} are the same as in {label}", *notes))
     if not base.is_given:
-        told = tuple(_differences(comparison, f"the weights in {label}"))
+        differences = tuple(_differences(comparison, f"the weights in {label}"))
         num_lost = 1 if comparison.missing else 0
-        return replace(fit, missing=told[:num_lost], warnings=told[num_lost:])
+        return replace(fit, missing=differences[:num_lost], warnings=differences[num_lost:])
     experts = list[str]()
     if not (allow_missing and options.allow_unexpected):
-        comparison, experts = _take_out_experts(comparison, shapes, theirs)
+        comparison, experts = _take_out_experts(comparison, shapes, shapes_in_base)
     problems = [*filling.refused, *experts, *_problems(comparison, short, options)]
     if problems and why_not_rules and comparison.missing and comparison.unexpected:
         raise _names_of_a_trainer(base, checkpoint, why_not_rules)
@@ -147,9 +149,9 @@ def check_fit(
         + (f" (it was {why_missing})" if comparison.missing and why_missing else ""),
         hint=_FEWER
         if experts
-        else _hint(comparison, filling, vocabulary, checkpoint, left, options.fill_from_base),
+        else _hint(comparison, filling, vocabulary, checkpoint, left_out_shapes, options.fill_from_base),
     )
-    return replace(fit, notes=(*_differences(comparison, label), *said))
+    return replace(fit, notes=(*_differences(comparison, label), *notes))
 
 
 def _names_of_a_trainer(base: Base, checkpoint: str, why_not_rules: Sequence[str]) -> LayoutError:
@@ -168,18 +170,18 @@ def _problems(comparison: BaseComparison, short: Iterable[str], options: Consoli
         yield from _misfits("missing", comparison.missing, comparison.unexpected)
     if not options.allow_unexpected:
         yield from _misfits("unexpected", comparison.unexpected, comparison.missing)
-    for name, theirs, ours in comparison.wrong_shapes:
-        yield f"shape: {escape(name)}: {list(ours)}, in the base {list(theirs)}"
+    for name, base_shape, shape in comparison.wrong_shapes:
+        yield f"shape: {escape(name)}: {list(shape)}, in the base {list(base_shape)}"
     if not options.allow_missing:
         for name in short:
             yield f"rows: {escape(name)}: the base's, and the vocabulary has others"
 
 
 def _take_out_experts(
-    comparison: BaseComparison, shapes: Mapping[str, Shape], theirs: Mapping[str, Shape]
+    comparison: BaseComparison, shapes: Mapping[str, Shape], shapes_in_base: Mapping[str, Shape]
 ) -> tuple[BaseComparison, list[str]]:
     """Return a comparison without experts of which the output has another number than the base, and a line for each."""
-    numbers = other_numbers_of_experts(shapes, theirs)
+    numbers = other_numbers_of_experts(shapes, shapes_in_base)
     if not numbers:
         return comparison, []
     homes = tuple(f"{name.rpartition('.')[0]}." for name in numbers)
@@ -199,9 +201,9 @@ class _TakenFromBase(NamedTuple):
 
     names: tuple[str, ...]
     """Names of the base."""
-    held: frozenset[str]
+    from_checkpoint: frozenset[str]
     """Those that the output has from the checkpoint."""
-    left: tuple[str, ...]
+    still_missing: tuple[str, ...]
     """Those that are missing, and nobody asked for."""
     refused: tuple[str, ...] = ()
     """Why others that a person asked for are not taken."""
@@ -209,7 +211,7 @@ class _TakenFromBase(NamedTuple):
     def notes(self, fill: Iterable[str], label: str) -> Iterator[str]:
         """Yield what to tell; `fill` are the globs."""
         if self.names:
-            parts = listed(whole_parts(self.names, self.held))
+            parts = listed(whole_parts(self.names, self.from_checkpoint))
             yield f"taken from {label} as they are: {count(len(self.names), 'tensor')}: {parts}"
         for glob in fill:
             if not any(fnmatchcase(name, glob) for name in self.names):
@@ -228,33 +230,33 @@ def _fill(
         fill: globs that a person gave.
     """
     assert base.tensors is not None
-    held = frozenset(base.tensors.keys() - set(missing) - set(carried))
-    wanted = {name: None for name in missing if any(fnmatchcase(name, glob) for glob in fill)}
-    left = [name for name in missing if name not in wanted]
+    from_checkpoint = frozenset(base.tensors.keys() - set(missing) - set(carried))
+    chosen = {name: None for name in missing if any(fnmatchcase(name, glob) for glob in fill)}
+    still_missing = [name for name in missing if name not in chosen]
     torn = {
         name: f"others of {escape(part) or 'the model'} would not come from the base"
-        for name, part in torn_parts(wanted, [*held, *left]).items()
+        for name, part in torn_parts(chosen, [*from_checkpoint, *still_missing]).items()
     }
-    if not held:
-        torn = dict.fromkeys(wanted, "the checkpoint has no tensor of the base")
-    for name, keeper in _tied_in(base, wanted, held) if wanted else ():
+    if not from_checkpoint:
+        torn = dict.fromkeys(chosen, "the checkpoint has no tensor of the base")
+    for name, keeper in _tied_in(base, chosen, from_checkpoint) if chosen else ():
         torn[name] = f"the base has the same bytes under {escape(keeper)}, which is in the checkpoint"
     return _TakenFromBase(
-        names=tuple(name for name in wanted if name not in torn),
-        held=held,
-        left=tuple(left),
+        names=tuple(name for name in chosen if name not in torn),
+        from_checkpoint=from_checkpoint,
+        still_missing=tuple(still_missing),
         refused=tuple(f"no part by itself: {escape(name)}: {why}" for name, why in torn.items()),
     )
 
 
-def _tied_in(base: Base, wanted: Collection[str], held: Collection[str]) -> Iterator[tuple[str, str]]:
+def _tied_in(
+    base: Base, chosen: Collection[str], from_checkpoint: Collection[str]
+) -> Iterator[tuple[str, str]]:
     """Yield names that are to be taken from a base, with the equal one that they may be tied to."""
     for name, keepers, _ in tied_names(base_shapes(base) or {}):
-        for one, other in (
-            (one, other) for keeper in keepers for one, other in ((name, keeper), (keeper, name))
-        ):
-            if one in wanted and other in held and holds_equal(base, one, other):
-                yield one, other
+        for one, two in ((one, two) for keeper in keepers for one, two in ((name, keeper), (keeper, name))):
+            if one in chosen and two in from_checkpoint and holds_equal(base, one, two):
+                yield one, two
 
 
 def _hint(
@@ -262,7 +264,7 @@ def _hint(
     filling: _TakenFromBase,
     vocabulary: RowsChange,
     checkpoint: str,
-    left: Mapping[str, Shape],
+    left_out_shapes: Mapping[str, Shape],
     fill: Sequence[str],
 ) -> str:
     """Return the hint for a checkpoint that does not fit: a part of a larger model can be filled up."""
@@ -270,16 +272,21 @@ def _hint(
         return "only whole parts are taken from the base, no layer of a stack and no tensor of a module"
     if holds_fused_experts(comparison.unexpected):
         return _FUSED
-    if comparison.unexpected or torn_parts(comparison.missing, filling.held):
+    if comparison.unexpected or torn_parts(comparison.missing, filling.from_checkpoint):
         return _OTHER_NAMES
-    theirs, kept = base_shapes(vocabulary.base) or {}, {_end(name, shape) for name, shape in left.items()}
-    if any(_end(name, theirs[name]) in kept for name in comparison.missing):  # trained, below another prefix
+    shapes_in_base, kept = (
+        base_shapes(vocabulary.base) or {},
+        {_end(name, shape) for name, shape in left_out_shapes.items()},
+    )
+    if any(
+        _end(name, shapes_in_base[name]) in kept for name in comparison.missing
+    ):  # trained, below another prefix
         return _OTHER_NAMES
     if comparison.wrong_shapes:
         return vocabulary.hint or _OTHER_SHAPES
     if not comparison.missing:
         return "--allow-missing leaves them out"
-    base, globs = vocabulary.base, [*fill, *whole_parts(comparison.missing, filling.held)]
+    base, globs = vocabulary.base, [*fill, *whole_parts(comparison.missing, filling.from_checkpoint)]
     assert base is not None
     options = " ".join(f"--fill-from-base {in_shell(glob)}" for glob in globs)
     if base.catalog is None:
@@ -313,37 +320,40 @@ def _refuse_base(base: Base, *, is_plain: bool) -> None:
 
 
 def _explain(
-    comparison: BaseComparison, theirs: Mapping[str, Shape], asked: ClassNames | None, label: str
+    comparison: BaseComparison,
+    shapes_in_base: Mapping[str, Shape],
+    class_names: ClassNames | None,
+    label: str,
 ) -> tuple[BaseComparison, list[str], list[str]]:
     """Take out of a comparison what the model computes, makes or has no place for.
 
     Returns:
         What is left, names of the base that may be carried over, and notes.
     """
-    spare, made, said = list[str](), list[str](), list[str]()
-    if asked is not None:
+    spare, optional, notes = list[str](), list[str](), list[str]()
+    if class_names is not None:
         # A block that the class has no place for is no head of another objective: it may belong to another model.
         spare = [
             name
             for name in comparison.missing
-            if name in asked.ignored or (name in asked.unused and not IN_BLOCK.search(name))
+            if name in class_names.ignored or (name in class_names.unused and not IN_BLOCK.search(name))
         ]
-        made = [name for name in comparison.unexpected if name in asked.made]
-    computed = [name for name in comparison.computed if name not in theirs]
+        optional = [name for name in comparison.unexpected if name in class_names.made]
+    computed = [name for name in comparison.computed if name not in shapes_in_base]
     if computed:
-        said.append(f"not compared with {label}, every model computes them: {listed(computed)}")
-    if made:
-        said.append(f"not in {label}, the model computes them where they are missing: {listed(made)}")
-    left = replace(
+        notes.append(f"not compared with {label}, every model computes them: {listed(computed)}")
+    if optional:
+        notes.append(f"not in {label}, the model computes them where they are missing: {listed(optional)}")
+    remaining = replace(
         comparison,
         missing=tuple(name for name in comparison.missing if name not in spare),
-        unexpected=tuple(name for name in comparison.unexpected if name not in made),
+        unexpected=tuple(name for name in comparison.unexpected if name not in optional),
     )
-    return left, [*(name for name in comparison.computed if name in theirs), *spare], said
+    return remaining, [*(name for name in comparison.computed if name in shapes_in_base), *spare], notes
 
 
-def _misfits(what: str, names: Sequence[str], others: Sequence[str]) -> Iterator[str]:
-    closest = suggestions(names, others)
+def _misfits(what: str, names: Sequence[str], candidates: Sequence[str]) -> Iterator[str]:
+    closest = suggestions(names, candidates)
     for name in names:
         yield f"{what}: {escape(name)}{closest.get(name, '')}"
 

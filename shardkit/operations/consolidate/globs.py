@@ -30,7 +30,7 @@ class Sieve:
     """Names in the output of tensors that were left out before others were named."""
     takes_rules: bool = False
     """Shipped key rules know all names of the checkpoint."""
-    asked: ClassNames | None = None
+    class_names: ClassNames | None = None
     """What the model's class says, if it was asked."""
 
     def sift(self, chosen: Chosen) -> Chosen:
@@ -82,7 +82,7 @@ def leave_out(
         globs=globs,
         left_out=frozenset(left_out.values()),
         takes_rules=waiting.takes_rules,
-        asked=waiting.asked,
+        class_names=waiting.class_names,
     )
     return selection.only(selection.names.keys() - left_out.keys()), sieve
 
@@ -91,7 +91,7 @@ class _Waiting(NamedTuple):
     names: Collection[str]
     """Names in memory of tensors that the output may have under other names."""
     takes_rules: bool = False
-    asked: ClassNames | None = None
+    class_names: ClassNames | None = None
 
 
 def _waiting(
@@ -116,7 +116,9 @@ def _waiting(
     have = TensorsAtHand(shapes=shapes, config=config)
     if options.key_rules == AUTO and bind(have, None, [shipped]).rules is not None:
         return _Waiting(shapes, takes_rules=True)
-    changed = {fqn for fqn, made in saved_derived(checkpoint).items() if not isinstance(made, Opaque)}
+    changed = {
+        fqn for fqn, expression in saved_derived(checkpoint).items() if not isinstance(expression, Opaque)
+    }
     if (
         base is None
         or not base.is_given
@@ -124,7 +126,9 @@ def _waiting(
         or not may_differ_in_memory(base.config or {})
     ):
         return _Waiting(changed)
-    asked = ask(base)
-    if asked is not None:
-        changed |= asked.converted.keys() | {fqn for fqn, name in asked.names.items() if fqn != name}
-    return _Waiting(changed, asked=asked)
+    class_names = ask(base)
+    if class_names is not None:
+        changed |= class_names.converted.keys() | {
+            fqn for fqn, name in class_names.names.items() if fqn != name
+        }
+    return _Waiting(changed, class_names=class_names)

@@ -59,12 +59,18 @@ def keep_settings(checkpoint: Checkpoint, tensors: Sequence[OutputTensor]) -> He
     is_cast = checkpoint.remarks.dequantized is not None or any(
         tensor.dtype is not stored[tensor.source].dtype for tensor in tensors if tensor.source in stored
     )
-    contradicting = [key for key, said in values.items() if len(said) > 1]
-    types = [key for key, said in values.items() if key == _TENSOR_NAMES or any(map(_is_type, said))]
+    contradicting = [key for key, stated_values in values.items() if len(stated_values) > 1]
+    types = [
+        key
+        for key, stated_values in values.items()
+        if key == _TENSOR_NAMES or any(map(_is_type, stated_values))
+    ]
     _refuse(checkpoint, types, contradicting, values, is_renamed=is_renamed, is_cast=is_cast)
     if is_renamed:
         return HeaderSettings(notes=(_left_out(values, "because names of tensors change"),))
-    settings = {key: next(iter(said)) for key, said in values.items() if len(said) == 1}
+    settings = {
+        key: next(iter(stated_values)) for key, stated_values in values.items() if len(stated_values) == 1
+    }
     aliases = [key for key, value in settings.items() if value in stored and value not in written]
     notes = []
     if contradicting:

@@ -266,12 +266,12 @@ def build_job(
     output = _images(written.tensors, base, options, checkpoint, chosen.kind, headers.settings)
     check_tokenizer(options.new_tokenizer, base, {tensor.fqn: tensor.shape for tensor in written.tensors})
     assets, changed, doubts = _assets(chosen, base, named.ties, written.tensors, options.new_tokenizer)
-    left = checkpoint.catalog.tensors.keys() - selection.names.keys()
+    left_out = checkpoint.catalog.tensors.keys() - selection.names.keys()
     untrained = trained_modules(
         base,
         [asset.name for asset in assets],
         selection.root,
-        left,
+        left_out,
         by_hand=options.naming.weights != "model" or options.naming.chooses_names,
     )
     catalog = _opened(written, _images_of(output, share), as_read=share is not None and not options.dry_run)
@@ -307,7 +307,7 @@ def build_job(
         warnings=(
             *unloadable,
             *of_training,
-            *copies_warnings([copy for copy in checkpoint.remarks.differing if copy.tensor not in left]),
+            *copies_warnings([copy for copy in checkpoint.remarks.differing if copy.tensor not in left_out]),
             *named.warnings(base),
             *_tie_warnings(named.ties, base),
             *doubts,
@@ -456,19 +456,19 @@ def _tensors(
     """
     names, stored = named.names, named.chosen.catalog
     sources = {name: source for source, name in names.items()}
-    held = held_dtypes(stored, sources, checkpoint.remarks.dequantized, {})
-    said = list[str]()
+    default_dtypes = held_dtypes(stored, sources, checkpoint.remarks.dequantized, {})
+    fold_notes = list[str]()
     folds = made_among(stored, names, Fold)
     folded = [name for source, name in names.items() if source in folds]
     if folded and not options.keep_factors and options.dtype in (KEEP, BASE):
         nbytes = {name: stored.tensors[source].nbytes for source, name in names.items()}
-        held, said = held_folded(held, folded, nbytes, base)
-    dtypes, notes = choose_dtypes(held, names, options.dtype, options.rules, base, checkpoint.path)
+        default_dtypes, fold_notes = held_folded(default_dtypes, folded, nbytes, base)
+    dtypes, notes = choose_dtypes(default_dtypes, names, options.dtype, options.rules, base, checkpoint.path)
     tensors = tuple(
         OutputTensor(name, source, dtypes[name], stored.tensors[source].shape)
         for source, name in names.items()
     )
-    return tensors, [*said, *notes]
+    return tensors, [*fold_notes, *notes]
 
 
 def _choose(
@@ -484,9 +484,9 @@ def _choose(
         refuse_factors(checkpoint.catalog.tensors, hint=merged_by_peft(checkpoint, base))
         refuse_prompts(checkpoint.catalog.tensors, base_shapes(base) or ())
     selection, sieve = leave_out(checkpoint, base, _select(checkpoint, base, naming), options, ask)
-    taken = [stored for stored, name in selection.names.items() if sieve.globs.take(name)]
-    refuse_factors(taken, hint=merged_by_peft(checkpoint, base))
-    _refuse_objects(checkpoint.catalog.objects, taken)
+    stored_names = [stored for stored, name in selection.names.items() if sieve.globs.take(name)]
+    refuse_factors(stored_names, hint=merged_by_peft(checkpoint, base))
+    _refuse_objects(checkpoint.catalog.objects, stored_names)
     chosen = choose_tensors(
         checkpoint,
         selection.names,
@@ -497,10 +497,10 @@ def _choose(
     if chosen.kind == "merged":
         selection = replace(selection, live=chosen.names)  # which are free of PEFT's own only now
         if not naming.changes_names:
-            theirs = base_shapes(base) or None
+            shapes_in_base = base_shapes(base) or None
             by_source = {source: chosen.catalog.tensors[source].shape for source in chosen.names}
-            named = name_as_hub(chosen.names, by_source, None, theirs)
-            chosen = replace(chosen, names=_in_order(named.names, theirs) or named.names)
+            named = name_as_hub(chosen.names, by_source, None, shapes_in_base)
+            chosen = replace(chosen, names=_in_order(named.names, shapes_in_base) or named.names)
             warnings = (*selection.warnings, *named.warnings)
             selection = replace(selection, renamed=named.rules, warnings=warnings)
     rules = None if options.key_rules in (AUTO, NONE) else load_rules(options.key_rules)
@@ -625,8 +625,8 @@ def _refuse_opaque(derived: Mapping[str, Expression], shapes: Mapping[str, Shape
     LayoutError.raise_for(
         [
             escape(fqn)
-            for fqn, made in derived.items()
-            if isinstance(made, Opaque) and shapes.get(fqn) == made.shape
+            for fqn, expression in derived.items()
+            if isinstance(expression, Opaque) and shapes.get(fqn) == expression.shape
         ],
         "the Hub has tensors in another form, and shardkit does not know the way back: transformers' own code made "
         "them, by operations that shardkit does not know",
@@ -635,21 +635,21 @@ def _refuse_opaque(derived: Mapping[str, Expression], shapes: Mapping[str, Shape
     )
 
 
-def _made(chosen: Chosen, made: Mapping[str, Expression], sources: Mapping[str, str]) -> Chosen:
+def _made(chosen: Chosen, expressions: Mapping[str, Expression], sources: Mapping[str, str]) -> Chosen:
     """Return the tensors to write, if they are made of the chosen ones.
 
     Args:
-        made: name in the output -> an expression of names in memory.
+        expressions: name in the output -> an expression of names in memory.
         sources: name in memory -> name in the catalog.
     """
-    stored = {name: under_names(expression, sources) for name, expression in made.items()}
-    names, others = as_tensors(stored, chosen.catalog.tensors)
+    stored = {name: under_names(expression, sources) for name, expression in expressions.items()}
+    names, derived = as_tensors(stored, chosen.catalog.tensors)
     origins = {
-        source: frozenset(leaf.name for leaf in leaves(expression)) for source, expression in others.items()
+        source: frozenset(leaf.name for leaf in leaves(expression)) for source, expression in derived.items()
     }
     return replace(
         chosen,
-        catalog=bound_catalog(chosen.catalog, others),
+        catalog=bound_catalog(chosen.catalog, derived),
         names={source: name for name, source in names.items()},
         origins={**chosen.origins, **origins},
     )
@@ -696,7 +696,9 @@ def _name_as_saved(
     chosen = replace(chosen, by=dict.fromkeys(form.made, "class"))
     here = (tuple(sources[name] for name in group if name in sources) for group in form.ties)
     ties = tuple(group for group in here if len(group) > 1)
-    if all(isinstance(made, Stored) and made.name == name for name, made in form.made.items()):
+    if all(
+        isinstance(expression, Stored) and expression.name == name for name, expression in form.made.items()
+    ):
         computed = [name for name in sources if name not in form.made]
         if not computed:
             return chosen, form.answer, (), ties
@@ -707,7 +709,9 @@ def _name_as_saved(
         f"nothing tells the names that the model has on the Hub: those that {form.answer.model_class}.save_pretrained "
         f"gives were taken; --base MODEL makes sure, because a model of another prefix is possible"
     )
-    rules = find_rules({made.name: name for name, made in form.made.items() if isinstance(made, Stored)})
+    rules = find_rules(
+        {expression.name: name for name, expression in form.made.items() if isinstance(expression, Stored)}
+    )
     chosen = _made(chosen, form.made, sources)
     return replace(chosen, warnings=(*chosen.warnings, warning)), form.answer, rules, ties
 
@@ -759,27 +763,27 @@ def _fit(
         if options.fill_from_base:
             raise UsageError("--fill-from-base is about a model, and the checkpoint holds an adapter")
         return sieve.sift(chosen), _NO_TIES, BaseFit(), ()
-    asked, renamed, base = sieve.asked, tuple[KeyRule, ...](), vocabulary.base
+    class_names, renamed, base = sieve.class_names, tuple[KeyRule, ...](), vocabulary.base
     recorded = RecordedNames() if base_shapes(base) is not None else recorded_names(checkpoint)
     recorded = recorded._replace(ties=(*recorded.ties, *tied))
-    ties, shapes, groups = _ties(chosen, base, asked, recorded)
-    if asked is None and base is not None and _may_ask(shapes, base, groups):
-        asked = ask(base)
+    ties, shapes, groups = _ties(chosen, base, class_names, recorded)
+    if class_names is None and base is not None and _may_ask(shapes, base, groups):
+        class_names = ask(base)
     if base is not None and base.tensors is not None:
-        chosen, renamed = _fit_base(chosen, selection, base, options, asked)
+        chosen, renamed = _fit_base(chosen, selection, base, options, class_names)
     if any(sieve.globs):
         chosen = sieve.sift(chosen)
-    if any(sieve.globs) or asked is not None or renamed:
-        ties, shapes, groups = _ties(chosen, base, asked, recorded)
+    if any(sieve.globs) or class_names is not None or renamed:
+        ties, shapes, groups = _ties(chosen, base, class_names, recorded)
     fit = check_fit(
         shapes,
         vocabulary,
         groups,
-        asked,
+        class_names,
         options,
         checkpoint=checkpoint.path,
         why_missing=checkpoint.remarks.why_missing,
-        left={
+        left_out_shapes={
             name: entry.shape
             for name, entry in checkpoint.catalog.tensors.items()
             if name not in selection.names
@@ -802,30 +806,36 @@ def _omitted_notes(omitted: Iterable[str], names: Collection[str]) -> Iterator[s
 
 
 def _fit_base(
-    chosen: Chosen, selection: Selection, base: Base, options: ConsolidateOptions, asked: ClassNames | None
+    chosen: Chosen,
+    selection: Selection,
+    base: Base,
+    options: ConsolidateOptions,
+    class_names: ClassNames | None,
 ) -> tuple[Chosen, tuple[KeyRule, ...]]:
     """Return the tensors to write in the base's form and under its names, and the rules by which these changed.
 
     Args:
-        asked: what the base's class says. Without it tensors may be a part of the base, with shorter prefixes.
+        class_names: what the base's class says. Without it tensors may be a part of the base, with shorter prefixes.
     """
-    before, live, theirs = chosen.names, selection.live, base_shapes(base) or {}
-    is_lone, rules = not theirs.keys() >= {*before.values()}, tuple[KeyRule, ...]()
-    if not options.naming.changes_names and (asked is not None or is_lone):
-        wholes = _wholes(theirs, {}, options) if base.is_given and not options.allow_unexpected else []
-        if asked is not None and is_lone and wholes:
-            live = _live_in_whole(chosen, live, theirs, options, asked)
-        asked_class = [] if asked is None else [class_says(lambda _: asked, theirs)]
-        converted = asked.converted if asked is not None else {}
+    before, live, shapes_in_base = chosen.names, selection.live, base_shapes(base) or {}
+    is_lone, rules = not shapes_in_base.keys() >= {*before.values()}, tuple[KeyRule, ...]()
+    if not options.naming.changes_names and (class_names is not None or is_lone):
+        wholes = (
+            _wholes(shapes_in_base, {}, options) if base.is_given and not options.allow_unexpected else []
+        )
+        if class_names is not None and is_lone and wholes:
+            live = _live_in_whole(chosen, live, shapes_in_base, options, class_names)
+        asked_class = [] if class_names is None else [class_says(lambda _: class_names, shapes_in_base)]
+        converted = class_names.converted if class_names is not None else {}
         chosen, _ = _bound(chosen, live, [*asked_class, part_of(wholes)], converted=converted)
         rules = find_rules({before.get(source, name): name for source, name in chosen.names.items()})
-        chosen = replace(chosen, names=_in_order(chosen.names, theirs) or chosen.names)
-    lacking = [name for name in chosen.names.values() if name not in theirs]
-    unsaved = [name for name in lacking if asked and name in asked.unsaved]
+        chosen = replace(chosen, names=_in_order(chosen.names, shapes_in_base) or chosen.names)
+    lacking = [name for name in chosen.names.values() if name not in shapes_in_base]
+    unsaved = [name for name in lacking if class_names and name in class_names.unsaved]
     states = [name for name in lacking if "_extra_state" in split(name) and not options.allow_unexpected]
     kept = {source: name for source, name in chosen.names.items() if name not in {*unsaved, *states}}
-    left = {"the model computes them": unsaved, "they are states of modules, no weights": states}
-    notes = [f"not written, {why}: {listed(names)}" for why, names in left.items() if names]
+    unwritten = {"the model computes them": unsaved, "they are states of modules, no weights": states}
+    notes = [f"not written, {why}: {listed(names)}" for why, names in unwritten.items() if names]
     return replace(chosen, names=kept, notes=(*chosen.notes, *notes)), rules
 
 
@@ -836,24 +846,24 @@ def _shapes_in(chosen: Chosen, names: Mapping[str, str]) -> dict[str, Shape]:
 def _live_in_whole(
     chosen: Chosen,
     live: Mapping[str, str],
-    theirs: Mapping[str, Shape],
+    shapes_in_base: Mapping[str, Shape],
     options: ConsolidateOptions,
-    asked: ClassNames,
+    class_names: ClassNames,
 ) -> Mapping[str, str]:
     """Return the names in memory that a part's tensors have in the whole model; `live` if it is no part.
 
     Args:
         chosen: what is written.
         live: name in the catalog -> name in memory, in the part.
-        theirs: shape by name in the base.
+        shapes_in_base: shape by name in the base.
         options: globs of names that the base gives are no part's.
-        asked: what the class of the whole model says.
+        class_names: what the class of the whole model says.
     """
     in_memory = {source: live.get(source, name) for source, name in chosen.names.items()}
-    whole = {fqn: made.shape for fqn, made in asked.converted.items()}
-    whole |= {fqn: theirs[name] for fqn, name in asked.names.items() if name in theirs}
+    whole = {fqn: expression.shape for fqn, expression in class_names.converted.items()}
+    whole |= {fqn: shapes_in_base[name] for fqn, name in class_names.names.items() if name in shapes_in_base}
     shapes = {source: chosen.catalog.tensors[source].shape for source in in_memory}
-    named = name_part(in_memory, shapes, _wholes(whole, asked.names, options))
+    named = name_part(in_memory, shapes, _wholes(whole, class_names.names, options))
     return live if named == in_memory else {**live, **named}
 
 
@@ -862,21 +872,21 @@ def _wholes(
 ) -> list[Mapping[str, Shape]]:
     """Return tensors of a whole model, and those of them that are not to be taken from the base; `names` in its files."""
     globs = Globs((), tuple(options.fill_from_base))
-    left = {fqn: shape for fqn, shape in whole.items() if globs.take(names.get(fqn, fqn))}
-    return [whole, left] if options.fill_from_base else [whole]
+    from_checkpoint = {fqn: shape for fqn, shape in whole.items() if globs.take(names.get(fqn, fqn))}
+    return [whole, from_checkpoint] if options.fill_from_base else [whole]
 
 
 def _ties(
     chosen: Chosen,
     base: Base | None,
-    asked: ClassNames | None,
+    class_names: ClassNames | None,
     recorded: RecordedNames,
 ) -> tuple[Ties, dict[str, Shape], list[tuple[str, ...]]]:
     """Decide on ties.
 
     Args:
         base: None is no base.
-        asked: what the base's class says; None if it was not asked.
+        class_names: what the base's class says; None if it was not asked.
         recorded: what the checkpoint's manifest says, where no base's weights do.
 
     Returns:
@@ -884,14 +894,14 @@ def _ties(
     """
     declared = ties_embeddings(base.config) if base else None
     base_tensors = base.tensors if base else None
-    known = [*(asked.ties if asked else ()), *_recorded_ties(chosen, recorded, declared)]
+    known_ties = [*(class_names.ties if class_names else ()), *_recorded_ties(chosen, recorded, declared)]
     ties = resolve_ties(
         chosen.catalog,
         chosen.names,
         declared=declared,
         base_names=base_tensors if base_tensors is not None else _recorded_all(chosen, recorded),
-        known=known,
-        equal_in_base=partial(holds_equal, base) if base else lambda _one, _other: False,
+        known=known_ties,
+        equal_in_base=partial(holds_equal, base) if base else lambda _one, _two: False,
     )
     groups = tie_groups(
         ties, {**dict.fromkeys(chosen.names.values()), **(base_tensors or {})}, declared=declared
@@ -903,7 +913,7 @@ def _ties(
         for source, name in chosen.names.items()
         if name not in ties.dropped
     }
-    return ties, shapes, [*groups, *known]
+    return ties, shapes, [*groups, *known_ties]
 
 
 def _unties(ties: Ties, config: Mapping[str, Any] | None) -> bool:
@@ -928,7 +938,7 @@ def _recorded_ties(
 
 def _recorded_all(chosen: Chosen, recorded: RecordedNames) -> frozenset[str] | None:
     """Return the recorded names of the Hub's files, if they are those of all that is written, further names aside."""
-    further = {stored for _, *others in recorded.ties for stored in others}
+    further = {stored for _, *aliases in recorded.ties for stored in aliases}
     names = {name for stored, name in chosen.names.items() if stored not in further}
     return recorded.names if recorded.names is not None and names <= recorded.names else None
 
@@ -971,9 +981,10 @@ def _images(
 
 def _is_as_in(base: Base | None, tensors: Sequence[OutputTensor]) -> bool:
     """True if a base has the same tensors in the same dtypes and shapes."""
-    theirs = base.tensors if base is not None and base.tensors is not None else {}
-    return len(tensors) == len(theirs) and all(
-        tensor.fqn in theirs and theirs[tensor.fqn] == (tensor.dtype, tensor.shape) for tensor in tensors
+    base_tensors = base.tensors if base is not None and base.tensors is not None else {}
+    return len(tensors) == len(base_tensors) and all(
+        tensor.fqn in base_tensors and base_tensors[tensor.fqn] == (tensor.dtype, tensor.shape)
+        for tensor in tensors
     )
 
 
@@ -999,22 +1010,26 @@ def _assets(
         )
     assets = assets if tokenizer is None else with_tokenizer(assets, tokenizer)
     refuse_pointers({asset.name: asset.path for asset in assets if asset.path is not None})
-    own, names = base.own if base is not None else None, [asset.name for asset in assets]
+    own_files, names = base.own if base is not None else None, [asset.name for asset in assets]
     scales = [ADAPTER_CONFIG] if chosen.kind == "merged" else []
     changed += own_notes(base, [*names, *scales]) if base is not None else ()
-    warnings = list(own.warnings) if own is not None else []
-    if tokenizer is not None or (own is not None and own.names) or (base is not None and base.is_trainers):
+    warnings = list(own_files.warnings) if own_files is not None else []
+    if (
+        tokenizer is not None
+        or (own_files is not None and own_files.names)
+        or (base is not None and base.is_trainers)
+    ):
         warnings += eos_warnings(assets)
-    if own is not None and tokenizer is None:
+    if own_files is not None and tokenizer is None:
         warnings += _row_warnings(own_tokenizer(base), base, tensors)
     return assets, changed, warnings
 
 
 def _are_tied(ties: Ties, tensors: Sequence[OutputTensor], config: Mapping[str, Any] | None) -> bool | None:
     """Return whether input and output embeddings are one in the output; None if there is no output layer."""
-    said = ties_embeddings(config)
-    if said is not None or not any(is_output(tensor.fqn) for tensor in tensors):
-        return said if said is not None or not any(map(is_output, ties.dropped)) else True
+    declared = ties_embeddings(config)
+    if declared is not None or not any(is_output(tensor.fqn) for tensor in tensors):
+        return declared if declared is not None or not any(map(is_output, ties.dropped)) else True
     return False
 
 
@@ -1087,10 +1102,10 @@ def _select(checkpoint: Checkpoint, base: Base | None, naming: Naming) -> Select
 
 def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
     says = base is not None and base.config is not None and may_be_untied(base.config)
-    said = " and the written config says tie_word_embeddings: false" if says else ""
+    note = " and the written config says tie_word_embeddings: false" if says else ""
     return [
-        f"{escape(kept)} and {escape(other)} are tied in the base, but training made them differ: both are kept{said}"
-        for kept, other in ties.diverged
+        f"{escape(kept)} and {escape(tied)} are tied in the base, but training made them differ: both are kept{note}"
+        for kept, tied in ties.diverged
     ]
 
 
@@ -1113,10 +1128,10 @@ def _in_order(names: dict[str, str], base_names: Collection[str] | None) -> dict
 
 def _may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Collection[str]]) -> bool:
     """True if the class may explain a misfit: by what it leaves out or computes, by ties, heads, names or its own form."""
-    theirs = base_shapes(base)
-    if base is None or theirs is None or not base.is_given:
+    shapes_in_base = base_shapes(base)
+    if base is None or shapes_in_base is None or not base.is_given:
         return False
-    return not compare_with_base(shapes, theirs, ties=ties).is_equal
+    return not compare_with_base(shapes, shapes_in_base, ties=ties).is_equal
 
 
 def _ask_class(base: Base, on_step: OnStep) -> ClassNames | None:

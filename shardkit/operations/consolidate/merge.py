@@ -40,13 +40,13 @@ class MergePlan:
 
     names: dict[str, str]
     """Name in the catalog -> name in the output."""
-    made: dict[str, MergeCodec]
+    merges: dict[str, MergeCodec]
     """What merges, by the name of the base's tensor in the catalog."""
 
     @property
     def gone(self) -> frozenset[str]:
         """The adapter's tensors that are merged."""
-        return frozenset(name for merge in self.made.values() for name in merge.added)
+        return frozenset(name for merge in self.merges.values() for name in merge.added)
 
 
 def plan_merge(
@@ -84,7 +84,7 @@ def plan_merge(
         merges += _rows_of(trained, stored, tensors, config, problems)
     SourceError.raise_for(problems, f"{count(len(problems), 'module')} cannot be merged", hint=_EXPORT)
     kept = {stored[name]: target for name, target in peft.base_names.items()}
-    return MergePlan(names=kept, made={merge.base: merge for merge in merges})
+    return MergePlan(names=kept, merges={merge.base: merge for merge in merges})
 
 
 def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:
@@ -243,9 +243,9 @@ def _merges_of(
     weight = tensors[base]
     num_experts = weight.shape[0] if len(weight.shape) == 3 else 1
     rank = tensors[a].shape[0] // max(num_experts, 1) if tensors[a].shape else 0
-    told = pattern_value(config.get("rank_pattern"), module.path, config.get("r"))
-    if problem is None and told is not None and told != rank:
-        problem = f"its rank is {rank}, and {escape(str(told))} in the adapter's settings"
+    expected_rank = pattern_value(config.get("rank_pattern"), module.path, config.get("r"))
+    if problem is None and expected_rank is not None and expected_rank != rank:
+        problem = f"its rank is {rank}, and {escape(str(expected_rank))} in the adapter's settings"
     if problem is not None:
         problems.append(f"{escape(module.path)}: {problem}")
         return

@@ -64,15 +64,15 @@ def take_own(base: Base, checkpoint: Checkpoint, *, has_tokenizer: bool) -> Base
         checkpoint: opened.
         has_tokenizer: a person named the tokenizer; no other is looked for.
     """
-    own = _Own(base, own_directories(checkpoint))
-    own.take_config()
+    choice = _Own(base, own_directories(checkpoint))
+    choice.take_config()
     if not has_tokenizer:
-        own.take_tokenizer()
-    own.take_processor()
-    own.compare_adapter(places_of_settings(checkpoint))
-    own.take_code()
-    own.name_others(skip_tokenizer=has_tokenizer)
-    return own.merged()
+        choice.take_tokenizer()
+    choice.take_processor()
+    choice.compare_adapter(places_of_settings(checkpoint))
+    choice.take_code()
+    choice.name_others(skip_tokenizer=has_tokenizer)
+    return choice.merged()
 
 
 class _Own:
@@ -80,9 +80,9 @@ class _Own:
 
     def __init__(self, base: Base, directories: Iterable[str]) -> None:
         self._base, self._assets = base, dict(base.assets)
-        self._there, refused = dict[str, dict[str, str]](), list[str]()
+        self._found_files, refused = dict[str, dict[str, str]](), list[str]()
         for directory in directories:
-            self._there[directory], links = list_assets(directory)
+            self._found_files[directory], links = list_assets(directory)
             refused += filter(is_tools_asset, links)
         self._config: dict[str, Any] | None = None
         self._is_other = False
@@ -95,14 +95,14 @@ class _Own:
 
     def merged(self) -> Base:
         """Return the base with the chosen files in place of its own."""
-        own = OwnFiles(
+        own_files = OwnFiles(
             config=self._config,
             names=frozenset(self._names),
             contents=self._contents,
             differences=tuple(self._differences),
             warnings=tuple(self._warnings),
         )
-        return replace(self._base, assets=dict(sorted(self._assets.items())), own=own)
+        return replace(self._base, assets=dict(sorted(self._assets.items())), own=own_files)
 
     def take_config(self) -> None:
         """Take config and generation config, if they are about the base's model."""
@@ -120,21 +120,21 @@ class _Own:
                     f"{_model(base)}: {CONFIG} and {GENERATION_CONFIG} are those of {label}"
                 )
         generation = None if self._is_other else self._read(GENERATION_CONFIG)
-        theirs = self._of_base(GENERATION_CONFIG)
+        base_generation = self._of_base(GENERATION_CONFIG)
         if generation is not None and not _is_derived(generation):
-            self._differences += generation_differences(GENERATION_CONFIG, generation, theirs or {})
+            self._differences += generation_differences(GENERATION_CONFIG, generation, base_generation or {})
             self._assets[GENERATION_CONFIG] = next(
-                files[GENERATION_CONFIG] for files in self._there.values() if GENERATION_CONFIG in files
+                files[GENERATION_CONFIG] for files in self._found_files.values() if GENERATION_CONFIG in files
             )
             self._names.add(GENERATION_CONFIG)
-        elif _is_derived(theirs) and any(
+        elif _is_derived(base_generation) and any(
             each.key in TOKENS for each in self._differences
         ):  # from another config
             self._assets.pop(GENERATION_CONFIG, None)
 
     def take_tokenizer(self) -> None:
         """Take the tokenizer, all of it; or a chat template by itself."""
-        for place, files in self._there.items():
+        for place, files in self._found_files.items():
             group = {name for name in files if is_tokenizer_file(name)}
             if SETTINGS in group and any(map(is_vocabulary, group)):
                 self._replace(place, is_tokenizer_file, group)
@@ -146,51 +146,51 @@ class _Own:
                 break
         else:
             return
-        own, theirs = reads_of(self._assets), reads_of(self._base.assets)
-        if not any(map(is_tokenizer_file, theirs)):
+        own_reads, base_reads = reads_of(self._assets), reads_of(self._base.assets)
+        if not any(map(is_tokenizer_file, base_reads)):
             return
         with suppress(ShardkitError):  # whoever loads the tokenizer says what is wrong with it
-            self._differences += [difference(*each) for each in tokenizer_differences(own, theirs)]
+            self._differences += [difference(*each) for each in tokenizer_differences(own_reads, base_reads)]
 
     def take_processor(self) -> None:
         """Take the processor's files, if they are a whole processor."""
-        for place, files in self._there.items():
+        for place, files in self._found_files.items():
             group = {name for name in files if is_processor_file(name)}
             if group and (_PROCESSOR in group or _PROCESSOR not in self._base.assets):
                 self._replace(place, is_processor_file, group)
                 for name in sorted(group & self._base.assets.keys()):
-                    own, theirs = _parsed(files[name], name), self._of_base(name)
-                    self._differences += config_differences(name, own or {}, theirs or {})
+                    own_values, base_values = _parsed(files[name], name), self._of_base(name)
+                    self._differences += config_differences(name, own_values or {}, base_values or {})
                 return
 
     def compare_adapter(self, places: Iterable[str]) -> None:
         """Compare the settings of an adapter, which are looked for in these places before the base."""
-        own, theirs = find_settings(places), read_json(self._base.directory, ADAPTER_CONFIG)
-        if own is not None and own.is_whole and theirs is not None:
-            self._differences += config_differences(ADAPTER_CONFIG, own.values, theirs)
+        own_settings, base_settings = find_settings(places), read_json(self._base.directory, ADAPTER_CONFIG)
+        if own_settings is not None and own_settings.is_whole and base_settings is not None:
+            self._differences += config_differences(ADAPTER_CONFIG, own_settings.values, base_settings)
 
     def take_code(self) -> None:
         """Take code, and what names it, from one source: the base, if it has some."""
         files = [name for name in self._assets if name in (CONFIG, SETTINGS) or is_processor_file(name)]
-        of_base = {name: said[CODE] for name in files if CODE in (said := self._of_base(name) or {})}
+        of_base = {name: content[CODE] for name in files if CODE in (content := self._of_base(name) or {})}
         mine = {name: _parsed(self._assets[name], name) or {} for name in files if name in self._names}
         mine |= {CONFIG: self._config} if self._config is not None else {}
         if of_base:
             codes = {name: path for name, path in self._base.assets.items() if _is_code(name)}
             self._assets, self._names = self._assets | codes, self._names - codes.keys()
-            for name, said in mine.items():
-                if name in self._base.assets and said.get(CODE) != of_base.get(name):
+            for name, content in mine.items():
+                if name in self._base.assets and content.get(CODE) != of_base.get(name):
                     self._set(name, CODE, of_base.get(name))
-        elif any(CODE in said for said in mine.values()):
-            for there in self._there.values():
-                codes = {name: path for name, path in there.items() if _is_code(name)}
+        elif any(CODE in content for content in mine.values()):
+            for paths in self._found_files.values():
+                codes = {name: path for name, path in paths.items() if _is_code(name)}
                 self._assets, self._names = self._assets | codes, self._names | codes.keys()
 
     def name_others(self, *, skip_tokenizer: bool) -> None:
         """Warn of files that both have, with other content, and that are the base's in the output."""
         names = [
             name
-            for files in self._there.values()
+            for files in self._found_files.values()
             for name, path in files.items()
             if name in self._base.assets
             and is_tools_asset(name)
@@ -205,7 +205,7 @@ class _Own:
             )
 
     def _read(self, name: str, is_one: Callable[[str], bool] = lambda _: True) -> dict[str, Any] | None:
-        for place, files in self._there.items():
+        for place, files in self._found_files.items():
             if name not in files:
                 continue
             try:
@@ -222,7 +222,7 @@ class _Own:
 
     def _replace(self, place: str, belongs: Callable[[str], bool], group: Collection[str]) -> None:
         self._assets = {name: path for name, path in self._assets.items() if not belongs(name)}
-        self._assets |= {name: self._there[place][name] for name in group}
+        self._assets |= {name: self._found_files[place][name] for name in group}
         self._names |= set(group)
 
     def _drop(self, name: str, key: str) -> None:
@@ -236,7 +236,7 @@ class _Own:
             content = self._config
         else:
             content = _parsed(self._assets[name], name) or {}
-        content = {other: each for other, each in content.items() if other != key}
+        content = {other_key: each for other_key, each in content.items() if other_key != key}
         content |= {} if value is None else {key: value}
         if name == CONFIG:
             self._config = content
@@ -280,11 +280,11 @@ def _is_code(name: str) -> bool:
     return name.endswith(".py")
 
 
-def _differ(path: str, other: str, name: str) -> bool:
-    one, two = (read_small(each, name, _MAX_BYTES) for each in (path, other))
+def _differ(path: str, other_path: str, name: str) -> bool:
+    one, two = (read_small(each, name, _MAX_BYTES) for each in (path, other_path))
     if one == two:
         return False
-    contents = [_parsed(each, name) for each in (path, other)]
+    contents = [_parsed(each, name) for each in (path, other_path)]
     return None in contents or contents[0] != contents[1]
 
 
@@ -296,10 +296,10 @@ def _model(config: Mapping[str, Any]) -> str:
 def own_notes(base: Base, written: Collection[str]) -> Iterator[str]:
     """Yield what to tell of the checkpoint's own files, as far as they are written."""
     differing = own_differences(base, written)
-    by_file = {each.file: [other for other in differing if other.file == each.file] for each in differing}
+    by_file = {each.file: [entry for entry in differing if entry.file == each.file] for each in differing}
     files = [
-        f"{file} ({few([f'{escape(each.key)} {escape(each.checkpoint)}, there {escape(each.base)}' for each in said], _MOST_NAMED, '; ')})"
-        for file, said in by_file.items()
+        f"{file} ({few([f'{escape(each.key)} {escape(each.checkpoint)}, there {escape(each.base)}' for each in differences], _MOST_NAMED, '; ')})"
+        for file, differences in by_file.items()
     ]
     if files:
         yield (
@@ -310,11 +310,11 @@ def own_notes(base: Base, written: Collection[str]) -> Iterator[str]:
 
 def own_differences(base: Base | None, written: Collection[str]) -> tuple[FileDifference, ...]:
     """Return what the checkpoint's own files mean otherwise than the base's, as far as they are written."""
-    own = base.own if base is not None else None
+    own_files = base.own if base is not None else None
     groups = [kind for kind in (is_tokenizer_file, is_processor_file) if any(map(kind, written))]
     return tuple(
         each
-        for each in (own.differences if own else ())
+        for each in (own_files.differences if own_files else ())
         if each.file in written or any(kind(each.file) for kind in groups)
     )
 
@@ -339,8 +339,8 @@ def eos_warnings(assets: Iterable[Asset]) -> Iterator[str]:
 
 def own_tokenizer(base: Base | None) -> Tokenizer | None:
     """Return the tokenizer that is the checkpoint's own; None if the base's is written, or it cannot be read."""
-    own = base.own if base is not None else None
-    names = [name for name in own.names if is_tokenizer_file(name)] if own is not None else []
+    own_files = base.own if base is not None else None
+    names = [name for name in own_files.names if is_tokenizer_file(name)] if own_files is not None else []
     if base is None or not any(map(is_vocabulary, names)):
         return None
     with suppress(ShardkitError):

@@ -67,15 +67,15 @@ class HubDescriptions:
             SourceError, ResourceError: a file beside the weights cannot be read or written.
         """
         self._on_written()
-        others = [self._write_asset(asset) for asset in self._job.assets]
+        other_files = [self._write_asset(asset) for asset in self._job.assets]
         self._manifests.check_copies(self._files.copies)
         index = self._job.output.index()
         if index is not None:
-            others.append(self._files.write(self._job.output.index_name, index))
+            other_files.append(self._files.write(self._job.output.index_name, index))
         if self._job.options.is_recorded:
-            self._write_manifest(digests, others)
+            self._write_manifest(digests, other_files)
 
-    def _write_manifest(self, digests: Mapping[str, FileDigest], others: list[manifest.File]) -> None:
+    def _write_manifest(self, digests: Mapping[str, FileDigest], other_files: list[manifest.File]) -> None:
         content = replace(
             self._job.describe(self._tensor_crcs(digests) if self._has_digests else {}),
             files=tuple(
@@ -87,7 +87,7 @@ class HubDescriptions:
                 )
                 for image in self._job.output
             ),
-            others=tuple(others),
+            others=tuple(other_files),
         )
         data = manifest.dump(content)
         if self._job.options.manifest:
@@ -191,9 +191,9 @@ class ClassCheck:
                 problems := [answer.failure] if answer.failure else list(answer.lines("it"))
             ):
                 raise _last_ranks(problems)
-            told = self._job.unloadable
+            previous_lines = self._job.unloadable
             self._job = _with_answer(self._job, answer)
-            self._warn(line for line in self._job.unloadable if line not in told)
+            self._warn(line for line in self._job.unloadable if line not in previous_lines)
         return self._job
 
 
@@ -228,7 +228,9 @@ def _with_answer(job: ConsolidateJob, answer: ClassAnswer) -> ConsolidateJob:
         return replace(job, answer=answer, notes=(*job.notes, note))
     lines = tuple(answer.lines("the output"))
     unloadable = (*job.selection.unloadable, *lines)
-    others = job.warnings[len(job.unloadable) :]
+    other_warnings = job.warnings[len(job.unloadable) :]
     # A weight that the base has is a difference even if the class does not miss it.
     differs = () if lines else job.fit.missing
-    return replace(job, answer=answer, unloadable=unloadable, warnings=(*unloadable, *differs, *others))
+    return replace(
+        job, answer=answer, unloadable=unloadable, warnings=(*unloadable, *differs, *other_warnings)
+    )

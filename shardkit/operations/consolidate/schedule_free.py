@@ -143,8 +143,8 @@ def optimizer_warnings(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _fast_states(optimizer: _Optimizer) -> list[str]:
     """Return the states that only schedule-free optimizers have: z, without the n that FTRL keeps beside it."""
-    others = optimizer.states("n")
-    return [name for key, name in optimizer.states(_FAST).items() if key not in others]
+    ftrl_states = optimizer.states("n")
+    return [name for key, name in optimizer.states(_FAST).items() if key not in ftrl_states]
 
 
 def take_evaluated(checkpoint: Checkpoint, weights: Collection[str]) -> tuple[Checkpoint, tuple[str, ...]]:
@@ -181,20 +181,22 @@ def take_evaluated(checkpoint: Checkpoint, weights: Collection[str]) -> tuple[Ch
         raise SourceError(
             f"--weights eval: which state belongs to which weight is unknown: {why}", hint=_HINT
         )
-    made, used = _codecs(optimizer, weights)
-    note = f"{count(len(made), 'weight')} computed as optimizer.eval() of a schedule-free optimizer does"
-    return derive_checkpoint(optimizer.checkpoint, made, used), (note,)
+    codecs, used = _codecs(optimizer, weights)
+    note = f"{count(len(codecs), 'weight')} computed as optimizer.eval() of a schedule-free optimizer does"
+    return derive_checkpoint(optimizer.checkpoint, codecs, used), (note,)
 
 
 def _codecs(optimizer: _Optimizer, weights: Collection[str]) -> tuple[dict[str, Lerp], set[str]]:
     """Return what makes each weight that is not x already, and the states that the result does without."""
     groups, tensors = optimizer.groups(), optimizer.checkpoint.catalog.tensors
     fast, average = optimizer.states(_FAST), optimizer.states(_AVERAGE)
-    wanted = {key: group for key, group in groups.items() if group.trains and (key in fast or key in average)}
+    averaged_groups = {
+        key: group for key, group in groups.items() if group.trains and (key in fast or key in average)
+    }
     fqns = {str(group.names[state]) for (_, state), group in groups.items()}
     stored = _weights_of(fqns, weights, tensors)
-    made, problems = dict[str, Lerp](), list[str]()
-    for key, group in wanted.items():
+    codecs, problems = dict[str, Lerp](), list[str]()
+    for key, group in averaged_groups.items():
         fqn = str(group.names[key[1]])
         weight, end = stored.get(fqn), average.get(key) or fast[key]
         factor = None if key in average else group.beta
@@ -210,7 +212,7 @@ def _codecs(optimizer: _Optimizer, weights: Collection[str]) -> tuple[dict[str, 
                 f"{tensors[weight].dtype.name} {list(tensors[weight].shape)}"
             )
         else:
-            made[weight] = Lerp(
+            codecs[weight] = Lerp(
                 start=weight,
                 end=end,
                 weight=None if factor is None else 1 - 1 / factor,
@@ -222,8 +224,8 @@ def _codecs(optimizer: _Optimizer, weights: Collection[str]) -> tuple[dict[str, 
         "--weights eval: the weights cannot be computed from the optimizer's state",
         hint=_HINT,
     )
-    lone = [name for name in weights if name not in made and name not in stored.values()]
-    return made | _tied(optimizer.checkpoint, made, lone), {*fast.values(), *average.values()}
+    lone = [name for name in weights if name not in codecs and name not in stored.values()]
+    return codecs | _tied(optimizer.checkpoint, codecs, lone), {*fast.values(), *average.values()}
 
 
 def _weights_of(fqns: Collection[str], weights: Collection[str], tensors: Collection[str]) -> dict[str, str]:
@@ -244,12 +246,12 @@ def _weights_of(fqns: Collection[str], weights: Collection[str], tensors: Collec
     return {fqn: root + fqn for fqn in fqns if root + fqn in tensors}
 
 
-def _tied(checkpoint: Checkpoint, made: Mapping[str, Lerp], lone: Collection[str]) -> dict[str, Lerp]:
+def _tied(checkpoint: Checkpoint, codecs: Mapping[str, Lerp], lone: Collection[str]) -> dict[str, Lerp]:
     """Return what makes the other names of tied weights: equal copies that no optimizer has."""
     tensors, tied = checkpoint.catalog.tensors, dict[str, Lerp]()
     for name in lone:
         key = (tensors[name].dtype, tensors[name].shape)
-        for weight, codec in made.items():
+        for weight, codec in codecs.items():
             if key == (codec.dtype, codec.shape) and len(codec.shape) > 1:
                 if same_bytes(checkpoint.select([name, weight]), name, weight):
                     tied[name] = replace(codec, start=name)
@@ -340,16 +342,20 @@ def _joined(
         states: the states; records may be closed.
         select: as `Checkpoint.select`, of the states.
     """
-    own = checkpoint.catalog
+    model_catalog = checkpoint.catalog
     more = {name: name for name in states.tensors if name.endswith((f".{_FAST}", f".{_AVERAGE}"))}
 
     def select_both(names: Collection[str]) -> Catalog:
-        weights = [name for name in names if name in own.tensors]
-        others = {name: name for name in names if name in more}
-        return carry(checkpoint.select(weights), weights, select(list(others)), others)
+        weights = [name for name in names if name in model_catalog.tensors]
+        state_names = {name: name for name in names if name in more}
+        return carry(checkpoint.select(weights), weights, select(list(state_names)), state_names)
 
-    catalog = carry(own, list(own.tensors), states, more)
-    catalog.objects, catalog.notes, catalog.metadata_crc32 = own.objects, own.notes, own.metadata_crc32
+    catalog = carry(model_catalog, list(model_catalog.tensors), states, more)
+    catalog.objects, catalog.notes, catalog.metadata_crc32 = (
+        model_catalog.objects,
+        model_catalog.notes,
+        model_catalog.metadata_crc32,
+    )
     return replace(checkpoint, catalog=catalog, select=select_both, dcp=None)
 
 

@@ -60,11 +60,12 @@ def follow_vocabulary(
     """
     if base is None or base.config is None:
         return RowsChange(base=base)
-    theirs = {name: tensor.shape for name, tensor in (base.tensors or {}).items()}
+    shapes_in_base = {name: tensor.shape for name, tensor in (base.tensors or {}).items()}
     if base.tensors is None:
-        theirs = _by_config(shapes, base.config)
+        shapes_in_base = _by_config(shapes, base.config)
     why = [
-        (rows, _why_not(rows, checkpoint, tokenizer)) for rows in find_token_rows(shapes, theirs, base.config)
+        (rows, _why_not(rows, checkpoint, tokenizer))
+        for rows in find_token_rows(shapes, shapes_in_base, base.config)
     ]
     if base.tensors is None:  # what does not fit such a config, the class says
         why = [(rows, hint) for rows, hint in why if rows.are_alike and not rows.is_cut]
@@ -94,9 +95,9 @@ def _by_config(shapes: Mapping[str, Shape], config: Mapping[str, object]) -> dic
 def _why_not(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> str:
     """Return why the output cannot have these rows, and what to do; empty if it can."""
     if not rows.are_alike:
-        told = [f"{name} has {count(number, 'row')}" for name, number in rows.rows.items()]
+        lines = [f"{name} has {count(number, 'row')}" for name, number in rows.rows.items()]
         return (
-            f"input and output need a row for each token, both of them: {listed(told)}; resize the model as a whole, with "
+            f"input and output need a row for each token, both of them: {listed(lines)}; resize the model as a whole, with "
             "resize_token_embeddings or shardkit.prepare(tokenizer=...)"
         )
     if not rows.is_cut:

@@ -35,7 +35,7 @@ def test_what_the_base_alone_has_rows_of_is_not_mixed_in(tmp_path: Path) -> None
     base = replace(base, tensors={**base.tensors, **larger})
     asked = ClassNames(ignored={spare})
     vocabulary, options = RowsChange(base=base, changed=tuple(rows)), ConsolidateOptions("ck")
-    fit = partial(check_fit, ours, vocabulary, (), asked, checkpoint="ck", left={}, why_missing="")
+    fit = partial(check_fit, ours, vocabulary, (), asked, checkpoint="ck", left_out_shapes={}, why_missing="")
     with pytest.raises(LayoutError) as caught:
         fit(options)
     assert caught.value.to_json()["hint"] == "--allow-missing leaves them out"
