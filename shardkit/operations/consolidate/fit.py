@@ -278,9 +278,8 @@ def _hint(
         base_shapes(vocabulary.base) or {},
         {_end(name, shape) for name, shape in left_out_shapes.items()},
     )
-    if any(
-        _end(name, shapes_in_base[name]) in kept for name in comparison.missing
-    ):  # trained, below another prefix
+    # Trained, below another prefix.
+    if any(_end(name, shapes_in_base[name]) in kept for name in comparison.missing):
         return _OTHER_NAMES
     if comparison.wrong_shapes:
         return vocabulary.hint or _OTHER_SHAPES
