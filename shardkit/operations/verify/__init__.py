@@ -68,9 +68,9 @@ def verify(options: VerifyOptions) -> VerifyResult:
     path, num_threads = stores.as_path(options.path), choose_jobs(options.jobs)
     report = Report(progress=progress_for(options.progress))
     if storage.lexists(path):
-        taken = stands_for(path, strict=True)
-        path = taken.path
-        report.warnings += taken.warnings
+        resolved = stands_for(path, strict=True)
+        path = resolved.path
+        report.warnings += resolved.warnings
     manifest_path = None if options.manifest is None else os.fspath(options.manifest)
     structure = check_structure(path, report, manifest_path=manifest_path)
     checkpoint = structure.checkpoint
@@ -111,10 +111,12 @@ def _hold(structure: Structure, report: Report) -> Holdings:
             for file in structure.files
         )
     folder = "" if structure.checkpoint is not None else structure.folders[0]
-    held = hold(catalog, names=lambda file: names.get(place_of(file.path), os.path.join(folder, file.name)))
+    holdings = hold(
+        catalog, names=lambda file: names.get(place_of(file.path), os.path.join(folder, file.name))
+    )
     gone = {problem.file for problem in report.problems if problem.is_missing}
-    files = (replace(file, file_bytes=None) if file.name in gone else file for file in held.files)
-    return replace(held, files=tuple(files))
+    files = (replace(file, file_bytes=None) if file.name in gone else file for file in holdings.files)
+    return replace(holdings, files=tuple(files))
 
 
 def _catalog(structure: Structure, report: Report) -> Catalog | None:

@@ -193,7 +193,7 @@ class FirstDifference(NamedTuple):
     start: int
     """In the file."""
     expected: int
-    found: int
+    actual: int
 
 
 def report_difference(
@@ -205,7 +205,7 @@ def report_difference(
         file=file.name,
         stretch=place._replace(start=difference.start, nbytes=1),
         expected=f"{difference.expected:02x}",
-        found=f"{difference.found:02x}",
+        found=f"{difference.actual:02x}",
     )
 
 

@@ -64,8 +64,8 @@ def verify_dcp(
     except OtherVersion:
         raise
     except DamagedFiles as error:
-        known = (lambda _: False) if described is None else described.says_of
-        report_damaged(error, directory, report, folder=folder, is_known=known)
+        is_known = (lambda _: False) if described is None else described.says_of
+        report_damaged(error, directory, report, folder=folder, is_known=is_known)
         return _files_by_lists(folder, described, report)
     except SourceError as error:
         has_metadata = storage.lexists(path_in(directory, METADATA))  # ranks may each have their own
@@ -314,15 +314,15 @@ class _Folder:
         """Say which tensors can be checked, but not read: a warning, unless an optimizer keeps its state so."""
         state = optimizer_names(self._entries, self._opened.objects)
         for why, names in self._of_classes.items():
-            known = list(dict.fromkeys(names))
-            what = f"{count(len(known), 'tensor is', 'tensors are')} of class {why}"
-            if state.issuperset(known):
+            tensor_names = list(dict.fromkeys(names))
+            what = f"{count(len(tensor_names), 'tensor is', 'tensors are')} of class {why}"
+            if state.issuperset(tensor_names):
                 self._report.add_notes(
                     [f"{what}: reshard cannot divide this state; with --no-optimizer it writes the rest"]
                 )
             else:
                 self._report.warnings.append(
-                    f"{what}: whole, but consolidate, reshard and diff cannot take the values: {listed(known)}"
+                    f"{what}: whole, but consolidate, reshard and diff cannot take the values: {listed(tensor_names)}"
                 )
 
     def _compare_line(
@@ -336,10 +336,10 @@ class _Folder:
         """Compare a line of a chunk list with `.metadata` and with the record itself."""
         place = same[0]
         meant = (place.entry.dtype.name, place.entry.shape, tuple(place.region), place.nbytes)
-        said = (line.dtype.name, line.shape, tuple(line.region), line.record_nbytes)
+        listed_values = (line.dtype.name, line.shape, tuple(line.region), line.record_nbytes)
         compared: list[tuple[str, Any, Any, Callable[[Any], str]]] = [
             ("names in the chunk list", {row.entry.fqn for row in same}, {line.fqn, *aliases}, _names),
-            ("line in the chunk list", meant, said, str),
+            ("line in the chunk list", meant, listed_values, str),
         ]
         if record is not None:
             recorded, listed = ((chunk.data_start, chunk.data_nbytes) for chunk in (record, line))

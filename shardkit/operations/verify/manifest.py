@@ -83,8 +83,8 @@ def read_manifest(
     report.manifests.append(where)
     content: manifest.Manifest | None = None
 
-    def check_bytes(data: bytes, said: Mapping[str, Any]) -> None:
-        if manifest.encode(said) != data:  # its digest leaves out blanks and how numbers are written
+    def check_bytes(data: bytes, values: Mapping[str, Any]) -> None:
+        if manifest.encode(values) != data:  # its digest leaves out blanks and how numbers are written
             report.problem("it says what was written, but its bytes are others", file=where)
 
     with report.failing(where):
@@ -107,13 +107,13 @@ def read_manifest(
 def _check_files(described: Described, report: Report) -> None:
     content, metadata = described.content, described.metadata
     follow = manifest.follows_links(content)
-    others = unlike(described.directory, manifest.every_file(content), follow=follow)
+    unlike_files = unlike(described.directory, manifest.every_file(content), follow=follow)
 
     def is_there(file: manifest.SavedFile) -> bool:
         """Report a file that is not there with the right size."""
-        if file.name in others:
-            _report_unlike(described, file, others[file.name], report)
-        return file.name not in others
+        if file.name in unlike_files:
+            _report_unlike(described, file, unlike_files[file.name], report)
+        return file.name not in unlike_files
 
     if metadata is not None and is_there(metadata):
         described.is_metadata_damaged = not _read_described(described, metadata, report)
@@ -125,9 +125,9 @@ def _check_files(described: Described, report: Report) -> None:
                 _check_list(described, file, report)
 
 
-def _report_unlike(described: Described, file: manifest.SavedFile, held: int | None, report: Report) -> None:
+def _report_unlike(described: Described, file: manifest.SavedFile, size: int | None, report: Report) -> None:
     where = os.path.join(described.folder, file.name)
-    if held is None:
+    if size is None:
         is_there = storage.lexists(path_in(described.directory, file.name))
         reason = "it is no regular file of the directory" if is_there else "there is no such file"
         report.problem(
@@ -137,7 +137,7 @@ def _report_unlike(described: Described, file: manifest.SavedFile, held: int | N
             is_missing=not is_there,
         )
     else:
-        report.problem(SIZE, file=where, expected=str(file.size), found=str(held))
+        report.problem(SIZE, file=where, expected=str(file.size), found=str(size))
 
 
 def _has_own_list(described: Described, file: manifest.ShardFile, report: Report) -> bool:
@@ -179,8 +179,8 @@ def _read_described(described: Described, file: manifest.File, report: Report) -
     if file.crc32 not in (None, crc):
         report.problem("CRC-32 of the file", file=where, expected=f"{file.crc32:08x}", found=f"{crc:08x}")
         return False
-    if file.sha256 is not None and (own := hashlib.sha256(data).hexdigest()) != file.sha256:
-        report.problem("sha256 of the file", file=where, expected=file.sha256, found=own)
+    if file.sha256 is not None and (actual := hashlib.sha256(data).hexdigest()) != file.sha256:
+        report.problem("sha256 of the file", file=where, expected=file.sha256, found=actual)
         return False
     return True
 
@@ -219,22 +219,22 @@ def _stale(described: Described) -> Iterator[str]:
 
 def add_recorded(described: Iterable[Described], files: list[FileBytes], report: Report) -> None:
     """Add to files what manifests record of them as a whole, and add the files that hold no tensors."""
-    known = {place_of(file.path): file for file in files}
-    for said in described:
-        follow = manifest.follows_links(said.content)
-        for name, recorded in said.files.items():
+    files_by_place = {place_of(file.path): file for file in files}
+    for entry in described:
+        follow = manifest.follows_links(entry.content)
+        for name, recorded in entry.files.items():
             if not isinstance(recorded, manifest.File) or (recorded.crc32, recorded.sha256) == (None, None):
                 continue
-            path = path_in(said.directory, name)
-            file = known.get(place_of(path))
+            path = path_in(entry.directory, name)
+            file = files_by_place.get(place_of(path))
             if file is None:
-                where = os.path.join(said.folder, name)
+                where = os.path.join(entry.folder, name)
                 file = FileBytes(name=where, path=path, follow=follow, size=recorded.size)
                 files.append(file)
-                known[place_of(path)] = file
+                files_by_place[place_of(path)] = file
             file.crc32 = recorded.crc32 if recorded.crc32 is not None else file.crc32
             file.sha256 = recorded.sha256 or file.sha256
-            _add_crcs_of_chunks(said, recorded, file, report)
+            _add_crcs_of_chunks(entry, recorded, file, report)
 
 
 def _add_crcs_of_chunks(
@@ -271,11 +271,14 @@ def check_tensors(described: Described, catalog: Catalog, report: Report) -> Non
         return
     contradict = partial(report.problem, file=described.where, is_contradiction=True)
     tensors = manifest.all_tensors(content)
-    for fqn, said, entry in unlike_stored(tensors, catalog):
+    for fqn, recorded, entry in unlike_stored(tensors, catalog):
         if entry is None:
             contradict("the manifest lists it, and it is not stored", tensor=fqn)
         else:
-            expected, stored = f"{said.dtype} {list(said.shape)}", f"{entry.dtype.name} {list(entry.shape)}"
+            expected, stored = (
+                f"{recorded.dtype} {list(recorded.shape)}",
+                f"{entry.dtype.name} {list(entry.shape)}",
+            )
             contradict("dtype and shape", tensor=fqn, expected=escape(expected), found=stored)
     # Only a pre-sharded directory leaves out the other names of a tensor.
     tied = (
@@ -289,6 +292,6 @@ def check_tensors(described: Described, catalog: Catalog, report: Report) -> Non
 
 def tensor_crc(described: Described, fqn: str, nbytes: int) -> int | None:
     """Return the recorded CRC-32 of a tensor that has `nbytes` in all; None if there is none."""
-    said = manifest.all_tensors(described.content).get(fqn)
-    is_whole = said is not None and prod(said.shape) * BY_NAME[said.dtype].itemsize == nbytes
-    return said.crc32 if said is not None and is_whole else None
+    recorded = manifest.all_tensors(described.content).get(fqn)
+    is_whole = recorded is not None and prod(recorded.shape) * BY_NAME[recorded.dtype].itemsize == nbytes
+    return recorded.crc32 if recorded is not None and is_whole else None

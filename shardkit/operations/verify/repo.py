@@ -29,22 +29,22 @@ def check_repo(remote: Mapping[str, RepoFile], directory: str, report: Report, j
     """
     is_one_file = not storage.isdir(directory)
     home = (os.path.dirname(directory) or os.curdir) if is_one_file else directory
-    held, wanted = list_files(home, follow=True).files, [*remote]
+    local_sizes, names = list_files(home, follow=True).files, [*remote]
     if is_one_file:
-        wanted = [os.path.basename(directory)]
-        held = {name: held[name] for name in wanted if name in held}
-    for name in sorted({*held, *wanted}):
-        if name in held and name in remote:
-            if held[name] != remote[name].size:
-                expected, actual = str(remote[name].size), str(held[name])
+        names = [os.path.basename(directory)]
+        local_sizes = {name: local_sizes[name] for name in names if name in local_sizes}
+    for name in sorted({*local_sizes, *names}):
+        if name in local_sizes and name in remote:
+            if local_sizes[name] != remote[name].size:
+                expected, actual = str(remote[name].size), str(local_sizes[name])
                 report.problem("size in bytes in the repo", file=name, expected=expected, found=actual)
         elif name not in _LEFT_OUT:
-            is_extra = name in held
+            is_extra = name in local_sizes
             which = "extra: the repo has no such file" if is_extra else "missing: the repo has it"
             report.problem(which, file=name, is_contradiction=is_extra, is_missing=not is_extra)
-    alike = [name for name in held if name in remote and held[name] == remote[name].size]
+    alike = [name for name in local_sizes if name in remote and local_sizes[name] == remote[name].size]
     tasks = [partial(_compare, os.path.join(home, name), remote[name]) for name in alike]
-    in_threads(report, tasks, jobs, label="hash", total_bytes=sum(held[name] for name in alike))
+    in_threads(report, tasks, jobs, label="hash", total_bytes=sum(local_sizes[name] for name in alike))
 
 
 def _compare(path: str, remote: RepoFile, report: Report) -> None:

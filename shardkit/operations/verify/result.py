@@ -218,8 +218,8 @@ class Report:
             }
             fields = {**place, **fields}
         if (name := fields.get("file")) is not None:  # it stands before the message
-            for own in (escape(name), escape(os.path.basename(name))):
-                message = message.removeprefix(f"{own}: ").removeprefix(f"{own}, ")
+            for prefix in (escape(name), escape(os.path.basename(name))):
+                message = message.removeprefix(f"{prefix}: ").removeprefix(f"{prefix}, ")
         self.problems.append(VerifyProblem(message=message, **fields))
 
     def doubt(self, lines: Iterable[str]) -> None:

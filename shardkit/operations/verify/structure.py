@@ -70,18 +70,22 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
         raise absent(path)
     refuse_unfinished(path)
     directory = described_at(path)
-    beside = _manifest_beside(directory, manifest_path, report)
-    checkpoint, failure = _open(path, is_known=beside is not None)
+    manifest_beside = _manifest_beside(directory, manifest_path, report)
+    checkpoint, failure = _open(path, is_known=manifest_beside is not None)
     described, folders = _survey(directory, checkpoint, report)
-    if beside is not None:
-        _add_beside(beside, directory, described, report)
+    if manifest_beside is not None:
+        _add_beside(manifest_beside, directory, described, report)
     files: list[FileBytes] = []
     stored, objects = list[NamedShape](), list[str]()
     for folder in folders:
-        own = next((said for said in described if said.folder == folder and said.is_of_dcp), None)
+        described_here = next(
+            (entry for entry in described if entry.folder == folder and entry.is_of_dcp), None
+        )
         here = os.path.join(directory, folder)
         opened = checkpoint.opened_at(here) if checkpoint is not None else None
-        files += verify_dcp(here, folder, own, report, opened=opened, stored=stored, objects=objects)
+        files += verify_dcp(
+            here, folder, described_here, report, opened=opened, stored=stored, objects=objects
+        )
     halved = parts_of_ranks(stored, objects)
     report.doubt([] if halved is None else [halved])
     if isinstance(failure, UnreadableClass) and failure.files:
@@ -100,13 +104,13 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
             report.problem(copies_message(checkpoint.remarks.differing), details=lines, is_contradiction=True)
         files += _weights(checkpoint, directory, folders, report)
         report.add_notes(part_notes(os.path.basename(path)) if not storage.isdir(path) else ())
-        for said in described:
-            if not said.is_of_dcp and not said.folder and _has_tensors(said):
-                check_tensors(said, checkpoint.catalog, report)
+        for entry in described:
+            if not entry.is_of_dcp and not entry.folder and _has_tensors(entry):
+                check_tensors(entry, checkpoint.catalog, report)
     add_recorded(described, files, report)
     _count_unrecorded(files, report)
     report.add_notes(_lacking(directory, folders, described, files, checkpoint, report))
-    manifests = tuple(said.content for said in described)
+    manifests = tuple(entry.content for entry in described)
     return Structure(checkpoint, directory, files, is_whole, manifests, tuple(folders))
 
 
@@ -167,9 +171,9 @@ def _survey(
     described: list[Described] = []
     folders: list[str] = []
     for here, folder, _, names in walk(directory) if storage.isdir(directory) else ():
-        own = read_manifest(here, folder, report) if manifest.NAME in names else None
-        described += [own] if own is not None else []
-        is_described = own is not None and own.is_of_dcp
+        recorded = read_manifest(here, folder, report) if manifest.NAME in names else None
+        described += [recorded] if recorded is not None else []
+        is_described = recorded is not None and recorded.is_of_dcp
         is_opened = checkpoint is not None and checkpoint.opened_at(here) is not None
         if is_described or is_opened or is_dcp(here):
             folders.append(folder)
@@ -178,12 +182,12 @@ def _survey(
 
 def _add_beside(path: str, directory: str, described: list[Described], report: Report) -> None:
     """Use a manifest that lies elsewhere. If it says how the checkpoint was made, it replaces the one inside."""
-    beside = read_manifest(directory, "", report, path=path)
-    if beside is None:
+    recorded = read_manifest(directory, "", report, path=path)
+    if recorded is None:
         return
-    if not beside.lists_files:
-        described[:] = [said for said in described if said.folder or said.lists_files]
-    described.append(beside)
+    if not recorded.lists_files:
+        described[:] = [entry for entry in described if entry.folder or entry.lists_files]
+    described.append(recorded)
 
 
 def _unread(failure: UnreadableClass, directory: str, report: Report) -> list[FileBytes]:
@@ -303,7 +307,7 @@ def _lacking(
 ) -> Iterator[str]:
     """Yield notes about what has no checksum anywhere; what the report counted is one note, with the reason."""
     covered = {place_of(file.path) for file in files if file.has_digest}
-    owners = {said.folder for said in described if said.metadata is not None}
+    owners = {entry.folder for entry in described if entry.metadata is not None}
     paths = [path_in(os.path.join(directory, folder), METADATA) for folder in folders if folder not in owners]
     if any(storage.lexists(path) and place_of(path) not in covered for path in paths):
         yield f"{METADATA} has no checksum: that it says what was saved cannot be proved"
@@ -342,15 +346,15 @@ def report_failure(error: ShardkitError, directory: str, report: Report) -> None
     if isinstance(error, DamagedFiles):
         report_damaged(error, directory, report)
         return
-    others = []
+    other_lines = []
     for line in error.problems:
         file = named_file(line, directory)
         if file is None:
-            others.append(line)
+            other_lines.append(line)
         else:
             report.problem(line.partition(":")[2].strip() or error.message, file=file)
-    if others or not error.problems:
-        report.problem(error.message, file=named_file(error.message, directory), details=tuple(others))
+    if other_lines or not error.problems:
+        report.problem(error.message, file=named_file(error.message, directory), details=tuple(other_lines))
 
 
 def _files(catalog: Catalog, directory: str, report: Report) -> list[FileBytes]:
