@@ -228,8 +228,8 @@ def diff(options: DiffOptions) -> DiffResult:
         ResourceError: disk or permission.
     """
     options.check()
-    taken = (take(options.a, strict=options.strict), take(options.b, strict=options.strict))
-    return Comparison(taken, options).compare()
+    sources = (take(options.a, strict=options.strict), take(options.b, strict=options.strict))
+    return Comparison(sources, options).compare()
 
 
 class Comparison:
@@ -243,10 +243,10 @@ class Comparison:
         UsageError, SourceError, ResourceError: as `diff`.
     """
 
-    def __init__(self, taken: tuple[Taken, Taken], options: DiffOptions) -> None:
+    def __init__(self, sources: tuple[Taken, Taken], options: DiffOptions) -> None:
         self._begun, self._options = time.monotonic(), options
         self._progress = progress_for(options.progress)
-        self._a, self._b, self._notes = open_sides(taken, options)
+        self._a, self._b, self._notes = open_sides(sources, options)
         self._names = sorted({*self._a.names, *self._b.names}, key=natural)
         self._readers: list[Reader] = []
         self._read_bytes = 0  # of both sides
@@ -299,8 +299,8 @@ class Comparison:
         if options.sort == "difference":
             tensors.sort(key=lambda tensor: tensor.magnitude, reverse=True)
         return DiffResult(
-            a=one.given,
-            b=two.given,
+            a=one.given_path,
+            b=two.given_path,
             resolved_a=one.resolved.path,
             resolved_b=two.resolved.path,
             format_a=one.checkpoint.format,
@@ -341,11 +341,11 @@ class Comparison:
             return None
         if norms.num_missing:
             first = 0
-            for left, right in self._bands(name, measured=self._is_measured(name)):
+            for left_bytes, right_bytes in self._bands(name, measured=self._is_measured(name)):
                 if first >= norms.num_missing:
                     break
-                norms.add(left, right, first)
-                first += len(left) // self._dtypes(name)[0].itemsize
+                norms.add(left_bytes, right_bytes, first)
+                first += len(left_bytes) // self._dtypes(name)[0].itemsize
         return norms.relative_error()
 
     def _describe(self, name: str, status: Status, **fields: Any) -> TensorDiff:
@@ -382,9 +382,9 @@ class Comparison:
         number = num_fused(name, entry.shape) or 1
         experts = ExpertSizes(number, entry.num_elements // number)
         measure = Measure(one, two, tolerance=options.tolerance, stats=is_measured, experts=experts)
-        for left, right in self._bands(name, measured=self._is_measured(name)):
-            measure.add(left, right)
-            self._progress.advance(len(left))
+        for left_bytes, right_bytes in self._bands(name, measured=self._is_measured(name)):
+            measure.add(left_bytes, right_bytes)
+            self._progress.advance(len(left_bytes))
         return measure
 
     def _is_measured(self, name: str) -> bool:
@@ -401,10 +401,10 @@ class Comparison:
         from shardkit.operations.diff.values import have_same_bytes
 
         done = 0
-        for left, right in self._bands(name, measured=False):
-            if not have_same_bytes(left, right):
+        for left_bytes, right_bytes in self._bands(name, measured=False):
+            if not have_same_bytes(left_bytes, right_bytes):
                 return True
-            done += len(left)
+            done += len(left_bytes)
         self._progress.advance(done)
         return False
 
@@ -419,14 +419,16 @@ class Comparison:
         limit = self._options.max_elements(max(stored.itemsize, two.itemsize), measured=measured)
         convert = None if one is stored else make_converter(stored, one)
         sides = zip((self._a, self._b), self._readers, strict=True)
-        for left, right in zip(*(side.bands(name, reader, limit) for side, reader in sides), strict=True):
-            self._read_bytes += len(left) + len(right)
+        for left_bytes, right_bytes in zip(
+            *(side.bands(name, reader, limit) for side, reader in sides), strict=True
+        ):
+            self._read_bytes += len(left_bytes) + len(right_bytes)
             if convert is None:
-                yield left, right
+                yield left_bytes, right_bytes
             else:
-                narrow = memoryview(bytearray(len(left) // stored.itemsize * one.itemsize))
-                convert(left, narrow)
-                yield narrow, right
+                narrow = memoryview(bytearray(len(left_bytes) // stored.itemsize * one.itemsize))
+                convert(left_bytes, narrow)
+                yield narrow, right_bytes
 
 
 def _is_folded_well(measure: Measure) -> bool:

@@ -51,7 +51,7 @@ _LABELS = ("A", "B")
 class Side:
     """One checkpoint of the two."""
 
-    given: str
+    given_path: str
     resolved: ResolvedCheckpoint
     checkpoint: Checkpoint
     names: Names
@@ -110,22 +110,22 @@ class Side:
         itemsize, whole = entry.dtype.itemsize, full_region(entry.shape)
         most = max(_FOLDED_BYTES // (max_elements * itemsize), 1) * max_elements
         larger = bands(self.catalog, entry.fqn, whole, reader, most * itemsize)
-        left = memoryview(b"")
+        remaining = memoryview(b"")
         for block in blocks(entry.shape, max_elements):
             nbytes = block.num_elements * itemsize
-            if len(left) < nbytes:
-                rest = bytes(left)
+            if len(remaining) < nbytes:
+                rest = bytes(remaining)
                 following = next(larger)
-                left = memoryview(rest + bytes(following)) if rest else following
-            yield left[:nbytes]
-            left = left[nbytes:]
+                remaining = memoryview(rest + bytes(following)) if rest else following
+            yield remaining[:nbytes]
+            remaining = remaining[nbytes:]
 
 
-def open_sides(taken: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side, Side, list[str]]:
+def open_sides(sources: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side, Side, list[str]]:
     """Open both checkpoints, and only the tensors of them that are compared.
 
     Args:
-        taken: the checkpoints that the paths stand for.
+        sources: the checkpoints that the paths stand for.
         options: what to compare.
 
     Returns:
@@ -135,9 +135,9 @@ def open_sides(taken: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side, 
         UsageError: a glob matches no name, or the globs leave nothing.
         SourceError, ResourceError: one of them cannot be opened.
     """
-    for source in taken:
+    for source in sources:
         refuse_part(source.resolved.path)
-    opened = (taken[0].open(), taken[1].open())
+    opened = (sources[0].open(), sources[1].open())
     notes = list[str]()
     for side in opened:
         paths = {os.path.relpath(file.path, side.catalog.directory): file.path for file in side.catalog.files}
@@ -148,8 +148,8 @@ def open_sides(taken: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side, 
         )
     if not options.all_tensors:
         for alike in (_both_plain, _in_one_state):
-            opened, told = alike(opened)
-            notes += told
+            opened, more_notes = alike(opened)
+            notes += more_notes
     notes += [
         f"{label}: {line}"
         for label, checkpoint in zip(_LABELS, opened, strict=True)
@@ -157,10 +157,10 @@ def open_sides(taken: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side, 
         for lines in object_lines(checkpoint.dcp)
         for line in lines
     ]
-    named, said = (_name_all if options.all_tensors else _name_model)(opened)
+    named, name_notes = (_name_all if options.all_tensors else _name_model)(opened)
     a, b = (
         Side(
-            given=stores.as_path(path),
+            given_path=stores.as_path(path),
             resolved=resolved.resolved,
             checkpoint=checkpoint,
             names=tensors.names,
@@ -168,20 +168,20 @@ def open_sides(taken: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side, 
             catalog=checkpoint.select(list(tensors.names.values())),
         )
         for path, resolved, checkpoint, tensors in zip(
-            (options.a, options.b), taken, opened, named, strict=True
+            (options.a, options.b), sources, opened, named, strict=True
         )
     )
     if not options.all_tensors:
         a, by_rules = _in_one_form(a, b, _LABELS[0])
         b, also = _in_one_form(b, a, _LABELS[1])
-        said += [*by_rules, *also]
+        name_notes += [*by_rules, *also]
     globs = Globs(tuple(options.include), tuple(options.exclude))
     globs.check(a.names.keys() | b.names.keys())
     a, b = (
         replace(side, names={name: stored for name, stored in side.names.items() if globs.take(name)})
         for side in (a, b)
     )
-    return a, b, [*notes, *said]
+    return a, b, [*notes, *name_notes]
 
 
 def _both_plain(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
@@ -190,12 +190,12 @@ def _both_plain(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint
     Raises:
         LayoutError: scales do not fit what they scale.
     """
-    held = [checkpoint.catalog.tensors for checkpoint in opened]
-    why = [why_quantised(tensors) or why_narrow(hidden(tensors)) for tensors in held]
+    both_tensors = [checkpoint.catalog.tensors for checkpoint in opened]
+    why = [why_quantised(tensors) or why_narrow(hidden(tensors)) for tensors in both_tensors]
     if (why[0] is None) == (why[1] is None):
         return opened, []
     index = 0 if why[1] is None else 1
-    side, other = opened[index], opened[1 - index]
+    side, other_checkpoint = opened[index], opened[1 - index]
     called, other_called = _LABELS[index], _LABELS[1 - index]
     if not can_dequantize(config_of(side)):
         return opened, [
@@ -203,12 +203,12 @@ def _both_plain(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint
             "quantised cannot be compared"
         ]
     nbytes = Counter[DType]()
-    for entry in other.catalog.tensors.values():
+    for entry in other_checkpoint.catalog.tensors.values():
         nbytes[entry.dtype] += entry.nbytes if entry.dtype in CASTS.values() else 0
     dtype = nbytes.most_common(1)[0][0] if nbytes.total() else PLAIN
     plain = formats.open(side, plain=PlainWeights(dtype=dtype))
     number = count(len(plain.remarks.dequantized.names) if plain.remarks.dequantized else 0, "weight")
-    opened = (plain, other) if index == 0 else (other, plain)
+    opened = (plain, other_checkpoint) if index == 0 else (other_checkpoint, plain)
     return opened, [f"{called}: dequantised to {dtype.name}: {number}"]
 
 
@@ -239,16 +239,21 @@ def _in_one_state(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoi
     return (formats.open(opened[0], folded=True), formats.open(opened[1], folded=True)), notes
 
 
-def _in_one_form(side: Side, other: Side, label: str) -> tuple[Side, list[str]]:
+def _in_one_form(side: Side, other_side: Side, label: str) -> tuple[Side, list[str]]:
     """Name and form the tensors of one side as the other one has them, where its own are a trainer's or a model's in memory.
 
     Returns:
         The side, and what a person should know.
     """
-    lone, lacking = side.names.keys() - other.names.keys(), other.names.keys() - side.names.keys()
-    known, wanted = _shapes(side.catalog, side.names), _shapes(other.catalog, other.names)
+    lone, lacking = side.names.keys() - other_side.names.keys(), other_side.names.keys() - side.names.keys()
+    side_shapes, other_shapes = (
+        _shapes(side.catalog, side.names),
+        _shapes(other_side.catalog, other_side.names),
+    )
     is_saved = side.checkpoint.hub is None
-    is_turned = is_saved and any(wanted.get(name, shape) != shape for name, shape in known.items())
+    is_turned = is_saved and any(
+        other_shapes.get(name, shape) != shape for name, shape in side_shapes.items()
+    )
     if not (lone and lacking) and not is_turned:
         return side, []
     stored = {side.live.get(fqn, name): fqn for name, fqn in side.names.items()}
@@ -257,20 +262,20 @@ def _in_one_form(side: Side, other: Side, label: str) -> tuple[Side, list[str]]:
     have = TensorsAtHand(
         shapes={live: side.catalog.tensors[fqn].shape for live, fqn in stored.items()},
         names=names,
-        config=other.checkpoint.hub.config if other.checkpoint.hub is not None else None,
+        config=other_side.checkpoint.hub.config if other_side.checkpoint.hub is not None else None,
         padding=side.checkpoint.contents.padding,
     )
     providers = [manifest(saved_derived(side.checkpoint)), *([shipped] if is_saved else [])]
-    providers += [class_says(lambda _: _ask_class(other, unasked.append))]
-    binding = bind(have, wanted, providers)
+    providers += [class_says(lambda _: _ask_class(other_side, unasked.append))]
+    binding = bind(have, other_shapes, providers)
     because = [
         f"{label}: what the model's class stores in another form counts as another tensor: {why}"
         for why in unasked
     ]
     if set(binding.by.values()) == {"selection"}:
         return side, because
-    made = {name: under_names(expression, stored) for name, expression in binding.made.items()}
-    renamed, others = as_tensors(made, side.catalog.tensors)
+    expressions = {name: under_names(expression, stored) for name, expression in binding.made.items()}
+    renamed, derived = as_tensors(expressions, side.catalog.tensors)
     notes = because
     if binding.rules is not None:
         notes.append(
@@ -279,7 +284,7 @@ def _in_one_form(side: Side, other: Side, label: str) -> tuple[Side, list[str]]:
         if binding.dropped:
             notes.append(f"{label}: not compared, the key rules leave them out: {listed(binding.dropped)}")
     notes += [f"{label}: {note}" for note in binding.notes]
-    return replace(side, names=renamed, catalog=bound_catalog(side.catalog, others)), notes
+    return replace(side, names=renamed, catalog=bound_catalog(side.catalog, derived)), notes
 
 
 def _shapes(catalog: Catalog, names: Names) -> dict[str, Shape]:
@@ -306,7 +311,7 @@ def _ask_class(side: Side, on_unasked: Callable[[str], object] = lambda why: Non
     return None
 
 
-def find_ties(side: Side, other: Side) -> dict[str, str]:
+def find_ties(side: Side, other_side: Side) -> dict[str, str]:
     """Return the tensors that only one side has, as copies of a tensor that both have.
 
     One checkpoint stores tied weights once, another under each name. Copies are tensors that share their bytes in the
@@ -314,7 +319,7 @@ def find_ties(side: Side, other: Side) -> dict[str, str]:
 
     Args:
         side: the one that has them.
-        other: the one that lacks them.
+        other_side: the one that lacks them.
 
     Returns:
         Name that only `side` has -> name of its equal, which both have.
@@ -322,27 +327,27 @@ def find_ties(side: Side, other: Side) -> dict[str, str]:
     Raises:
         IntegrityError, ResourceError: a file cannot be read as described.
     """
-    lone = [name for name in side.names if name not in other.names]
+    lone = [name for name in side.names if name not in other_side.names]
     if not lone:
         return {}
-    copies = _same_places(side, other, lone)
-    wanted = {name for name in lone if name not in copies}
+    copies = _same_places(side, other_side, lone)
+    open_names = {name for name in lone if name not in copies}
     for tied in (_may_be_tied, _tied_by_class):
-        if wanted <= copies.keys():
+        if open_names <= copies.keys():
             break
-        for one, two in tied(side, other):
+        for one, two in tied(side, other_side):
             for name, partner in ((one, two), (two, one)):
-                is_open = name in wanted and name not in copies and partner in other.names
+                is_open = name in open_names and name not in copies and partner in other_side.names
                 if is_open and same_bytes(side.catalog, side.names[name], side.names[partner]):
                     copies[name] = partner
     return copies
 
 
-def _same_places(side: Side, other: Side, lone: Collection[str]) -> dict[str, str]:
+def _same_places(side: Side, other_side: Side, lone: Collection[str]) -> dict[str, str]:
     common = {
         place: name
         for name in side.names
-        if name in other.names and (place := place_of(side.catalog, side.names[name])) is not None
+        if name in other_side.names and (place := place_of(side.catalog, side.names[name])) is not None
     }
     return {
         name: common[place]
@@ -357,10 +362,10 @@ def _may_be_tied(side: Side, _: Side) -> Iterator[tuple[str, str]]:
             yield name, partner
 
 
-def _tied_by_class(side: Side, other: Side) -> Iterator[tuple[str, str]]:
+def _tied_by_class(side: Side, other_side: Side) -> Iterator[tuple[str, str]]:
     """Yield what the class of the other side's config ties in a model as it is in memory."""
-    asked = _ask_class(other) if side.checkpoint.hub is None else None
-    for group in asked.ties if asked is not None else ():
+    class_names = _ask_class(other_side) if side.checkpoint.hub is None else None
+    for group in class_names.ties if class_names is not None else ():
         yield from itertools.combinations([name for name in group if name in side.names], 2)
 
 
@@ -385,13 +390,13 @@ def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[SideNames,
     """Give the weights of both sides the same names: those of one side help to find the other's model."""
     first, second = (1, 0) if opened[1].hub is not None and opened[0].hub is None else (0, 1)
     answers: dict[int, SideNames | str] = {}
-    for side, other in ((first, second), (second, first), (first, second)):
-        base = answers.get(other)
+    for side, partner in ((first, second), (second, first), (first, second)):
+        base = answers.get(partner)
         if not isinstance(answers.get(side), SideNames):
-            shapes = _shapes(opened[other].catalog, base.names) if isinstance(base, SideNames) else None
+            shapes = _shapes(opened[partner].catalog, base.names) if isinstance(base, SideNames) else None
             answers[side] = _select(opened[side], shapes)
-    for side, other in ((0, 1), (1, 0)):
-        answers[side] = _as_on_hub(opened[side], answers[side], answers[other])
+    for side, partner in ((0, 1), (1, 0)):
+        answers[side] = _as_on_hub(opened[side], answers[side], answers[partner])
     named = dict[int, SideNames]()
     notes = []
     for side, label in enumerate(_LABELS):
@@ -421,10 +426,12 @@ def _select(checkpoint: Checkpoint, base: Mapping[str, Shape] | None) -> SideNam
     return SideNames({name: stored for stored, name in selection.names.items()}, selection.live)
 
 
-def _as_on_hub(checkpoint: Checkpoint, named: SideNames | str, other: SideNames | str) -> SideNames | str:
+def _as_on_hub(
+    checkpoint: Checkpoint, named: SideNames | str, other_names: SideNames | str
+) -> SideNames | str:
     """Return a side's names as its manifest knows them from the Hub, where more of the other side's match then."""
     recorded = recorded_rules(checkpoint)
-    if recorded is None or not recorded.rules or isinstance(other, str):
+    if recorded is None or not recorded.rules or isinstance(other_names, str):
         return named
     below = {
         stored: stored.removeprefix(recorded.before)
@@ -432,8 +439,8 @@ def _as_on_hub(checkpoint: Checkpoint, named: SideNames | str, other: SideNames 
         if stored.startswith(recorded.before)
     }
     renamed = {name: stored for stored, name in apply_key_rules(recorded.rules, below).items()}
-    known = 0 if isinstance(named, str) else len(named.names.keys() & other.names.keys())
-    return SideNames(renamed, below) if len(renamed.keys() & other.names.keys()) > known else named
+    num_common = 0 if isinstance(named, str) else len(named.names.keys() & other_names.names.keys())
+    return SideNames(renamed, below) if len(renamed.keys() & other_names.names.keys()) > num_common else named
 
 
 def _stored(checkpoint: Checkpoint) -> SideNames:

@@ -105,12 +105,12 @@ class Norms:
         self.num_missing = 0
         """Elements at the beginning, in equal bands, that are yet to be added."""
 
-    def add(self, left: memoryview, right: memoryview, first: int) -> None:
+    def add(self, left_bytes: memoryview, right_bytes: memoryview, first: int) -> None:
         """Add a band of both sides, with the same number of elements, whose first one has this place in the tensor."""
         with np.errstate(all="ignore"):
-            for expert, start, stop in self._experts.cut(first, len(left) // self._a.itemsize):
-                a = float64s(left[start * self._a.itemsize : stop * self._a.itemsize], self._a)
-                b = float64s(right[start * self._b.itemsize : stop * self._b.itemsize], self._b)
+            for expert, start, stop in self._experts.cut(first, len(left_bytes) // self._a.itemsize):
+                a = float64s(left_bytes[start * self._a.itemsize : stop * self._a.itemsize], self._a)
+                b = float64s(right_bytes[start * self._b.itemsize : stop * self._b.itemsize], self._b)
                 for index, values in enumerate((a - b, a, b)):
                     self._sums[expert, index] += float(np.vdot(values, values).real)
 
@@ -165,16 +165,16 @@ class Measure:
         self.num_outside = 0
         self._start = 0
 
-    def add(self, left: memoryview, right: memoryview) -> None:
+    def add(self, left_bytes: memoryview, right_bytes: memoryview) -> None:
         """Compare a band of both sides, with the same number of elements."""
-        num_elements = len(left) // self._a.itemsize
-        is_same = self._a is self._b and have_same_bytes(left, right)
+        num_elements = len(left_bytes) // self._a.itemsize
+        is_same = self._a is self._b and have_same_bytes(left_bytes, right_bytes)
         if not is_same:
-            self._add_different(left, right)
+            self._add_different(left_bytes, right_bytes)
         if self._figures is not None:
-            self._figures.add(left, right)
+            self._figures.add(left_bytes, right_bytes)
         if self.norms is not None and self.num_changed:
-            self.norms.add(left, right, self._start)
+            self.norms.add(left_bytes, right_bytes, self._start)
         elif self.norms is not None:
             self.norms.num_missing += num_elements
         self._start += num_elements
@@ -193,12 +193,14 @@ class Measure:
         """Return the figures, where they were taken."""
         return self._figures.result() if self._figures is not None else None
 
-    def _add_different(self, left: memoryview, right: memoryview) -> None:
-        values = (float64s(left, self._a), float64s(right, self._b)) if self._needs_values else None
+    def _add_different(self, left_bytes: memoryview, right_bytes: memoryview) -> None:
+        values = (
+            (float64s(left_bytes, self._a), float64s(right_bytes, self._b)) if self._needs_values else None
+        )
         if self._a is self._b:
-            changed = _changed_bits(left, right, self._a)
+            changed = _changed_bits(left_bytes, right_bytes, self._a)
         elif values is None:
-            changed = np.ones(len(left) // self._a.itemsize, dtype=bool)  # no common meaning
+            changed = np.ones(len(left_bytes) // self._a.itemsize, dtype=bool)  # no common meaning
         else:
             changed = ~_are_same(*values)
         number = int(np.count_nonzero(changed))
@@ -214,15 +216,17 @@ class Measure:
                 self._by_expert[expert] += int(np.count_nonzero(changed[start:stop]))
 
 
-def have_same_bytes(left: memoryview, right: memoryview) -> bool:
+def have_same_bytes(left_bytes: memoryview, right_bytes: memoryview) -> bool:
     """True if both sides have the same bytes; compares eight at a time."""
-    whole = len(left) & ~7
+    whole = len(left_bytes) & ~7
     return (
-        len(left) == len(right)
+        len(left_bytes) == len(right_bytes)
         and bool(
-            np.array_equal(np.frombuffer(left[:whole], np.uint64), np.frombuffer(right[:whole], np.uint64))
+            np.array_equal(
+                np.frombuffer(left_bytes[:whole], np.uint64), np.frombuffer(right_bytes[:whole], np.uint64)
+            )
         )
-        and left[whole:] == right[whole:]
+        and left_bytes[whole:] == right_bytes[whole:]
     )
 
 
@@ -230,9 +234,9 @@ def _words(view: memoryview, itemsize: int) -> Array:
     return np.frombuffer(view, dtype=f"<u{itemsize}")
 
 
-def _changed_bits(left: memoryview, right: memoryview, dtype: DType) -> Array:
+def _changed_bits(left_bytes: memoryview, right_bytes: memoryview, dtype: DType) -> Array:
     size = min(dtype.itemsize, 8)
-    changed: Array = _words(left, size) != _words(right, size)
+    changed: Array = _words(left_bytes, size) != _words(right_bytes, size)
     return np.asarray(changed.reshape(-1, 2).any(axis=1)) if dtype.itemsize > size else changed
 
 
@@ -319,9 +323,9 @@ class _Figures:
         self._num_nonfinite = 0
         self._aa = self._bb = self._ab = self._dd = 0.0
 
-    def add(self, left: memoryview, right: memoryview) -> None:
+    def add(self, left_bytes: memoryview, right_bytes: memoryview) -> None:
         """Add a band of both sides, with the same number of elements."""
-        a, b = _as_reals(float64s(left, self._a), float64s(right, self._b))
+        a, b = _as_reals(float64s(left_bytes, self._a), float64s(right_bytes, self._b))
         is_same, distance = a == b, _distance(a, b)
         a, b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
         finite = np.isfinite(a) & np.isfinite(b)
