@@ -124,13 +124,13 @@ def reshard(options: ReshardOptions) -> ReshardResult:
     if options.is_on_ray:
         return run_on_ray(reshard, options.given)
     source, writer = stores.as_path(options.checkpoint), Writer(options, looks_late=True)
-    taken = take(source, strict=options.strict, whole_steps=True)
-    resolved = taken.resolved
+    checkpoint = take(source, strict=options.strict, whole_steps=True)
+    resolved = checkpoint.resolved
     writer.warn(resolved.warnings)
     named, output = named_after(resolved, source), options.output
     chosen = default_output(label_of(named), named, options.ranks) if output is None else output
     writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
-    parts = take_apart(taken, options)
+    parts = take_apart(checkpoint, options)
     copied_files = {name: content_of(path) for name, path in parts.places.items()}
     writer.destination.check_beside({**copied_files, **{f"{folder}/": bytes for folder in parts.empty}})
     if options.strict:

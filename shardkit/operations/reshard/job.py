@@ -154,22 +154,22 @@ class Parts:
         return tuple(file.name for file in self.files)
 
 
-def take_apart(taken: Taken, options: ReshardOptions) -> Parts:
+def take_apart(source: Taken, options: ReshardOptions) -> Parts:
     """Open every DCP directory of a checkpoint, or the one catalog of a checkpoint in another format.
 
     Args:
-        taken: the checkpoint.
+        source: the checkpoint.
         options: what is asked for. What lies in the path that a person gave, beside the checkpoint, is named. Byte entries
             that are not zips as torch writes them are refused, or with `check_source` off carried over with a warning.
 
     Raises:
         SourceError, IntegrityError, ResourceError: it cannot be opened, or the save of a part did not finish.
     """
-    parts = _take_apart(taken, options)
+    parts = _take_apart(source, options)
     if not parts.is_training:
         return parts
-    given = stores.as_path(options.checkpoint)
-    beside = around(taken.resolved.path, given, no_optimizer=options.no_optimizer)
+    given_path = stores.as_path(options.checkpoint)
+    left_out = around(source.resolved.path, given_path, no_optimizer=options.no_optimizer)
     stored = (
         NamedShape(e.fqn, e.dtype.name, e.shape)
         for part in parts.parts
@@ -178,20 +178,20 @@ def take_apart(taken: Taken, options: ReshardOptions) -> Parts:
     halved = parts_of_ranks(stored)
     return replace(
         parts,
-        notes=(*parts.notes, *beside.notes()),
-        warnings=(*parts.warnings, *beside.warnings(), *([] if halved is None else [halved])),
+        notes=(*parts.notes, *left_out.notes()),
+        warnings=(*parts.warnings, *left_out.warnings(), *([] if halved is None else [halved])),
     )
 
 
-def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
-    path, no_optimizer = home_of(taken.resolved.path), options.no_optimizer
+def _take_apart(source: Taken, options: ReshardOptions) -> Parts:
+    path, no_optimizer = home_of(source.resolved.path), options.no_optimizer
     if not storage.isdir(path) or not _keeps_folders(path):
-        return _other(_open_plain(taken), no_optimizer=no_optimizer)
+        return _other(_open_plain(source), no_optimizer=no_optimizer)
     surveyed = survey(path)
     if not surveyed.folders or not all(_keeps_folders(os.path.join(path, name)) for name in surveyed.folders):
-        return _other(_open_plain(taken), no_optimizer=no_optimizer)
+        return _other(_open_plain(source), no_optimizer=no_optimizer)
     dropped = _drop_optimizer(surveyed) if no_optimizer else []
-    models = taken.models()  # all of them are resharded
+    models = source.models()  # all of them are resharded
     opened = {folder: _open_folder(os.path.join(path, folder), models) for folder in surveyed.folders}
     leave_out(
         surveyed, (os.path.join(folder, f.name) for folder, dcp in opened.items() for f in dcp.catalog.files)
@@ -209,7 +209,7 @@ def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
             part,
             key_rules=rules,
             tells_hub_names=holds_hub_names(checkpoint),
-            derived={root + name: made for name, made in derived.items()},
+            derived={root + name: expression for name, expression in derived.items()},
             file_names=names,
             root=root,
             recorded=recorded,
@@ -227,7 +227,7 @@ def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
             problems=damaged,
             hint="use another copy of the checkpoint; --check-source off carries them over as they are",
         )
-    beside = _weights_beside(path, checkpoint, surveyed)
+    weights_beside = _weights_beside(path, checkpoint, surveyed)
     of_ranks = [file.name for file in surveyed.files if OF_A_RANK.search(os.path.basename(file.name))]
     return Parts(
         writer=checkpoint.writer,
@@ -236,8 +236,8 @@ def _take_apart(taken: Taken, options: ReshardOptions) -> Parts:
         files=tuple(surveyed.files),
         places={file.name: os.path.join(path, file.name) for file in surveyed.files},
         empty=tuple(surveyed.empty),
-        weights_beside=beside,
-        notes=(*surveyed.notes(), *_notes(of_ranks, beside), *dropped),
+        weights_beside=weights_beside,
+        notes=(*surveyed.notes(), *_notes(of_ranks, weights_beside), *dropped),
         warnings=(
             *copies_warnings([each for model in models for each in model.remarks.differing]),
             *_warnings(of_ranks, damaged),
@@ -283,14 +283,14 @@ def _weights_beside(path: str, checkpoint: Checkpoint, surveyed: Survey) -> str 
     return os.path.relpath(weights, storage.realpath(path))
 
 
-def _notes(of_ranks: list[str], beside: str | None) -> Iterator[str]:
+def _notes(of_ranks: list[str], weights_beside: str | None) -> Iterator[str]:
     if of_ranks:
         yield (
             f"{len(of_ranks)} files belong to single ranks of the old world size and are copied as they are: "
             f"{listed(of_ranks)}"
         )
-    if beside is not None:
-        yield f"the weights in {escape(beside)} are copied as they are: such files fit any number of ranks"
+    if weights_beside is not None:
+        yield f"the weights in {escape(weights_beside)} are copied as they are: such files fit any number of ranks"
 
 
 def _open_folder(directory: str, models: Sequence[Checkpoint]) -> DcpFolder:
@@ -408,8 +408,8 @@ def _record(catalog: Catalog, placed: Sequence[tuple[str, int, EntryLocation]]) 
             else:
                 rows += ((place.start + entry.start, entry.nbytes, entry.crc) for entry in entries.values())
     for file, rows in stretches.items():
-        held, more = catalog.files[file].checksums, Checksums.of(rows)
-        checksums = more if held is None else held | more
+        recorded, more = catalog.files[file].checksums, Checksums.of(rows)
+        checksums = more if recorded is None else recorded | more
         catalog.files[file] = replace(catalog.files[file], checksums=checksums)
     return damaged
 
@@ -428,13 +428,13 @@ def _entry_notes(folder: str, objects: Mapping[str, EntryLocation | None]) -> It
         yield f"{count(len(lost), 'byte entry', 'byte entries')}{where} without any bytes left out: {listed(lost)}"
 
 
-def _open_plain(taken: Taken) -> Checkpoint:
+def _open_plain(source: Taken) -> Checkpoint:
     """Open a checkpoint of plain weights: others would have their values and scales cut apart.
 
     Raises:
         LayoutError: it is quantised.
     """
-    return formats.open(taken.open(), plain=PlainWeights(dequantize=False, has_option=False))
+    return formats.open(source.open(), plain=PlainWeights(dequantize=False, has_option=False))
 
 
 def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
@@ -476,8 +476,8 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     else:
         states, warnings = _left_behind(opened, [name for name, _ in skipped])
     if checkpoint.hub is None and storage.isdir(checkpoint.path):
-        taken = [checkpoint.catalog, *([opened.catalog] if isinstance(opened, OptimizerState) else [])]
-        read = {storage.realpath(os.path.dirname(file.path)) for source in taken for file in source.files}
+        catalogs = [checkpoint.catalog, *([opened.catalog] if isinstance(opened, OptimizerState) else [])]
+        read = {storage.realpath(os.path.dirname(file.path)) for source in catalogs for file in source.files}
         warnings += unread(checkpoint.path, read, {name.split("/")[0] for name in states}).warnings()
     places, refused = _assets(checkpoint)
     part = CheckpointFolder(
@@ -595,7 +595,7 @@ def build_job(parts: Parts, options: ReshardOptions) -> ReshardJob:
 
 def _part_job(part: CheckpointFolder, options: ReshardOptions) -> PartJob:
     aliases = _aliases(part.catalog, part.objects, {group[0] for group in part.recorded.ties if group})
-    repeated = {name for others in aliases.values() for name in others}
+    repeated = {name for other_names in aliases.values() for name in other_names}
     kept = [name for name in part.catalog.tensors if name not in repeated]
     objects = frozenset(part.objects)
     entries = part.catalog.tensors
@@ -604,10 +604,10 @@ def _part_job(part: CheckpointFolder, options: ReshardOptions) -> PartJob:
 
     def dtype_of(name: str) -> DType:
         entry, is_optimizer = entries[name], name in optimizer
-        wanted = CASTS.get(options.optimizer_dtype if is_optimizer else options.dtype)
+        target = CASTS.get(options.optimizer_dtype if is_optimizer else options.dtype)
         is_cast = name not in objects and is_convertible(entry, is_optimizer=is_optimizer)
         is_cast = is_cast and (is_optimizer or factor_of(name) is None)  # OSFT needs all digits of factors
-        return wanted if wanted is not None and is_cast else entry.dtype
+        return target if target is not None and is_cast else entry.dtype
 
     dtypes = {name: dtype_of(name) for name in kept}
     sources = {name: join_name(part.folder, name) for name in kept}

@@ -30,7 +30,7 @@ _MAX_OPENED = 64  # DCP directories whose tensors are counted
 class LeftOut:
     """Names relative to the directory around the checkpoint."""
 
-    taken: str
+    checkpoint: str
     """The checkpoint."""
     folders: list[str] = field(default_factory=list)
     """DCP directories, with the number of their tensors."""
@@ -38,7 +38,7 @@ class LeftOut:
     """Files of an optimizer."""
     of_ranks: list[str] = field(default_factory=list)
     """Other files of single ranks."""
-    others: list[str] = field(default_factory=list)
+    other_names: list[str] = field(default_factory=list)
     """Any other file and directory."""
 
     def warnings(self) -> Iterator[str]:
@@ -53,15 +53,17 @@ class LeftOut:
 
     def notes(self) -> Iterator[str]:
         """Yield what else to tell."""
-        if self.others:
-            yield self._beside(count(len(self.others), "other name"), self.others)
+        if self.other_names:
+            yield self._beside(count(len(self.other_names), "other name"), self.other_names)
 
     def _beside(self, what: str, names: list[str]) -> str:
         is_or_are = "is" if len(names) == 1 else "are"
-        return f"{what} beside {escape(self.taken)} {is_or_are} not in the output: {listed(sorted(names))}"
+        return (
+            f"{what} beside {escape(self.checkpoint)} {is_or_are} not in the output: {listed(sorted(names))}"
+        )
 
 
-def around(path: str, given: str, *, no_optimizer: bool = False) -> LeftOut:
+def around(path: str, given_path: str, *, no_optimizer: bool = False) -> LeftOut:
     """Return what lies beside a checkpoint in the directory of its step, or as its optimizer in any other.
 
     Outside the path that a person gave only the rest of its step is looked at, and is a warning or nothing: whoever names
@@ -69,37 +71,37 @@ def around(path: str, given: str, *, no_optimizer: bool = False) -> LeftOut:
 
     Args:
         path: the checkpoint.
-        given: what a person gave: the checkpoint, or a directory around it.
+        given_path: what a person gave: the checkpoint, or a directory around it.
         no_optimizer: nobody wants the optimizer's state, so it needs no name.
     """
-    path, given = storage.absolute(path), storage.absolute(given)
-    levels, is_in_step = _levels(path, given)
+    path, given_path = storage.absolute(path), storage.absolute(given_path)
+    levels, is_in_step = _levels(path, given_path)
     home = levels[-1][0] if levels else os.path.dirname(path)
-    left = LeftOut(taken=os.path.relpath(path, home))
-    for directory, taken in levels:
-        is_inside = directory == given or directory.startswith(os.path.join(given, ""))
-        for name in sorted(listing(directory) - {taken}):
+    left_out = LeftOut(checkpoint=os.path.relpath(path, home))
+    for directory, child in levels:
+        is_inside = directory == given_path or directory.startswith(os.path.join(given_path, ""))
+        for name in sorted(listing(directory) - {child}):
             if name.startswith(".") or storage.islink(os.path.join(directory, name)):
                 continue
             if no_optimizer and is_optimizers(name):
                 continue
-            if is_in_step or _is_its_optimizer(directory, name, taken):
-                _add(left, home, os.path.join(directory, name))
-        left.others = left.others if is_inside and is_in_step else []
-    return left
+            if is_in_step or _is_its_optimizer(directory, name, child):
+                _add(left_out, home, os.path.join(directory, name))
+        left_out.other_names = left_out.other_names if is_inside and is_in_step else []
+    return left_out
 
 
-def _is_its_optimizer(directory: str, name: str, taken: str) -> bool:
+def _is_its_optimizer(directory: str, name: str, checkpoint_name: str) -> bool:
     """True for what holds an optimizer's state alone, and by its name may be that of the checkpoint."""
     stem = os.path.splitext(name)[0] if name.endswith(_RECORDS) else name
     if not is_optimizers(stem) or not _is_state_alone(os.path.join(directory, name)):
         return False
-    others = (
-        other for other in listing(directory) if other not in (name, taken) and not is_optimizers(other)
+    other_names = (
+        each for each in listing(directory) if each not in (name, checkpoint_name) and not is_optimizers(each)
     )
-    if any(is_optimizer_of(stem, other, is_only=False) for other in others):
-        return is_optimizer_of(stem, taken, is_only=False)
-    numbers, its_numbers = (re.findall(r"[0-9]+", text) for text in (stem, taken))
+    if any(is_optimizer_of(stem, each, is_only=False) for each in other_names):
+        return is_optimizer_of(stem, checkpoint_name, is_only=False)
+    numbers, its_numbers = (re.findall(r"[0-9]+", text) for text in (stem, checkpoint_name))
     return not numbers or not its_numbers or numbers == its_numbers
 
 
@@ -116,73 +118,76 @@ def _is_state_alone(path: str) -> bool:
     return all(name in state or object_kind(name.partition(".")[0]) is not None for name in tensors)
 
 
-def unread(path: str, read: Collection[str], said: Collection[str]) -> LeftOut:
+def unread(path: str, read: Collection[str], warned_names: Collection[str]) -> LeftOut:
     """Return the directories with tensors in a checkpoint of which nothing was read.
 
     Args:
         path: the checkpoint.
         read: real paths of the directories that were read.
-        said: names of directories in it that a warning names anyway.
+        warned_names: names of directories in it that a warning names anyway.
     """
-    left = LeftOut(taken=min((os.path.relpath(place, storage.realpath(path)) for place in read), default="."))
+    left_out = LeftOut(
+        checkpoint=min((os.path.relpath(place, storage.realpath(path)) for place in read), default=".")
+    )
     for name in sorted(listing(path)):
         directory = inner(path, name)
-        if directory is None or name.startswith(".") or name in said or is_a_step(name):
+        if directory is None or name.startswith(".") or name in warned_names or is_a_step(name):
             continue
         real = storage.realpath(directory)
         if object_kind(name) in (None, "optimizer") and not any(_is_at(place, real) for place in read):
-            _add(left, path, directory)
-    left.others.clear()
-    return left
+            _add(left_out, path, directory)
+    left_out.other_names.clear()
+    return left_out
 
 
 def _is_at(path: str, directory: str) -> bool:
     return path == directory or path.startswith(os.path.join(directory, ""))
 
 
-def _levels(path: str, given: str) -> tuple[list[tuple[str, str]], bool]:
+def _levels(path: str, given_path: str) -> tuple[list[tuple[str, str]], bool]:
     """Return (directory, name in it that leads to the checkpoint) of those around it, and whether they are a step's."""
     levels = list[tuple[str, str]]()
     here = path
     while len(levels) < (0 if is_ordered(os.path.basename(path)) else _MAX_CLIMBED):
         here, name = os.path.split(here)
         levels.append((here, name))
-        own = os.path.basename(here)
-        if is_a_step(own) and (not own.isdigit() or _is_at(here, given)):  # a bare number may be a job's
+        folder = os.path.basename(here)
+        # A bare number may be a job's.
+        if is_a_step(folder) and (not folder.isdigit() or _is_at(here, given_path)):
             return levels, True
     # Whoever gives a checkpoint that is no part of a step has not asked anybody to look around it.
-    inside = [level for level in levels if _is_at(level[0], given)]
-    return inside or ([] if path == given else [os.path.split(path)]), False
+    inside = [level for level in levels if _is_at(level[0], given_path)]
+    return inside or ([] if path == given_path else [os.path.split(path)]), False
 
 
-def _add(left: LeftOut, home: str, path: str) -> None:
+def _add(left_out: LeftOut, home: str, path: str) -> None:
     """Add a file, or what a directory holds."""
     name = os.path.relpath(path, home)
     if not storage.isdir(path):
-        _add_file(left, name)
+        _add_file(left_out, name)
         return
-    before = len(left.folders) + len(left.optimizers) + len(left.of_ranks)
+    before = len(left_out.folders) + len(left_out.optimizers) + len(left_out.of_ranks)
     for here, folder, directories, names in walk(path):
         where = os.path.normpath(os.path.join(name, folder))
         if is_dcp(here):
-            left.folders.append(f"{where}{_num_tensors(here, len(left.folders))}")
+            left_out.folders.append(f"{where}{_num_tensors(here, len(left_out.folders))}")
             directories.clear()
             continue
         for file in sorted(names):
-            if _kind(left, file) is not left.others:
-                _add_file(left, os.path.join(where, file))
-    if len(left.folders) + len(left.optimizers) + len(left.of_ranks) == before:
-        left.others.append(os.path.join(name, ""))
+            if _kind(left_out, file) is not left_out.other_names:
+                _add_file(left_out, os.path.join(where, file))
+    if len(left_out.folders) + len(left_out.optimizers) + len(left_out.of_ranks) == before:
+        left_out.other_names.append(os.path.join(name, ""))
 
 
-def _add_file(left: LeftOut, name: str) -> None:
-    _kind(left, os.path.basename(name)).append(name)
+def _add_file(left_out: LeftOut, name: str) -> None:
+    _kind(left_out, os.path.basename(name)).append(name)
 
 
-def _kind(left: LeftOut, name: str) -> list[str]:
+def _kind(left_out: LeftOut, name: str) -> list[str]:
     if name.endswith(_RECORDS) and is_optimizers(os.path.splitext(name)[0]):
-        return left.optimizers
-    return left.of_ranks if OF_A_RANK.search(name) else left.others
+        return left_out.optimizers
+    return left_out.of_ranks if OF_A_RANK.search(name) else left_out.other_names
 
 
 def _num_tensors(directory: str, number: int) -> str:
