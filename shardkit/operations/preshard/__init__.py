@@ -215,10 +215,10 @@ def _of_a_training(source: str, mesh: Mesh, error: SourceError) -> SourceError:
     if not storage.exists(source):
         return error
     try:
-        taken = stands_for(source).path
+        checkpoint = stands_for(source).path
     except ShardkitError:
         return error
-    recognised = recognise(taken)
+    recognised = recognise(checkpoint)
     if recognised is None or recognised.name == "hub":
         return error
     place = in_shell(source)
@@ -226,7 +226,9 @@ def _of_a_training(source: str, mesh: Mesh, error: SourceError) -> SourceError:
     if mesh.pp == 1:
         ways.insert(0, f"`shardkit reshard {place} --mesh {mesh}` writes it for this mesh")
     what = (
-        "a checkpoint" if taken == source else f"a run's directory with checkpoints, such as {escape(taken)}"
+        "a checkpoint"
+        if checkpoint == source
+        else f"a run's directory with checkpoints, such as {escape(checkpoint)}"
     )
     return SourceError(f"{escape(source)} is {what}, not a Hub model", hint="; ".join(ways))
 
@@ -309,7 +311,7 @@ def _result(
         fused=tuple(_fused(layout)),
         shares_extents=shares_extents,
         download_bytes=job.model.download_bytes,
-        ties=tuple((name, *others) for name, others in job.aliases.items()),
+        ties=tuple((name, *other_names) for name, other_names in job.aliases.items()),
         omitted=layout.omitted,
         copied=tuple(job.assets),
         skipped=job.model.beside,
@@ -320,10 +322,14 @@ def _result(
 
 def _named(job: PreshardJob) -> Iterator[NamedTensor]:
     """Yield the tensors of the output with what they are made of."""
-    made = job.layout.made
+    expressions = job.layout.made
     for fqn in job.layout.tensors:
         stored = job.layout.sources[fqn]
-        sources = dict.fromkeys(leaf.name for leaf in leaves(made[stored])) if stored in made else [stored]
+        sources = (
+            dict.fromkeys(leaf.name for leaf in leaves(expressions[stored]))
+            if stored in expressions
+            else [stored]
+        )
         yield NamedTensor.made_of(fqn, job.named_by, sources)
 
 

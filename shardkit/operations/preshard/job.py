@@ -128,9 +128,9 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
     model = replace(model, catalog=_bound(model, layout, options))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
-    held = held_dtypes(model.catalog, sources, checkpoint.remarks.dequantized, layout.made)
-    dtypes, notes = _choose_dtypes(held, layout, options.dtype)
-    dtypes = apply_rules(options.rules, held, dtypes)
+    default_dtypes = held_dtypes(model.catalog, sources, checkpoint.remarks.dequantized, layout.made)
+    dtypes, notes = _choose_dtypes(default_dtypes, layout, options.dtype)
+    dtypes = apply_rules(options.rules, default_dtypes, dtypes)
     content = _StoredContent(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes)
     part = _part(model, content, options, checkpoint.remarks.dequantized)
     output = _in_folder(part, profile.folder)
@@ -192,9 +192,9 @@ def _check_keys(options: PreshardOptions) -> None:
         UsageError: those of the files are asked for, and key rules give others.
     """
     if options.names == "hub" and (options.key_rules != NONE or options.trainer.key_sets):
-        other = "--keys" if options.key_rules != NONE else f"--profile {options.trainer.name}"
+        naming_option = "--keys" if options.key_rules != NONE else f"--profile {options.trainer.name}"
         raise UsageError(
-            f"--names hub keeps the names of the files, and {other} gives those of key rules",
+            f"--names hub keeps the names of the files, and {naming_option} gives those of key rules",
             hint="leave out one of the two",
         )
 
@@ -298,7 +298,9 @@ def _part(
         dtypes=content.dtypes,
         identity=model.identity,
         aliases=content.aliases,
-        opaque={fqn: made for fqn, made in _derived(content).items() if isinstance(made, Opaque)},
+        opaque={
+            fqn: expression for fqn, expression in _derived(content).items() if isinstance(expression, Opaque)
+        },
         cast=options.dtype,
         digest=options.digest,
     )
@@ -331,8 +333,8 @@ def _dcp_part(
 
 def _derived(content: _StoredContent) -> dict[str, Expression]:
     """Return what each tensor is made of that is no tensor of the source itself."""
-    made = content.layout.made
-    return {fqn: made[source] for fqn, source in content.sources.items() if source in made}
+    expressions = content.layout.made
+    return {fqn: expressions[source] for fqn, source in content.sources.items() if source in expressions}
 
 
 def _in_folder(part: DcpOutput | FilesOutput, folder: str) -> DcpImages | JoinedImages | RankImages:
@@ -375,8 +377,8 @@ def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleS
     shapes = {name: entry.shape for name, entry in stored.items()}
     have = TensorsAtHand(shapes=shapes, side="hub", config=model.config)
     binding = bind(have, None, [person(rules)])
-    sources, made = as_tensors(binding.made, stored)
-    bound = bound_catalog(model.catalog, made).tensors
+    sources, derived = as_tensors(binding.made, stored)
+    bound = bound_catalog(model.catalog, derived).tensors
     layout = declare(
         {fqn: replace(bound[source], fqn=fqn) for fqn, source in sources.items()},
         mesh,
@@ -394,7 +396,7 @@ def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleS
         tensors={fqn: tensor for fqn, tensor in layout.tensors.items() if fqn not in aliases},
         ties=(*layout.ties, *ties),
         sources=sources,
-        made=made,
+        made=derived,
         omitted=tuple((name, f"the key rules of {rules.title} leave it out") for name in binding.dropped),
     )
 
@@ -418,8 +420,8 @@ def _resolve_ties(
     tensors, aliases = dict(layout.tensors), dict[str, tuple[str, ...]]()
     notes, warnings = list[str](), list[str]()
     for group in layout.ties:
-        first, *others = group
-        present = [name for name in others if name in layout.sources]
+        first, *other_names = group
+        present = [name for name in other_names if name in layout.sources]
         if present and model.download_bytes:
             notes.append(
                 f"{' and '.join(map(escape, (first, *present)))} are one parameter in the model; whether their values "
@@ -435,7 +437,7 @@ def _resolve_ties(
                 "source differ: both are kept, as from_pretrained does; give the training model "
                 "tie_word_embeddings=False, or the one that stock dcp.load loads last wins"
             )
-        aliases[first] = tuple(name for name in others if name not in diverged)
+        aliases[first] = tuple(name for name in other_names if name not in diverged)
     return (
         replace(layout, tensors=tensors),
         {k: v for k, v in aliases.items() if v},
@@ -445,14 +447,14 @@ def _resolve_ties(
 
 
 def _choose_dtypes(
-    held: Mapping[str, DType], layout: Layout, dtype: str
+    default_dtypes: Mapping[str, DType], layout: Layout, dtype: str
 ) -> tuple[dict[str, DType], list[str]]:
     """Return the dtype that each tensor is stored in, and what to tell about it."""
     target = CASTS.get(dtype)
     if target is None:
-        return dict(held), []
-    chosen, kept, notes = dict(held), list[str](), list[str]()
-    for fqn, stored in held.items():
+        return dict(default_dtypes), []
+    chosen, kept, notes = dict(default_dtypes), list[str](), list[str]()
+    for fqn, stored in default_dtypes.items():
         if stored.is_convertible:
             is_kept = target.name != "float32" and fqn in (layout.keep_fp32 or ())
             chosen[fqn] = CASTS["fp32"] if is_kept else target
@@ -462,7 +464,7 @@ def _choose_dtypes(
             f"stored in fp32, as the model asks for it and from_pretrained does: {count(len(kept), 'tensor')}: "
             f"{listed(kept)}"
         )
-    notes += quantised_notes(held)
+    notes += quantised_notes(default_dtypes)
     if target.name != "float32" and layout.keep_fp32 is None:
         notes.append("without the model nothing tells which tensors it keeps in fp32: all were converted")
     return chosen, notes

@@ -183,15 +183,15 @@ def choose_keys(profile: Profile, config: Mapping[str, Any] | None) -> str:
         UsageError: there are none for such a model, or only for an older version of the trainer.
     """
     model_type = (config or {}).get("model_type")
-    known = [rules for rules in shipped() if rules.name.startswith(profile.key_sets)]
-    fitting = [rules for rules in known if model_type in rules.model_types]
+    candidates = [rules for rules in shipped() if rules.name.startswith(profile.key_sets)]
+    fitting = [rules for rules in candidates if model_type in rules.model_types]
     current = [rules.name for rules in fitting if not rules.name.rpartition("-")[2][:1].isdigit()]
     if len(current) == 1:
         return current[0]
     what = "a model without a model_type in config.json" if model_type is None else f"{model_type} models"
     raise UsageError(
         f"--profile {profile.name}: no key rules for {escape(what)} are chosen by themselves",
-        problems=[f"{rules.name}: {rules.title}" for rules in fitting or known],
+        problems=[f"{rules.name}: {rules.title}" for rules in fitting or candidates],
         hint=f"name one of these with --keys, or give a TOML file ({page('keys.md')})",
     )
 
