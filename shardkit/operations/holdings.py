@@ -184,20 +184,20 @@ def hold_files(files: Iterable[tuple[str, int | None, Sequence[tuple[int, int, s
     names = dict.fromkeys(fqn for *_, rows in listed for *_, fqn in rows)
     numbers = {fqn: number for number, fqn in enumerate(names)}
     packer = _Packer()
-    held = []
+    held_files = []
     for name, size, rows in listed:
         kept = sorted((start, nbytes, numbers[fqn]) for start, nbytes, fqn in rows)
         strip = packer.add(*(list(column) for column in zip(*kept, strict=True))) if kept else None
-        held.append(HeldFile(name=name, file_bytes=size, strip=strip))
+        held_files.append(HeldFile(name=name, file_bytes=size, strip=strip))
     tensors = [
         HeldTensor(name=fqn, count=1, dtype="", tensor_bytes=0, unit=0, cut=0)
         for fqn in list(numbers)[:MAX_TENSORS]
     ]
     return Holdings(
         has_ranks=False,
-        num_holders=len(held),
+        num_holders=len(held_files),
         has_units=False,
-        files=tuple(held),
+        files=tuple(held_files),
         strips=tuple(packer.strips),
         tensors=tuple(tensors),
         tensor_bytes=sum(nbytes for *_, rows in listed for _, nbytes, _ in rows),
@@ -210,16 +210,16 @@ class _Packer:
 
     def __init__(self) -> None:
         self.strips: list[Strip] = []
-        self._known: dict[tuple[object, ...], int] = {}
+        self._strip_numbers: dict[tuple[object, ...], int] = {}
         self._num_records, self._num_merged = 0, 0
 
     def add(self, starts: list[int], nbytes: list[int], tensors: list[int]) -> int:
         """Return the index of the strip of a file's records, which are in the order of their bytes."""
         key = (tuple(starts), tuple(nbytes), tuple(tensors))
-        if key not in self._known:
-            self._known[key] = len(self.strips)
+        if key not in self._strip_numbers:
+            self._strip_numbers[key] = len(self.strips)
             self.strips.append(self._strip(starts, nbytes, tensors))
-        return self._known[key]
+        return self._strip_numbers[key]
 
     def _strip(self, starts: list[int], nbytes: list[int], tensors: list[int]) -> Strip:
         """Merge neighbours as far as the room asks for it: half of what is left is for this strip, so none gets nothing."""
@@ -250,7 +250,7 @@ class _Way(NamedTuple):
     """A way in which tensors are cut and held."""
 
     cut: int
-    held: Numbers
+    row_bytes: Numbers
     """Bytes, by row."""
     reads: tuple[tuple[int, int, int], ...]
     """(row, file, bytes)."""
@@ -330,8 +330,8 @@ class _Builder:
                 prod(boxes[start + num_dims : start + 2 * num_dims])
                 for start in range(0, len(boxes), 2 * num_dims or 1)
             ]
-            held = zip(files, sizes or [1] * len(files), strict=True)
-            reads = [(self._row_of(file), file, n * entry.dtype.itemsize) for file, n in held if n]
+            file_sizes = zip(files, sizes or [1] * len(files), strict=True)
+            reads = [(self._row_of(file), file, n * entry.dtype.itemsize) for file, n in file_sizes if n]
         held_bytes = numpy.zeros(max(self._num_rows, len(self._files)), dtype=numpy.int64)
         for row, _, nbytes in reads:
             held_bytes[row] += nbytes
@@ -422,11 +422,11 @@ class _Builder:
         for index, (fqn, entry, way, _) in enumerate(self._placed):
             key = (without_numbers(fqn), entry.dtype, way.cut) if is_folded else (fqn,)
             groups.setdefault(key, []).append(index)
-        held, number_of = list[HeldTensor](), dict[str, int]()
+        held_tensors, number_of = list[HeldTensor](), dict[str, int]()
         for group in list(groups.values()):
             fqn, entry, way, unit = self._placed[group[0]]
-            number_of |= {self._placed[index][0]: len(held) for index in group}
-            held.append(
+            number_of |= {self._placed[index][0]: len(held_tensors) for index in group}
+            held_tensors.append(
                 HeldTensor(
                     name=fqn if len(group) == 1 else without_numbers(fqn),
                     count=len(group),
@@ -437,7 +437,7 @@ class _Builder:
                     num_without=way.num_without,
                 )
             )
-        return tuple(held[:MAX_TENSORS]), number_of
+        return tuple(held_tensors[:MAX_TENSORS]), number_of
 
     def _strips(
         self, number_of: Mapping[str, int]
@@ -485,7 +485,7 @@ class _Builder:
         reads: list[dict[int, int]] = [{} for _ in range(num_rows)]
         times: dict[int, tuple[_Way, int]] = {}
         for _, _, way, unit in self._placed:
-            matrix[unit] += numpy.pad(way.held, (0, max(num_rows - len(way.held), 0)))[:num_rows]
+            matrix[unit] += numpy.pad(way.row_bytes, (0, max(num_rows - len(way.row_bytes), 0)))[:num_rows]
             times[id(way)] = (way, times.get(id(way), (way, 0))[1] + 1)
         for way, number in times.values():
             for row, file, nbytes in way.reads:

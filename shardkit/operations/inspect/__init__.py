@@ -216,12 +216,13 @@ def inspect(
 def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
     directory = home_of(path if storage.isdir(path) else os.path.dirname(path) or os.curdir)
     if storage.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
-        said = manifest.read(directory)
-        if isinstance(said, manifest.Presharded):  # else it lies beside a Hub model, or what training saved
-            result = _inspect_presharded(path, directory, said, unfold=tensors)
+        record = manifest.read(directory)
+        # Else it lies beside a Hub model, or what training saved.
+        if isinstance(record, manifest.Presharded):
+            result = _inspect_presharded(path, directory, record, unfold=tensors)
             if not holdings:
                 return result
-            return replace(result, holdings=hold(formats.open(directory).catalog, recorded_layout(said)))
+            return replace(result, holdings=hold(formats.open(directory).catalog, recorded_layout(record)))
     is_legacy = path.endswith(".bin") and storage.isfile(path)  # else it is a state dict, of whatever
     checkpoint = formats.open(path, format="hub" if is_legacy else None)
     describe = _inspect_sharded if checkpoint.hub is None else _inspect_hub
@@ -233,27 +234,29 @@ def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
 
 
 def _saved_layout(checkpoint: Checkpoint) -> Layout | None:
-    said = checkpoint.read_manifest()
-    return saved_layout(said, checkpoint.catalog.tensors) if isinstance(said, manifest.SavedState) else None
+    record = checkpoint.read_manifest()
+    return (
+        saved_layout(record, checkpoint.catalog.tensors) if isinstance(record, manifest.SavedState) else None
+    )
 
 
-def _saved_placements(said: object) -> dict[str, str]:
-    layout = said.layout if isinstance(said, manifest.SavedState) else None
+def _saved_placements(record: object) -> dict[str, str]:
+    layout = record.layout if isinstance(record, manifest.SavedState) else None
     groups = () if layout is None else layout.placed
     return {name: ",".join(group.placements) for group in groups for name in group.names}
 
 
-def _saved_fields(said: object) -> dict[str, Any]:
+def _saved_fields(record: object) -> dict[str, Any]:
     """Return the fields of what `shardkit.save` recorded of the job."""
-    if not isinstance(said, manifest.SavedState):
+    if not isinstance(record, manifest.SavedState):
         return {}
-    meshes = [mesh.replace(", ", ",") for mesh in said.meshes]
+    meshes = [mesh.replace(", ", ",") for mesh in record.meshes]
     return {
-        "model_class": said.model_class,
-        "world_size": said.world_size,
-        "mesh": str(saved_mesh(said.layout)) if said.layout is not None else " and ".join(meshes) or None,
+        "model_class": record.model_class,
+        "world_size": record.world_size,
+        "mesh": str(saved_mesh(record.layout)) if record.layout is not None else " and ".join(meshes) or None,
         "layout": "live",
-        "units": _units(said.units),
+        "units": _units(record.units),
     }
 
 
@@ -343,7 +346,7 @@ def _lost(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _files(catalog: Catalog, copies: Collection[str]) -> Iterator[InspectedFile]:
     """Yield the files with the bytes of tensors in each. What exists only decoded counts for the file that holds it."""
-    held: dict[str, int] = {file.name: 0 for file in catalog.files if file.is_raw}
+    tensor_bytes: dict[str, int] = {file.name: 0 for file in catalog.files if file.is_raw}
     sizes = {file.name: file.size for file in catalog.files if file.is_raw}
     chunks, files = catalog.chunks, catalog.files
     for fqn, entry in catalog.tensors.items():
@@ -353,66 +356,66 @@ def _files(catalog: Catalog, copies: Collection[str]) -> Iterator[InspectedFile]
         for row, region in zip(entry.chunk_ids, regions, strict=True):
             file = files[chunks.file[row]]
             name = file.name if file.is_raw else file.name.removesuffix(f":{fqn}")
-            if name not in held:
-                held[name], sizes[name] = 0, size_on_disk(os.path.join(catalog.directory, name))
-            held[name] += region.num_elements * entry.dtype.itemsize
-    for name, nbytes in held.items():
+            if name not in tensor_bytes:
+                tensor_bytes[name], sizes[name] = 0, size_on_disk(os.path.join(catalog.directory, name))
+            tensor_bytes[name] += region.num_elements * entry.dtype.itemsize
+    for name, nbytes in tensor_bytes.items():
         yield InspectedFile(name=name, file_bytes=sizes[name], tensor_bytes=nbytes)
 
 
 def _inspect_presharded(
-    path: str, directory: str, said: manifest.Presharded, *, unfold: bool
+    path: str, directory: str, record: manifest.Presharded, *, unfold: bool
 ) -> InspectResult:
     """Describe a directory by its manifest, and say where the directory differs from it.
 
     This reads only the manifest: `.metadata` of a thousand ranks takes seconds to parse.
     """
-    tensors = [_OneTensor(fqn, t.dtype, t.shape, ",".join(t.placements)) for fqn, t in said.tensors.items()]
-    listed_files = [record for file in said.files for record in (file, file.chunks)]
-    listed_files += [said.metadata] if said.metadata else []
+    tensors = [_OneTensor(fqn, t.dtype, t.shape, ",".join(t.placements)) for fqn, t in record.tensors.items()]
+    listed_files = [each for file in record.files for each in (file, file.chunks)]
+    listed_files += [record.metadata] if record.metadata else []
     on_disk = unlike(directory, listed_files)
     files = tuple(
         InspectedFile(name=file.name, file_bytes=on_disk.get(file.name, file.size), tensor_bytes=None)
-        for file in said.files
+        for file in record.files
     )
-    targets = _target_fields(tensors, said.objects or ())
+    targets = _target_fields(tensors, record.objects or ())
     return InspectResult(
         path=path,
         resolved=path,
         kind="presharded",
         format="dcp",
-        made_by=f"{said.tool.name} {said.tool.version}",
-        source=_source(said.source),
-        world_size=said.mesh.world_size,
+        made_by=f"{record.tool.name} {record.tool.version}",
+        source=_source(record.source),
+        world_size=record.mesh.world_size,
         mesh=",".join(
             (
-                *([] if said.mesh.pp is None else [f"pp={said.mesh.pp}"]),
-                *(f"{axis.name}={axis.size}" for axis in said.mesh.axes),
-                *([] if said.mesh.ep is None else [f"ep={said.mesh.ep}"]),
+                *([] if record.mesh.pp is None else [f"pp={record.mesh.pp}"]),
+                *(f"{axis.name}={axis.size}" for axis in record.mesh.axes),
+                *([] if record.mesh.ep is None else [f"ep={record.mesh.ep}"]),
             )
         ),
-        layout=said.layout.origin,
-        policy=said.layout.policy,
-        units=_units(said.units),
+        layout=record.layout.origin,
+        policy=record.layout.policy,
+        units=_units(record.units),
         **_tensor_fields(tensors, unfold=unfold),
         files=files,
-        imbalance=round(imbalance_of([file.size for file in said.files]), 4),
-        ties=said.ties,
-        objects=said.objects or (),
-        omitted=tuple((tensor.name, tensor.reason) for tensor in said.omitted),
+        imbalance=round(imbalance_of([file.size for file in record.files]), 4),
+        ties=record.ties,
+        objects=record.objects or (),
+        omitted=tuple((tensor.name, tensor.reason) for tensor in record.omitted),
         notes=tuple(_beside(directory)),
         warnings=(
             *_differences(directory, {file.name: file.size for file in listed_files}, on_disk),
             *targets.pop("warnings"),
-            *_lost_beside(directory, said),
+            *_lost_beside(directory, record),
         ),
         **targets,
     )
 
 
-def _lost_beside(directory: str, said: manifest.Presharded) -> Iterator[str]:
+def _lost_beside(directory: str, record: manifest.Presharded) -> Iterator[str]:
     """Yield the same of a directory with a manifest, unless its `.metadata` takes seconds to parse, or is damaged."""
-    if said.objects and said.metadata is not None and said.metadata.size <= _QUICK_METADATA:
+    if record.objects and record.metadata is not None and record.metadata.size <= _QUICK_METADATA:
         with contextlib.suppress(SourceError, ResourceError):
             yield from _lost(formats.open(directory))
 
@@ -420,8 +423,8 @@ def _lost_beside(directory: str, said: manifest.Presharded) -> Iterator[str]:
 def _source(source: manifest.RecordedSource) -> str:
     if source.repo is not None:
         return f"{source.repo} at {source.commit}"
-    first, *others = [file.name for file in source.files] or ["no files"]
-    return f"{first} and {len(others)} more files" if others else first
+    first, *other_files = [file.name for file in source.files] or ["no files"]
+    return f"{first} and {len(other_files)} more files" if other_files else first
 
 
 def _units(units: Iterable[manifest.Unit]) -> tuple[InspectedUnits, ...]:
