@@ -209,10 +209,10 @@ def _destination(output: str | os.PathLike[str]) -> Destination:
     Raises:
         UsageError: no output can be there.
     """
-    given = os.fspath(output)
-    if not location_of(given).is_writable:
-        raise UsageError(f"{escape(given)}: this store is read only so far, so nothing is written there")
-    return destination_at(given)
+    path = os.fspath(output)
+    if not location_of(path).is_writable:
+        raise UsageError(f"{escape(path)}: this store is read only so far, so nothing is written there")
+    return destination_at(path)
 
 
 def _join(place: Destination, record: JobRecord, warnings: list[str], *, overwrite: bool) -> None:
@@ -276,12 +276,14 @@ def _check_harmless(command: Command) -> None:
     Raises:
         UsageError: it names code to run, or a file to write on this machine.
     """
-    given = command.options
-    asked = ["--trust-remote-code"] if given.get("trust_remote_code") else []
-    asked += ["--manifest-file"] if given.get("manifest_file") else []
-    asked += [f"--{name} {escape(str(given[name]))}" for name in _MAY_RUN if ":" in str(given.get(name, ""))]
+    options = command.options
+    flags = ["--trust-remote-code"] if options.get("trust_remote_code") else []
+    flags += ["--manifest-file"] if options.get("manifest_file") else []
+    flags += [
+        f"--{name} {escape(str(options[name]))}" for name in _MAY_RUN if ":" in str(options.get(name, ""))
+    ]
     UsageError.raise_for(
-        asked,
+        flags,
         "the parts were told what no record in a store is believed, since others may write there",
         hint="run any of the parts again instead, with the options that it had: once nothing is missing it commits",
     )

@@ -81,9 +81,9 @@ class Command:
         """
         options = {name: _plain(value) for name, value in arguments.items() if name not in _OWN}
         for name in _PATHS:
-            given = options.get(name)
-            if isinstance(given, str) and storage.exists(given):
-                options[name] = storage.absolute(given)
+            path = options.get(name)
+            if isinstance(path, str) and storage.exists(path):
+                options[name] = storage.absolute(path)
         if isinstance(options.get(_MADE), str):
             options[_MADE] = storage.absolute(options[_MADE])
         try:
@@ -146,11 +146,11 @@ class Agreement:
             hint=f"remove the job, and begin anew: `shardkit abort {in_shell(output)}`",
         )
 
-    def differences(self, other: Agreement) -> Iterator[str]:
+    def differences(self, other_agreement: Agreement) -> Iterator[str]:
         """Yield what another process decided otherwise."""
         changed = []
-        for name in sorted(self.ingredients.keys() | other.ingredients.keys()):
-            recorded, current = self.ingredients.get(name), other.ingredients.get(name)
+        for name in sorted(self.ingredients.keys() | other_agreement.ingredients.keys()):
+            recorded, current = self.ingredients.get(name), other_agreement.ingredients.get(name)
             if isinstance(recorded, dict) and isinstance(current, dict):
                 names = {**recorded, **current}
                 files = [escape(each) for each in names if recorded.get(each) != current.get(each)]
@@ -172,8 +172,8 @@ def part_command(record: JobRecord, part: Part, output: str) -> str:
     if not command.verb:
         return f"the call that began the job{'' if is_all else f', with part={str(part)!r}'}"
     options = {**command.options, "output": output, "part": None if is_all else str(part)}
-    given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
-    return f"shardkit.{command.verb}({given})"
+    arguments = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
+    return f"shardkit.{command.verb}({arguments})"
 
 
 def missing_parts(record: JobRecord, files: Collection[int]) -> list[tuple[Part, int]]:

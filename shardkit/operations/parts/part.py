@@ -65,8 +65,8 @@ def parse_part(text: str, environ: Mapping[str, str]) -> Part:
     raise UsageError(f"--part {escape(text)!r}: {_FORM}")
 
 
-def _checked(number: int, count: int, found: str) -> Part:
-    where = f" ({found})" if found else ""
+def _checked(number: int, count: int, origin: str) -> Part:
+    where = f" ({origin})" if origin else ""
     if not 1 <= count <= _MAX_PARTS:
         raise UsageError(f"--part: {count} parts{where}", hint=f"1 to {_MAX_PARTS} are possible")
     if not 1 <= number <= count:
@@ -74,7 +74,7 @@ def _checked(number: int, count: int, found: str) -> Part:
             f"--part: there is no part {number} of {count}{where}",
             hint=f"parts are numbered from 1 to {count}",
         )
-    return Part(number=number, count=count, found=found)
+    return Part(number=number, count=count, found=origin)
 
 
 def _of_count(count: int, environ: Mapping[str, str]) -> Part:
@@ -82,19 +82,19 @@ def _of_count(count: int, environ: Mapping[str, str]) -> Part:
     index = _number(environ, _INDEX)
     if index is not None:
         return _checked(index + 1, count, _told(environ, _INDEX))
-    number, told, found = _from_launcher(environ)
-    if told != count:
+    number, launcher_count, origin = _from_launcher(environ)
+    if launcher_count != count:
         raise UsageError(
-            f"--part env/{count}: the launcher started {told} ({found})",
+            f"--part env/{count}: the launcher started {launcher_count} ({origin})",
             hint="say --part env, or the same number",
         )
-    return _checked(number, count, found)
+    return _checked(number, count, origin)
 
 
 def _from_launcher(environ: Mapping[str, str]) -> tuple[int, int, str]:
     """Return (number from 1 on, count, what told it) of the first launcher that tells both."""
-    for found in _launchers(environ):
-        return found
+    for place in _launchers(environ):
+        return place
     if _number(environ, _INDEX) is not None:
         raise UsageError(
             f"--part env: {_told(environ, _INDEX)} does not say how many parts there are",
@@ -110,9 +110,9 @@ def _from_launcher(environ: Mapping[str, str]) -> tuple[int, int, str]:
 
 def _launchers(environ: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
     for rank, size in _RANKS:
-        found = _pair(environ, rank, size)
-        if found is not None:
-            yield (*found, _told(environ, rank, size))
+        pair = _pair(environ, rank, size)
+        if pair is not None:
+            yield (*pair, _told(environ, rank, size))
     array, step = _array(environ), _pair(environ, *_STEP)
     if array is not None and step is not None and "SLURM_STEP_NUM_TASKS" in environ:
         # srun within a task of an array: each task of the array has as many parts as the step has tasks
@@ -190,22 +190,22 @@ def _loads(sizes: Sequence[int], parts: Sequence[int], count: int) -> list[int]:
 
 def _cut(sizes: Sequence[int], count: int) -> list[int]:
     """Cut the files, in their order, where that is nearest to even."""
-    total, before, found = max(sum(sizes), 1), 0, list[int]()
+    total, before, numbers = max(sum(sizes), 1), 0, list[int]()
     for size in sizes:
-        found.append(min((2 * before + size) * count // (2 * total), count - 1) + 1)
+        numbers.append(min((2 * before + size) * count // (2 * total), count - 1) + 1)
         before += size
-    return found
+    return numbers
 
 
 def _deal(sizes: Sequence[int], count: int) -> list[int]:
     """Deal the files out, the largest first."""
     loads = [(0, number) for number in range(1, count + 1)]
-    found = [0] * len(sizes)
+    numbers = [0] * len(sizes)
     for file in sorted(range(len(sizes)), key=lambda each: (-sizes[each], each)):
         load, number = loads[0]
         heapq.heapreplace(loads, (load + sizes[file], number))
-        found[file] = number
-    return found
+        numbers[file] = number
+    return numbers
 
 
 def share_of(sizes: Sequence[int], part: Part) -> list[int]:

@@ -124,19 +124,19 @@ class Told:
     """
 
     def __init__(self, on_warning: Callable[[str], object] | None) -> None:
-        self._on_warning, self._told = on_warning, set[str]()
+        self._on_warning, self._seen_warnings = on_warning, set[str]()
         self.kept: tuple[str, ...] = ()
         """Those of the writing, for the result."""
 
     def tell(self, warnings: Iterable[str]) -> None:
         """Tell the warnings that were not told before."""
         for warning in warnings:
-            if self._on_warning is not None and warning not in self._told:
+            if self._on_warning is not None and warning not in self._seen_warnings:
                 self._on_warning(warning)
-            self._told.add(warning)
+            self._seen_warnings.add(warning)
 
     def keep(self, warnings: Iterable[str]) -> None:
         """Tell warnings, and keep for the result those that are new."""
-        said = [warning for warning in warnings if warning not in self.kept]
-        self.tell(said)
-        self.kept += tuple(said)
+        new_warnings = [warning for warning in warnings if warning not in self.kept]
+        self.tell(new_warnings)
+        self.kept += tuple(new_warnings)

@@ -214,13 +214,13 @@ def _scattered_by_file(plan: TransferPlan) -> dict[int, list[str]]:
     return tensors
 
 
-def finish(work: Work, output: JobOutput, own: Mapping[int, Note]) -> None:
+def finish(work: Work, output: JobOutput, own_notes: Mapping[int, Note]) -> None:
     """Describe what all processes wrote, and let the output appear.
 
     Args:
         work: the job.
         output: which this process has joined.
-        own: notes that this process has read or written.
+        own_notes: notes that this process has read or written.
 
     Raises:
         IncompleteError: files are missing.
@@ -230,15 +230,15 @@ def finish(work: Work, output: JobOutput, own: Mapping[int, Note]) -> None:
         JobEnded: another process has committed or aborted the job.
     """
     everything = {*work.everything}
-    notes = {**own, **read_notes(work, output, everything - own.keys())}
+    notes = {**own_notes, **read_notes(work, output, everything - own_notes.keys())}
     if missing := everything - notes.keys():
         raise incomplete(output.path, work.record, missing)
     digests = {notes[number].digest.name: notes[number].digest for number in sorted(notes)}
     scattered = _scattered_crcs(work, output, notes.values())
     with output.scratch() as scratch:
-        beside = os.path.join(scratch, ".beside")
+        staging = os.path.join(scratch, ".beside")
         storage.make_folders(scratch, os.path.join(".beside", work.folder))
-        directory = os.path.join(beside, work.folder) if work.folder else beside
+        directory = os.path.join(staging, work.folder) if work.folder else staging
         describer = work.describe(directory, folder=work.folder)
         execution = Execution(
             work.plan,
@@ -256,8 +256,8 @@ def finish(work: Work, output: JobOutput, own: Mapping[int, Note]) -> None:
             _forget_damaged(work, output, notes)
             raise
         if work.folder:
-            storage.rename(os.path.join(directory, work.marker), os.path.join(beside, work.marker))
-        output.commit(beside)
+            storage.rename(os.path.join(directory, work.marker), os.path.join(staging, work.marker))
+        output.commit(staging)
 
 
 def _scattered_crcs(work: Work, output: JobOutput, notes: Iterable[Note]) -> dict[str, int | None]:
