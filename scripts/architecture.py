@@ -101,7 +101,6 @@ BARE_COUNTS: dict[str, int] = {
     "formats": 180,
     "keys": 100,
     "layout": 139,
-    "operations": 44,
     "training": 227,
 }
 """How often a folder still binds them; it may only shrink. A folder counts for all below it that are not listed."""

@@ -90,8 +90,8 @@ def parse_rules(rules: Iterable[str]) -> tuple[DtypeRule, ...]:
     """
     parsed, problems = list[DtypeRule](), list[str]()
     for rule in rules:
-        glob, is_rule, said = rule.rpartition("=")
-        dtype = short_dtype(said)
+        glob, is_rule, name = rule.rpartition("=")
+        dtype = short_dtype(name)
         if not is_rule or not glob or dtype not in (KEEP, *CASTS):
             problems.append(escape(rule))
         parsed.append(DtypeRule(glob, dtype))
@@ -104,23 +104,23 @@ def parse_rules(rules: Iterable[str]) -> tuple[DtypeRule, ...]:
 
 
 def apply_rules(
-    rules: Iterable[DtypeRule], held: Mapping[str, DType], chosen: Mapping[str, DType]
+    rules: Iterable[DtypeRule], default_dtypes: Mapping[str, DType], chosen: Mapping[str, DType]
 ) -> dict[str, DType]:
     """Return the dtypes that were chosen, changed by rules; the last that matches a tensor wins.
 
     Args:
         rules: about floating tensors.
-        held: dtypes in the source, by name in the output.
+        default_dtypes: dtypes in the source, by name in the output.
         chosen: dtypes without the rules.
 
     Raises:
         UsageError: a glob matches no floating tensor; lists all such.
     """
     changed, idle = dict(chosen), list[str]()
-    names = [name for name, dtype in held.items() if dtype.is_convertible]
+    names = [name for name, dtype in default_dtypes.items() if dtype.is_convertible]
     for rule in rules:
         matched = [name for name in names if fnmatchcase(name, rule.glob)]
-        changed |= {name: CASTS.get(rule.dtype, held[name]) for name in matched}
+        changed |= {name: CASTS.get(rule.dtype, default_dtypes[name]) for name in matched}
         if not matched:
             idle.append(rule.glob)
     if idle:
@@ -141,7 +141,7 @@ def held_dtypes(
     catalog: Catalog,
     sources: Mapping[str, str],
     dequantized: Dequantized | None,
-    made: Mapping[str, Expression],
+    expressions: Mapping[str, Expression],
 ) -> dict[str, DType]:
     """Return the dtypes that tensors have if nothing else is asked for: bfloat16 where they were quantised.
 
@@ -149,22 +149,27 @@ def held_dtypes(
         catalog: of the source.
         sources: name in the output -> name in the catalog.
         dequantized: what was quantised.
-        made: what names in the catalog are made of.
+        expressions: what names in the catalog are made of.
     """
-    held = {name: catalog.tensors[source].dtype for name, source in sources.items()}
+    dtypes = {name: catalog.tensors[source].dtype for name, source in sources.items()}
     if dequantized is None:
-        return held
+        return dtypes
     was_quantised = {
         *dequantized.names,
-        *(name for name, of in made.items() if any(leaf.name in dequantized.names for leaf in leaves(of))),
+        *(
+            name
+            for name, of in expressions.items()
+            if any(leaf.name in dequantized.names for leaf in leaves(of))
+        ),
     }
     return {
-        name: BY_NAME["bfloat16"] if sources[name] in was_quantised else dtype for name, dtype in held.items()
+        name: BY_NAME["bfloat16"] if sources[name] in was_quantised else dtype
+        for name, dtype in dtypes.items()
     }
 
 
 def held_folded(
-    held: Mapping[str, DType], folded: Collection[str], nbytes: Mapping[str, int], base: Base | None
+    default_dtypes: Mapping[str, DType], folded: Collection[str], nbytes: Mapping[str, int], base: Base | None
 ) -> tuple[dict[str, DType], list[str]]:
     """Return the dtypes of a model of which some weights were factors, if nothing else is asked for, and notes.
 
@@ -172,41 +177,48 @@ def held_folded(
     base's dtypes count. Without a base folded weights get the dtype of most bytes of the others.
 
     Args:
-        held: dtypes in the checkpoint, by name in the output.
+        default_dtypes: dtypes in the checkpoint, by name in the output.
         folded: names in the output of what was folded.
         nbytes: of each tensor in the checkpoint.
         base: the model before it was trained, if it is known.
     """
-    theirs = base.tensors if base is not None and base.tensors is not None else {}
-    dense = most_bytes((dtype, nbytes[name]) for name, dtype in held.items() if name not in folded) or _FP32
+    base_tensors = base.tensors if base is not None and base.tensors is not None else {}
+    dense = (
+        most_bytes((dtype, nbytes[name]) for name, dtype in default_dtypes.items() if name not in folded)
+        or _FP32
+    )
     chosen = {
-        name: _as_before(dtype, theirs[name].dtype)
-        if name in theirs
+        name: _as_before(dtype, base_tensors[name].dtype)
+        if name in base_tensors
         else (dense if name in folded else dtype)
-        for name, dtype in held.items()
+        for name, dtype in default_dtypes.items()
     }
-    notes, others = list[str](), [name for name in folded if name not in theirs]
-    if len(others) < len(folded) and base is not None:
-        changed = sum(chosen[name] is not held[name] for name in held if name not in folded)
-        beside = f", and {count(changed, 'tensor')} beside them that OSFT held in fp32" if changed else ""
-        notes.append(
-            f"folded weights have the dtypes of {escape(base.label)}{beside}; --dtype fp32 keeps all digits"
+    notes, not_in_base = list[str](), [name for name in folded if name not in base_tensors]
+    if len(not_in_base) < len(folded) and base is not None:
+        changed = sum(
+            chosen[name] is not default_dtypes[name] for name in default_dtypes if name not in folded
         )
-    if others:
+        also_changed = (
+            f", and {count(changed, 'tensor')} beside them that OSFT held in fp32" if changed else ""
+        )
         notes.append(
-            f"{count(len(others), 'folded weight')} in {dense.name}, as most of what was not factors is; "
+            f"folded weights have the dtypes of {escape(base.label)}{also_changed}; --dtype fp32 keeps all digits"
+        )
+    if not_in_base:
+        notes.append(
+            f"{count(len(not_in_base), 'folded weight')} in {dense.name}, as most of what was not factors is; "
             "--dtype gives another"
         )
     return chosen, notes
 
 
-def _as_before(held: DType, before: DType) -> DType:
+def _as_before(dtype: DType, before: DType) -> DType:
     """Return a base's dtype for what OSFT held in float32."""
-    return before if held is _FP32 and before.is_convertible else held
+    return before if dtype is _FP32 and before.is_convertible else dtype
 
 
 def choose_dtypes(
-    held: Mapping[str, DType],
+    default_dtypes: Mapping[str, DType],
     names: Mapping[str, str],
     dtype: str,
     rules: Iterable[DtypeRule],
@@ -218,7 +230,7 @@ def choose_dtypes(
     Only floating tensors whose values stand for themselves are converted: no integers, no fp8 and no fp4.
 
     Args:
-        held: dtypes in the checkpoint, by name in the output.
+        default_dtypes: dtypes in the checkpoint, by name in the output.
         names: stored name -> name in the output.
         dtype: one of CHOICES.
         rules: other dtypes for some tensors.
@@ -228,36 +240,43 @@ def choose_dtypes(
     Raises:
         UsageError: a rule matches no floating tensor; lists all such.
     """
-    chosen, notes = _choose(dict(held), names, dtype, base, directory)
-    return apply_rules(rules, held, chosen), notes
+    chosen, notes = _choose(dict(default_dtypes), names, dtype, base, directory)
+    return apply_rules(rules, default_dtypes, chosen), notes
 
 
 def _choose(
-    held: dict[str, DType], names: Mapping[str, str], dtype: str, base: Base | None, directory: str
+    default_dtypes: dict[str, DType], names: Mapping[str, str], dtype: str, base: Base | None, directory: str
 ) -> tuple[dict[str, DType], list[str]]:
     if dtype == KEEP:
-        return held, []
+        return default_dtypes, []
     if dtype == BASE:
-        return _as_base(held, base)
+        return _as_base(default_dtypes, base)
     target = CASTS[dtype]
     keep, notes = frozenset[str](), list[str]()
     if target is not _FP32:
-        wide = [name for name, own in held.items() if own.is_convertible and own.itemsize > 2]
+        wide = [
+            name
+            for name, default in default_dtypes.items()
+            if default.is_convertible and default.itemsize > 2
+        ]
         keep, notes = _keep_fp32(wide, names, base, directory, target)
-    chosen = {name: target if own.is_convertible and name not in keep else own for name, own in held.items()}
-    return chosen, [*notes, *quantised_notes(held)]
+    chosen = {
+        name: target if default.is_convertible and name not in keep else default
+        for name, default in default_dtypes.items()
+    }
+    return chosen, [*notes, *quantised_notes(default_dtypes)]
 
 
-def _as_base(held: Mapping[str, DType], base: Base | None) -> tuple[dict[str, DType], list[str]]:
+def _as_base(default_dtypes: Mapping[str, DType], base: Base | None) -> tuple[dict[str, DType], list[str]]:
     assert base is not None
     assert base.tensors is not None
-    chosen, absent = dict(held), []
-    for name, dtype in held.items():
-        wanted = base.tensors.get(name)
-        if wanted is None:
+    chosen, absent = dict(default_dtypes), []
+    for name, dtype in default_dtypes.items():
+        base_tensor = base.tensors.get(name)
+        if base_tensor is None:
             absent.append(name)
-        elif dtype.is_convertible and wanted.dtype.is_convertible:
-            chosen[name] = wanted.dtype
+        elif dtype.is_convertible and base_tensor.dtype.is_convertible:
+            chosen[name] = base_tensor.dtype
     notes = (
         [f"their dtype is kept, as the base lacks them: {count(len(absent), 'tensor')}: {listed(absent)}"]
         if absent
@@ -276,20 +295,20 @@ def _keep_fp32(
     """
     if not wide:
         return frozenset(), []
-    known = _from_base(wide, base)
+    kept = _from_base(wide, base)
     origin = "the base stores them so"
-    if known is None:
-        known, origin = _from_manifest(wide, names, directory), "the checkpoint's manifest says so"
-    if known is None:
-        known, origin = _from_transformers(wide, base, target), "the model's class asks for it"
-    if known is None:
+    if kept is None:
+        kept, origin = _from_manifest(wide, names, directory), "the checkpoint's manifest says so"
+    if kept is None:
+        kept, origin = _from_transformers(wide, base, target), "the model's class asks for it"
+    if kept is None:
         why = "its class cannot be built here" if base and base.config else "there is no base and no config"
         return frozenset(), [
             f"nothing tells which tensors the model keeps in fp32, as {why}: all were converted"
         ]
-    if not known:
-        return known, []
-    return known, [f"kept in fp32, {origin}: {count(len(known), 'tensor')}: {listed(sorted(known))}"]
+    if not kept:
+        return kept, []
+    return kept, [f"kept in fp32, {origin}: {count(len(kept), 'tensor')}: {listed(sorted(kept))}"]
 
 
 def _from_base(wide: list[str], base: Base | None) -> frozenset[str] | None:
@@ -322,9 +341,9 @@ def _from_transformers(wide: list[str], base: Base | None, target: DType) -> fro
     return None if reply is None else reply.fp32
 
 
-def quantised_notes(held: Mapping[str, DType]) -> Iterator[str]:
+def quantised_notes(dtypes: Mapping[str, DType]) -> Iterator[str]:
     """Yield a note about floating tensors that no cast converts."""
-    number = sum(dtype.is_floating and not dtype.is_convertible for dtype in held.values())
+    number = sum(dtype.is_floating and not dtype.is_convertible for dtype in dtypes.values())
     if number:
         yield f"{count(number, 'fp8 or fp4 tensor')} not converted: their scales are in other tensors"
 
@@ -332,7 +351,7 @@ def quantised_notes(held: Mapping[str, DType]) -> Iterator[str]:
 def beyond_range(tensors: Collection[tuple[str, DType]]) -> Iterator[str]:
     """Yield a warning for each dtype that could not hold all values of some tensors, given as (FQN, dtype)."""
     for dtype in sorted({dtype for _, dtype in tensors}, key=attrgetter("name")):
-        names = sorted(fqn for fqn, other in tensors if other is dtype)
+        names = sorted(fqn for fqn, tensor_dtype in tensors if tensor_dtype is dtype)
         yield (
             f"{count(len(names), 'tensor')} {'has' if len(names) == 1 else 'have'} values beyond the range of "
             f"{short_dtype(dtype.name)}, which became infinite: {listed(names)}"

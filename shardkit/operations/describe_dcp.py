@@ -107,12 +107,12 @@ class DcpOutput:
             layout=manifest.LayoutOrigin(origin=layout.origin, policy=layout.policy),
             root=self.root or None,
             units=layout.units,
-            ties=tuple((name, *others) for name, others in self.aliases.items()),
+            ties=tuple((name, *other_names) for name, other_names in self.aliases.items()),
             key_rules=tuple((rule.old, rule.new) for rule in self.key_rules),
             hub_names=None if self.tells_hub_names else "unknown",
             derived=tuple(
-                manifest.Derived(name=fqn.removeprefix(self.root), made_of=to_json(made))
-                for fqn, made in self.derived.items()
+                manifest.Derived(name=fqn.removeprefix(self.root), made_of=to_json(expression))
+                for fqn, expression in self.derived.items()
             ),
             dequantized=self.dequantized,
             osft=self.osft,
@@ -201,7 +201,7 @@ class DcpDescriptions:
         digests: Mapping[str, FileDigest],
         scattered: Mapping[str, int],
         *,
-        others: Sequence[manifest.File] = (),
+        other_files: Sequence[manifest.File] = (),
     ) -> manifest.ListedFile:
         """Write the manifest, then let `.metadata` appear, which makes the directory a checkpoint.
 
@@ -210,7 +210,7 @@ class DcpDescriptions:
         Args:
             digests: of every file, those of an interrupted run included.
             scattered: CRC-32 of every scattered tensor, by its source name.
-            others: the files that were copied into the directory.
+            other_files: the files that were copied into the directory.
         """
         for digest in digests.values():
             self._add_file(digest)
@@ -221,7 +221,7 @@ class DcpDescriptions:
             # Only now: it decides nothing, so a run with other versions may go on.
             layout=replace(described.layout, traced_with=traced_with(described.layout.origin)),
             files=tuple(self._listed(digests[name]) for name in self._images),
-            others=tuple(others) or None,
+            others=tuple(other_files) or None,
             metadata=self._write_metadata(),
         )
         listed = self._files.write(manifest.NAME, manifest.dump(content))
@@ -316,14 +316,14 @@ class FolderDescriptions:
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         """Write the files beside the folders, then let each folder become a checkpoint."""
         listed = self._write_beside(self._files)
-        beside = tuple(listed)
+        top_files = tuple(listed)
         for folder, descriptions in self._of.items():
-            own = {
+            folder_digests = {
                 os.path.basename(name): replace(digest, name=os.path.basename(name))
                 for name, digest in digests.items()
                 if os.path.dirname(name) == folder
             }
-            inner = descriptions.finish(own, scattered, others=() if folder else beside)
+            inner = descriptions.finish(folder_digests, scattered, other_files=() if folder else top_files)
             listed.append(replace(inner, name=os.path.join(folder, manifest.NAME)))
         if "" not in self._of:  # the manifest of the whole: the files beside the folders, and their manifests
             content = manifest.FileList(

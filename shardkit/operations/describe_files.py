@@ -53,7 +53,8 @@ class FilesOutput:
                 for fqn in (t.fqn, *self.aliases.get(t.fqn, ()))
             },
             derived=tuple(
-                manifest.Derived(name=fqn, made_of=to_json(made)) for fqn, made in self.opaque.items()
+                manifest.Derived(name=fqn, made_of=to_json(expression))
+                for fqn, expression in self.opaque.items()
             )
             or None,
         )
@@ -82,11 +83,11 @@ class FileDescriptions:
             digests: of every file, those of an interrupted run included.
             scattered: CRC-32 of every scattered tensor, by its source name.
         """
-        beside = self._write_beside(self._files)
+        other_files = self._write_beside(self._files)
         has_digests = self._job.digest != "none"
         content = replace(
             self._job.describe(self._tensor_crcs(digests, scattered) if has_digests else {}),
-            files=tuple(sorted((*beside, *map(self._listed, digests.values())), key=attrgetter("name"))),
+            files=tuple(sorted((*other_files, *map(self._listed, digests.values())), key=attrgetter("name"))),
         )
         self._files.write(manifest.NAME, manifest.dump(content))
 

@@ -42,7 +42,7 @@ def check_destination(
     *,
     overwrite: bool,
     kind: OutputKind | None = OutputKind.SHARDED,
-    made: Made | None = None,
+    run_files: Made | None = None,
     named_after: str | None = None,
 ) -> str:
     """Return the absolute path of a destination that may be written.
@@ -52,7 +52,7 @@ def check_destination(
         source: the directory that is read, or None if it lies in a cache of its own.
         overwrite: an existing output may be replaced. Nothing else ever is.
         kind: of what is written; None if what is there stays, whatever it is.
-        made: as for `owned.find_foreign`.
+        run_files: as for `owned.find_foreign`.
         named_after: the path that gave `output` its name; None if a person named it. Checkpoints of two runs may have
             one name: the hint has another one then.
 
@@ -71,15 +71,15 @@ def check_destination(
             hint=f"choose a local directory, or an address that begins with {WRITTEN_TO}",
         )
     path, shown = absolute(output), escape(output)
-    if (other := output_of(path)) is not None:
-        raise UsageError(f"{shown} lies in the directory of the job for {escape(other)}", hint=_CHOOSE)
+    if (job_output := output_of(path)) is not None:
+        raise UsageError(f"{shown} lies in the directory of the job for {escape(job_output)}", hint=_CHOOSE)
     if source is not None:
         check_apart(path, source, shown)
     if storage.islink(path):
         raise UsageError(f"{shown} is a symbolic link", hint="give the directory's own path")
     if storage.lexists(path):
         another = None if named_after is None else _longer_name(output, named_after)
-        check_replaceable(path, shown, overwrite=overwrite, kind=kind, made=made, another=another)
+        check_replaceable(path, shown, overwrite=overwrite, kind=kind, run_files=run_files, another=another)
     if len(os.fsencode(os.path.basename(path))) > _MAX_NAME_BYTES:
         raise UsageError(f"the name {shown} is longer than {_MAX_NAME_BYTES} bytes")
     _check_parent(path)
@@ -108,7 +108,7 @@ def check_replaceable(
     *,
     overwrite: bool,
     kind: OutputKind | None,
-    made: Made | None,
+    run_files: Made | None,
     another: str | None = None,
 ) -> None:
     """Refuse to replace what is there, unless it is an empty directory, or an output that holds nothing of a person's.
@@ -118,7 +118,7 @@ def check_replaceable(
         shown: its name in messages, safe to print.
         overwrite: an existing output may be replaced. An empty directory is replaced in any case.
         kind: of what is written; None if what is there stays, whatever it is.
-        made: as for `owned.find_foreign`.
+        run_files: as for `owned.find_foreign`.
         another: a name to suggest in its place.
 
     Raises:
@@ -135,7 +135,7 @@ def check_replaceable(
         if _is_working_directory(path):  # a shell in it would stay in what was replaced
             raise OutputExists(f"{shown} is the working directory: it is not replaced", hint=_CHOOSE_IN_IT)
         return
-    refused = None if kind is None else refusal(path, shown, kind, made)
+    refused = None if kind is None else refusal(path, shown, kind, run_files)
     if not overwrite:
         raise OutputExists(f"{shown} exists", hint=choose if refused else choose + _OR_REPLACE)
     if refused is not None:
@@ -329,7 +329,7 @@ def check_target(
     kind: OutputKind,
     *,
     overwrite: bool,
-    made: Made | None = None,
+    run_files: Made | None = None,
     looks: bool = True,
 ) -> tuple[str, bool]:
     """Return the address of an output in a store, and whether one of its kind is there.
@@ -339,7 +339,7 @@ def check_target(
         source: what is read, or None if it lies in a cache of its own.
         kind: of what is written.
         overwrite: an output that is there is going to be replaced.
-        made: as for `owned.find_foreign`.
+        run_files: as for `owned.find_foreign`.
         looks: refuse files that are not shardkit's, beside which nothing is written, or which would be replaced.
 
     Raises:
@@ -357,7 +357,7 @@ def check_target(
         check_apart(path, source, shown)
     is_there = Objects(path).head(kind.value) is not None
     stores.forget()
-    refused = refusal(path, shown, kind, made) if looks and (overwrite or not is_there) else None
+    refused = refusal(path, shown, kind, run_files) if looks and (overwrite or not is_there) else None
     if refused is not None:
         raise refused
     return path, is_there
@@ -374,8 +374,8 @@ def check_same(path: str, data: bytes) -> None:
         UsageError: it exists, and is something else.
     """
     directory, _, name = path.rpartition("/")
-    found = Objects(directory).get(name)
-    if found is not None and found.data != data:
+    stored = Objects(directory).get(name)
+    if stored is not None and stored.data != data:
         raise OutputExists(
             f"{escape(path)} exists, and is not what is written there",
             hint="choose another name, or replace the output: --overwrite",
@@ -401,9 +401,11 @@ def check_apart(path: str, source: str, shown: str) -> None:
     Raises:
         UsageError: it does.
     """
-    mine, theirs = (f"{each.rstrip('/')}/" for each in (path, storage.realpath(source)))
-    if mine.startswith(theirs) or theirs.startswith(mine):
-        relation = "is" if mine == theirs else "lies inside" if mine.startswith(theirs) else "contains"
+    mine, source_folder = (f"{each.rstrip('/')}/" for each in (path, storage.realpath(source)))
+    if mine.startswith(source_folder) or source_folder.startswith(mine):
+        relation = (
+            "is" if mine == source_folder else "lies inside" if mine.startswith(source_folder) else "contains"
+        )
         raise UsageError(
             f"the destination {shown} {relation} the source", hint="choose a destination apart from it"
         )

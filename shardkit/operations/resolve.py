@@ -285,28 +285,28 @@ def adapter_file(path: str) -> str | None:
     return os.path.join(path, ADAPTER_WEIGHTS) if storage.isdir(path) and is_adapter(listing(path)) else None
 
 
-def named_after(resolved: ResolvedCheckpoint, given: str) -> str:
+def named_after(resolved: ResolvedCheckpoint, given_path: str) -> str:
     """Return the path that gives an output its name: the checkpoint's, or an adapter's directory.
 
     Args:
         resolved: the checkpoint.
-        given: what a person gave. If that is the adapter's file, the file gives the name.
+        given_path: what a person gave. If that is the adapter's file, the file gives the name.
     """
-    is_inside = is_adapter_file(resolved.path) and storage.isdir(given)
+    is_inside = is_adapter_file(resolved.path) and storage.isdir(given_path)
     return os.path.dirname(resolved.path) if is_inside else resolved.path
 
 
 def described_at(path: str) -> str:
     """Return what a manifest of a path is about: the whole directory of an adapter or an index, or the path's own."""
-    own, around = home_of(directory_of(path)), os.path.dirname(path) or os.curdir
-    if storage.isdir(own):
-        return own
+    home, around = home_of(directory_of(path)), os.path.dirname(path) or os.curdir
+    if storage.isdir(home):
+        return home
     if is_adapter_file(path):
-        return around if is_adapter(listing(around)) else own
+        return around if is_adapter(listing(around)) else home
     with contextlib.suppress(SourceError):  # there is no model, or more than one
         if select_weights(listing(around), around).index == os.path.basename(path):
             return around
-    return own
+    return home
 
 
 def _place(name: str) -> tuple[int, ...] | None:

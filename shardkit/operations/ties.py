@@ -46,8 +46,8 @@ def resolve_ties(
     *,
     declared: bool | None,
     base_names: Collection[str] | None,
-    known: Iterable[Sequence[str]] = (),
-    equal_in_base: Callable[[str, str], bool] = lambda _one, _other: False,
+    known_ties: Iterable[Sequence[str]] = (),
+    equal_in_base: Callable[[str, str], bool] = lambda _one, _two: False,
 ) -> Ties:
     """Decide which of the tensors that may be tied are left out.
 
@@ -61,10 +61,10 @@ def resolve_ties(
         names: stored name -> name in the output.
         declared: whether the config ties embeddings; None if it does not say.
         base_names: names that the base stores; None if that is not known.
-        known: groups of names that are one parameter of the model, according to its class.
+        known_ties: groups of names that are one parameter of the model, according to its class.
         equal_in_base: tells whether the base stores the same bytes under two of its names.
     """
-    known = list(known)
+    known_ties = list(known_ties)
     stored = {name: source for source, name in names.items()}
 
     def equal_one(name: str, keepers: Iterable[str]) -> str | None:
@@ -72,30 +72,32 @@ def resolve_ties(
         return next(same, None)
 
     dropped, diverged, untied = dict[str, str](), [], False
-    for other, keepers, is_head in tie_candidates(catalog, stored):
-        base_has = other in base_names if base_names is not None else None
-        equal = equal_one(other, keepers)
+    for tied_name, keepers, is_head in tie_candidates(catalog, stored):
+        base_has = tied_name in base_names if base_names is not None else None
+        equal = equal_one(tied_name, keepers)
         if equal is not None:
-            is_one = base_has is False or place_of(catalog, stored[equal]) == place_of(catalog, stored[other])
+            is_one = base_has is False or place_of(catalog, stored[equal]) == place_of(
+                catalog, stored[tied_name]
+            )
             if declared is not False and not base_has and (declared or is_one):
-                dropped[other] = equal
-        elif is_head and not (base_has and not any(equal_in_base(kept, other) for kept in keepers)):
+                dropped[tied_name] = equal
+        elif is_head and not (base_has and not any(equal_in_base(kept, tied_name) for kept in keepers)):
             untied = True
             if declared or (declared is None and base_has is False):
-                diverged.append((keepers[0], other))
+                diverged.append((keepers[0], tied_name))
     groups = [] if declared is False or base_names is None else ties.tie_groups(stored)
-    for group in (*known, *groups):
+    for group in (*known_ties, *groups):
         here = [name for name in group if name in stored and name not in dropped]
         base_has_some = [name for name in here if base_names is not None and name in base_names]
-        kept_names = base_has_some or (here[:1] if group in known else [])
-        for other in here:
-            if other in kept_names or other in base_has_some:
+        kept_names = base_has_some or (here[:1] if group in known_ties else [])
+        for tied_name in here:
+            if tied_name in kept_names or tied_name in base_has_some:
                 continue
-            if (equal := equal_one(other, kept_names)) is not None:
-                dropped[other] = equal
+            if (equal := equal_one(tied_name, kept_names)) is not None:
+                dropped[tied_name] = equal
     dropped |= _one_record(catalog, stored, dropped, base_names)
     return Ties(
-        dropped={other: _last(dropped, other) for other in dropped},
+        dropped={tied_name: _last(dropped, tied_name) for tied_name in dropped},
         diverged=tuple(diverged),
         untied=untied,
     )

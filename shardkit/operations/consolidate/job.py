@@ -900,7 +900,7 @@ def _ties(
         chosen.names,
         declared=declared,
         base_names=base_tensors if base_tensors is not None else _recorded_all(chosen, recorded),
-        known=known_ties,
+        known_ties=known_ties,
         equal_in_base=partial(holds_equal, base) if base else lambda _one, _two: False,
     )
     groups = tie_groups(
