@@ -198,11 +198,11 @@ def held_folded(
         changed = sum(
             chosen[name] is not default_dtypes[name] for name in default_dtypes if name not in folded
         )
-        also_changed = (
+        change_note = (
             f", and {count(changed, 'tensor')} beside them that OSFT held in fp32" if changed else ""
         )
         notes.append(
-            f"folded weights have the dtypes of {escape(base.label)}{also_changed}; --dtype fp32 keeps all digits"
+            f"folded weights have the dtypes of {escape(base.label)}{change_note}; --dtype fp32 keeps all digits"
         )
     if not_in_base:
         notes.append(
@@ -295,20 +295,22 @@ def _keep_fp32(
     """
     if not wide:
         return frozenset(), []
-    kept = _from_base(wide, base)
+    kept_names = _from_base(wide, base)
     origin = "the base stores them so"
-    if kept is None:
-        kept, origin = _from_manifest(wide, names, directory), "the checkpoint's manifest says so"
-    if kept is None:
-        kept, origin = _from_transformers(wide, base, target), "the model's class asks for it"
-    if kept is None:
+    if kept_names is None:
+        kept_names, origin = _from_manifest(wide, names, directory), "the checkpoint's manifest says so"
+    if kept_names is None:
+        kept_names, origin = _from_transformers(wide, base, target), "the model's class asks for it"
+    if kept_names is None:
         why = "its class cannot be built here" if base and base.config else "there is no base and no config"
         return frozenset(), [
             f"nothing tells which tensors the model keeps in fp32, as {why}: all were converted"
         ]
-    if not kept:
-        return kept, []
-    return kept, [f"kept in fp32, {origin}: {count(len(kept), 'tensor')}: {listed(sorted(kept))}"]
+    if not kept_names:
+        return kept_names, []
+    return kept_names, [
+        f"kept in fp32, {origin}: {count(len(kept_names), 'tensor')}: {listed(sorted(kept_names))}"
+    ]
 
 
 def _from_base(wide: list[str], base: Base | None) -> frozenset[str] | None:

@@ -374,8 +374,8 @@ def check_same(path: str, data: bytes) -> None:
         UsageError: it exists, and is something else.
     """
     directory, _, name = path.rpartition("/")
-    stored = Objects(directory).get(name)
-    if stored is not None and stored.data != data:
+    stored_file = Objects(directory).get(name)
+    if stored_file is not None and stored_file.data != data:
         raise OutputExists(
             f"{escape(path)} exists, and is not what is written there",
             hint="choose another name, or replace the output: --overwrite",

@@ -115,7 +115,7 @@ def check_fit(
         what = f"taken from {label} as they are" if is_here else "not written"
         notes.append(f"{what}, the model computes them or has no place for them: {listed(carried)}")
     filling = _fill(comparison.missing, base, frozenset(carried), options.fill_from_base)
-    comparison = replace(comparison, missing=filling.still_missing)
+    comparison = replace(comparison, missing=filling.missing_names)
     notes += filling.notes(options.fill_from_base, label)
     carried = [*(carried if is_here else ()), *filling.names]
     short = list(_short(carried, base, vocabulary.changed))
@@ -201,9 +201,9 @@ class _TakenFromBase(NamedTuple):
 
     names: tuple[str, ...]
     """Names of the base."""
-    from_checkpoint: frozenset[str]
+    checkpoint_names: frozenset[str]
     """Those that the output has from the checkpoint."""
-    still_missing: tuple[str, ...]
+    missing_names: tuple[str, ...]
     """Those that are missing, and nobody asked for."""
     refused: tuple[str, ...] = ()
     """Why others that a person asked for are not taken."""
@@ -211,7 +211,7 @@ class _TakenFromBase(NamedTuple):
     def notes(self, fill: Iterable[str], label: str) -> Iterator[str]:
         """Yield what to tell; `fill` are the globs."""
         if self.names:
-            parts = listed(whole_parts(self.names, self.from_checkpoint))
+            parts = listed(whole_parts(self.names, self.checkpoint_names))
             yield f"taken from {label} as they are: {count(len(self.names), 'tensor')}: {parts}"
         for glob in fill:
             if not any(fnmatchcase(name, glob) for name in self.names):
@@ -230,32 +230,32 @@ def _fill(
         fill: globs that a person gave.
     """
     assert base.tensors is not None
-    from_checkpoint = frozenset(base.tensors.keys() - set(missing) - set(carried))
-    chosen = {name: None for name in missing if any(fnmatchcase(name, glob) for glob in fill)}
-    still_missing = [name for name in missing if name not in chosen]
+    checkpoint_names = frozenset(base.tensors.keys() - set(missing) - set(carried))
+    fill_names = {name: None for name in missing if any(fnmatchcase(name, glob) for glob in fill)}
+    missing_names = [name for name in missing if name not in fill_names]
     torn = {
         name: f"others of {escape(part) or 'the model'} would not come from the base"
-        for name, part in torn_parts(chosen, [*from_checkpoint, *still_missing]).items()
+        for name, part in torn_parts(fill_names, [*checkpoint_names, *missing_names]).items()
     }
-    if not from_checkpoint:
-        torn = dict.fromkeys(chosen, "the checkpoint has no tensor of the base")
-    for name, keeper in _tied_in(base, chosen, from_checkpoint) if chosen else ():
+    if not checkpoint_names:
+        torn = dict.fromkeys(fill_names, "the checkpoint has no tensor of the base")
+    for name, keeper in _tied_in(base, fill_names, checkpoint_names) if fill_names else ():
         torn[name] = f"the base has the same bytes under {escape(keeper)}, which is in the checkpoint"
     return _TakenFromBase(
-        names=tuple(name for name in chosen if name not in torn),
-        from_checkpoint=from_checkpoint,
-        still_missing=tuple(still_missing),
+        names=tuple(name for name in fill_names if name not in torn),
+        checkpoint_names=checkpoint_names,
+        missing_names=tuple(missing_names),
         refused=tuple(f"no part by itself: {escape(name)}: {why}" for name, why in torn.items()),
     )
 
 
 def _tied_in(
-    base: Base, chosen: Collection[str], from_checkpoint: Collection[str]
+    base: Base, fill_names: Collection[str], checkpoint_names: Collection[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield names that are to be taken from a base, with the equal one that they may be tied to."""
     for name, keepers, _ in tied_names(base_shapes(base) or {}):
         for one, two in ((one, two) for keeper in keepers for one, two in ((name, keeper), (keeper, name))):
-            if one in chosen and two in from_checkpoint and holds_equal(base, one, two):
+            if one in fill_names and two in checkpoint_names and holds_equal(base, one, two):
                 yield one, two
 
 
@@ -272,7 +272,7 @@ def _hint(
         return "only whole parts are taken from the base, no layer of a stack and no tensor of a module"
     if holds_fused_experts(comparison.unexpected):
         return _FUSED
-    if comparison.unexpected or torn_parts(comparison.missing, filling.from_checkpoint):
+    if comparison.unexpected or torn_parts(comparison.missing, filling.checkpoint_names):
         return _OTHER_NAMES
     shapes_in_base, kept = (
         base_shapes(vocabulary.base) or {},
@@ -285,7 +285,7 @@ def _hint(
         return vocabulary.hint or _OTHER_SHAPES
     if not comparison.missing:
         return "--allow-missing leaves them out"
-    base, globs = vocabulary.base, [*fill, *whole_parts(comparison.missing, filling.from_checkpoint)]
+    base, globs = vocabulary.base, [*fill, *whole_parts(comparison.missing, filling.checkpoint_names)]
     assert base is not None
     options = " ".join(f"--fill-from-base {in_shell(glob)}" for glob in globs)
     if base.catalog is None:
@@ -329,7 +329,7 @@ def _explain(
     Returns:
         What is left, names of the base that may be carried over, and notes.
     """
-    spare, optional, notes = list[str](), list[str](), list[str]()
+    spare, optional_names, notes = list[str](), list[str](), list[str]()
     if class_names is not None:
         # A block that the class has no place for is no head of another objective: it may belong to another model.
         spare = [
@@ -337,18 +337,20 @@ def _explain(
             for name in comparison.missing
             if name in class_names.ignored or (name in class_names.unused and not IN_BLOCK.search(name))
         ]
-        optional = [name for name in comparison.unexpected if name in class_names.made]
+        optional_names = [name for name in comparison.unexpected if name in class_names.made]
     computed = [name for name in comparison.computed if name not in shapes_in_base]
     if computed:
         notes.append(f"not compared with {label}, every model computes them: {listed(computed)}")
-    if optional:
-        notes.append(f"not in {label}, the model computes them where they are missing: {listed(optional)}")
-    remaining = replace(
+    if optional_names:
+        notes.append(
+            f"not in {label}, the model computes them where they are missing: {listed(optional_names)}"
+        )
+    remainder = replace(
         comparison,
         missing=tuple(name for name in comparison.missing if name not in spare),
-        unexpected=tuple(name for name in comparison.unexpected if name not in optional),
+        unexpected=tuple(name for name in comparison.unexpected if name not in optional_names),
     )
-    return remaining, [*(name for name in comparison.computed if name in shapes_in_base), *spare], notes
+    return remainder, [*(name for name in comparison.computed if name in shapes_in_base), *spare], notes
 
 
 def _misfits(what: str, names: Sequence[str], candidates: Sequence[str]) -> Iterator[str]:

@@ -266,12 +266,12 @@ def build_job(
     output = _images(written.tensors, base, options, checkpoint, chosen.kind, headers.settings)
     check_tokenizer(options.new_tokenizer, base, {tensor.fqn: tensor.shape for tensor in written.tensors})
     assets, changed, doubts = _assets(chosen, base, named.ties, written.tensors, options.new_tokenizer)
-    left_out = checkpoint.catalog.tensors.keys() - selection.names.keys()
+    left_out_names = checkpoint.catalog.tensors.keys() - selection.names.keys()
     untrained = trained_modules(
         base,
         [asset.name for asset in assets],
         selection.root,
-        left_out,
+        left_out_names,
         by_hand=options.naming.weights != "model" or options.naming.chooses_names,
     )
     catalog = _opened(written, _images_of(output, share), as_read=share is not None and not options.dry_run)
@@ -307,7 +307,9 @@ def build_job(
         warnings=(
             *unloadable,
             *of_training,
-            *copies_warnings([copy for copy in checkpoint.remarks.differing if copy.tensor not in left_out]),
+            *copies_warnings(
+                [copy for copy in checkpoint.remarks.differing if copy.tensor not in left_out_names]
+            ),
             *named.warnings(base),
             *_tie_warnings(named.ties, base),
             *doubts,
@@ -643,13 +645,14 @@ def _made(chosen: Chosen, expressions: Mapping[str, Expression], sources: Mappin
         sources: name in memory -> name in the catalog.
     """
     stored = {name: under_names(expression, sources) for name, expression in expressions.items()}
-    names, derived = as_tensors(stored, chosen.catalog.tensors)
+    names, derived_tensors = as_tensors(stored, chosen.catalog.tensors)
     origins = {
-        source: frozenset(leaf.name for leaf in leaves(expression)) for source, expression in derived.items()
+        source: frozenset(leaf.name for leaf in leaves(expression))
+        for source, expression in derived_tensors.items()
     }
     return replace(
         chosen,
-        catalog=bound_catalog(chosen.catalog, derived),
+        catalog=bound_catalog(chosen.catalog, derived_tensors),
         names={source: name for name, source in names.items()},
         origins={**chosen.origins, **origins},
     )
@@ -834,8 +837,8 @@ def _fit_base(
     unsaved = [name for name in lacking if class_names and name in class_names.unsaved]
     states = [name for name in lacking if "_extra_state" in split(name) and not options.allow_unexpected]
     kept = {source: name for source, name in chosen.names.items() if name not in {*unsaved, *states}}
-    unwritten = {"the model computes them": unsaved, "they are states of modules, no weights": states}
-    notes = [f"not written, {why}: {listed(names)}" for why, names in unwritten.items() if names]
+    names_by_reason = {"the model computes them": unsaved, "they are states of modules, no weights": states}
+    notes = [f"not written, {why}: {listed(names)}" for why, names in names_by_reason.items() if names]
     return replace(chosen, names=kept, notes=(*chosen.notes, *notes)), rules
 
 
@@ -872,8 +875,8 @@ def _wholes(
 ) -> list[Mapping[str, Shape]]:
     """Return tensors of a whole model, and those of them that are not to be taken from the base; `names` in its files."""
     globs = Globs((), tuple(options.fill_from_base))
-    from_checkpoint = {fqn: shape for fqn, shape in whole.items() if globs.take(names.get(fqn, fqn))}
-    return [whole, from_checkpoint] if options.fill_from_base else [whole]
+    checkpoint_shapes = {fqn: shape for fqn, shape in whole.items() if globs.take(names.get(fqn, fqn))}
+    return [whole, checkpoint_shapes] if options.fill_from_base else [whole]
 
 
 def _ties(
@@ -1027,9 +1030,9 @@ def _assets(
 
 def _are_tied(ties: Ties, tensors: Sequence[OutputTensor], config: Mapping[str, Any] | None) -> bool | None:
     """Return whether input and output embeddings are one in the output; None if there is no output layer."""
-    declared = ties_embeddings(config)
-    if declared is not None or not any(is_output(tensor.fqn) for tensor in tensors):
-        return declared if declared is not None or not any(map(is_output, ties.dropped)) else True
+    config_ties = ties_embeddings(config)
+    if config_ties is not None or not any(is_output(tensor.fqn) for tensor in tensors):
+        return config_ties if config_ties is not None or not any(map(is_output, ties.dropped)) else True
     return False
 
 
@@ -1104,8 +1107,8 @@ def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
     says = base is not None and base.config is not None and may_be_untied(base.config)
     note = " and the written config says tie_word_embeddings: false" if says else ""
     return [
-        f"{escape(kept)} and {escape(tied)} are tied in the base, but training made them differ: both are kept{note}"
-        for kept, tied in ties.diverged
+        f"{escape(kept)} and {escape(twin)} are tied in the base, but training made them differ: both are kept{note}"
+        for kept, twin in ties.diverged
     ]
 
 

@@ -80,9 +80,9 @@ class _Own:
 
     def __init__(self, base: Base, directories: Iterable[str]) -> None:
         self._base, self._assets = base, dict(base.assets)
-        self._found_files, refused = dict[str, dict[str, str]](), list[str]()
+        self._files_by_place, refused = dict[str, dict[str, str]](), list[str]()
         for directory in directories:
-            self._found_files[directory], links = list_assets(directory)
+            self._files_by_place[directory], links = list_assets(directory)
             refused += filter(is_tools_asset, links)
         self._config: dict[str, Any] | None = None
         self._is_other = False
@@ -124,7 +124,9 @@ class _Own:
         if generation is not None and not _is_derived(generation):
             self._differences += generation_differences(GENERATION_CONFIG, generation, base_generation or {})
             self._assets[GENERATION_CONFIG] = next(
-                files[GENERATION_CONFIG] for files in self._found_files.values() if GENERATION_CONFIG in files
+                files[GENERATION_CONFIG]
+                for files in self._files_by_place.values()
+                if GENERATION_CONFIG in files
             )
             self._names.add(GENERATION_CONFIG)
         elif _is_derived(base_generation) and any(
@@ -134,7 +136,7 @@ class _Own:
 
     def take_tokenizer(self) -> None:
         """Take the tokenizer, all of it; or a chat template by itself."""
-        for place, files in self._found_files.items():
+        for place, files in self._files_by_place.items():
             group = {name for name in files if is_tokenizer_file(name)}
             if SETTINGS in group and any(map(is_vocabulary, group)):
                 self._replace(place, is_tokenizer_file, group)
@@ -154,7 +156,7 @@ class _Own:
 
     def take_processor(self) -> None:
         """Take the processor's files, if they are a whole processor."""
-        for place, files in self._found_files.items():
+        for place, files in self._files_by_place.items():
             group = {name for name in files if is_processor_file(name)}
             if group and (_PROCESSOR in group or _PROCESSOR not in self._base.assets):
                 self._replace(place, is_processor_file, group)
@@ -182,7 +184,7 @@ class _Own:
                 if name in self._base.assets and content.get(CODE) != of_base.get(name):
                     self._set(name, CODE, of_base.get(name))
         elif any(CODE in content for content in mine.values()):
-            for paths in self._found_files.values():
+            for paths in self._files_by_place.values():
                 codes = {name: path for name, path in paths.items() if _is_code(name)}
                 self._assets, self._names = self._assets | codes, self._names | codes.keys()
 
@@ -190,7 +192,7 @@ class _Own:
         """Warn of files that both have, with other content, and that are the base's in the output."""
         names = [
             name
-            for files in self._found_files.values()
+            for files in self._files_by_place.values()
             for name, path in files.items()
             if name in self._base.assets
             and is_tools_asset(name)
@@ -205,7 +207,7 @@ class _Own:
             )
 
     def _read(self, name: str, is_one: Callable[[str], bool] = lambda _: True) -> dict[str, Any] | None:
-        for place, files in self._found_files.items():
+        for place, files in self._files_by_place.items():
             if name not in files:
                 continue
             try:
@@ -222,7 +224,7 @@ class _Own:
 
     def _replace(self, place: str, belongs: Callable[[str], bool], group: Collection[str]) -> None:
         self._assets = {name: path for name, path in self._assets.items() if not belongs(name)}
-        self._assets |= {name: self._found_files[place][name] for name in group}
+        self._assets |= {name: self._files_by_place[place][name] for name in group}
         self._names |= set(group)
 
     def _drop(self, name: str, key: str) -> None:

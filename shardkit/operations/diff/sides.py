@@ -110,15 +110,15 @@ class Side:
         itemsize, whole = entry.dtype.itemsize, full_region(entry.shape)
         most = max(_FOLDED_BYTES // (max_elements * itemsize), 1) * max_elements
         larger = bands(self.catalog, entry.fqn, whole, reader, most * itemsize)
-        remaining = memoryview(b"")
+        remaining_bytes = memoryview(b"")
         for block in blocks(entry.shape, max_elements):
             nbytes = block.num_elements * itemsize
-            if len(remaining) < nbytes:
-                rest = bytes(remaining)
+            if len(remaining_bytes) < nbytes:
+                rest = bytes(remaining_bytes)
                 following = next(larger)
-                remaining = memoryview(rest + bytes(following)) if rest else following
-            yield remaining[:nbytes]
-            remaining = remaining[nbytes:]
+                remaining_bytes = memoryview(rest + bytes(following)) if rest else following
+            yield remaining_bytes[:nbytes]
+            remaining_bytes = remaining_bytes[nbytes:]
 
 
 def open_sides(sources: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side, Side, list[str]]:
@@ -275,7 +275,7 @@ def _in_one_form(side: Side, other_side: Side, label: str) -> tuple[Side, list[s
     if set(binding.by.values()) == {"selection"}:
         return side, because
     expressions = {name: under_names(expression, stored) for name, expression in binding.made.items()}
-    renamed, derived = as_tensors(expressions, side.catalog.tensors)
+    renamed, derived_tensors = as_tensors(expressions, side.catalog.tensors)
     notes = because
     if binding.rules is not None:
         notes.append(
@@ -284,7 +284,7 @@ def _in_one_form(side: Side, other_side: Side, label: str) -> tuple[Side, list[s
         if binding.dropped:
             notes.append(f"{label}: not compared, the key rules leave them out: {listed(binding.dropped)}")
     notes += [f"{label}: {note}" for note in binding.notes]
-    return replace(side, names=renamed, catalog=bound_catalog(side.catalog, derived)), notes
+    return replace(side, names=renamed, catalog=bound_catalog(side.catalog, derived_tensors)), notes
 
 
 def _shapes(catalog: Catalog, names: Names) -> dict[str, Shape]:

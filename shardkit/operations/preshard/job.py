@@ -377,8 +377,8 @@ def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleS
     shapes = {name: entry.shape for name, entry in stored.items()}
     have = TensorsAtHand(shapes=shapes, side="hub", config=model.config)
     binding = bind(have, None, [person(rules)])
-    sources, derived = as_tensors(binding.made, stored)
-    bound = bound_catalog(model.catalog, derived).tensors
+    sources, derived_tensors = as_tensors(binding.made, stored)
+    bound = bound_catalog(model.catalog, derived_tensors).tensors
     layout = declare(
         {fqn: replace(bound[source], fqn=fqn) for fqn, source in sources.items()},
         mesh,
@@ -396,7 +396,7 @@ def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleS
         tensors={fqn: tensor for fqn, tensor in layout.tensors.items() if fqn not in aliases},
         ties=(*layout.ties, *ties),
         sources=sources,
-        made=derived,
+        made=derived_tensors,
         omitted=tuple((name, f"the key rules of {rules.title} leave it out") for name in binding.dropped),
     )
 

@@ -408,8 +408,8 @@ def _record(catalog: Catalog, placed: Sequence[tuple[str, int, EntryLocation]]) 
             else:
                 rows += ((place.start + entry.start, entry.nbytes, entry.crc) for entry in entries.values())
     for file, rows in stretches.items():
-        recorded, more = catalog.files[file].checksums, Checksums.of(rows)
-        checksums = more if recorded is None else recorded | more
+        checksums_before, more = catalog.files[file].checksums, Checksums.of(rows)
+        checksums = more if checksums_before is None else checksums_before | more
         catalog.files[file] = replace(catalog.files[file], checksums=checksums)
     return damaged
 

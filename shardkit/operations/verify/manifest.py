@@ -271,12 +271,12 @@ def check_tensors(described: Described, catalog: Catalog, report: Report) -> Non
         return
     contradict = partial(report.problem, file=described.where, is_contradiction=True)
     tensors = manifest.all_tensors(content)
-    for fqn, recorded, entry in unlike_stored(tensors, catalog):
+    for fqn, record, entry in unlike_stored(tensors, catalog):
         if entry is None:
             contradict("the manifest lists it, and it is not stored", tensor=fqn)
         else:
             expected, stored = (
-                f"{recorded.dtype} {list(recorded.shape)}",
+                f"{record.dtype} {list(record.shape)}",
                 f"{entry.dtype.name} {list(entry.shape)}",
             )
             contradict("dtype and shape", tensor=fqn, expected=escape(expected), found=stored)
@@ -292,6 +292,6 @@ def check_tensors(described: Described, catalog: Catalog, report: Report) -> Non
 
 def tensor_crc(described: Described, fqn: str, nbytes: int) -> int | None:
     """Return the recorded CRC-32 of a tensor that has `nbytes` in all; None if there is none."""
-    recorded = manifest.all_tensors(described.content).get(fqn)
-    is_whole = recorded is not None and prod(recorded.shape) * BY_NAME[recorded.dtype].itemsize == nbytes
-    return recorded.crc32 if recorded is not None and is_whole else None
+    record = manifest.all_tensors(described.content).get(fqn)
+    is_whole = record is not None and prod(record.shape) * BY_NAME[record.dtype].itemsize == nbytes
+    return record.crc32 if record is not None and is_whole else None

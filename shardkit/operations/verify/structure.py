@@ -171,9 +171,9 @@ def _survey(
     described: list[Described] = []
     folders: list[str] = []
     for here, folder, _, names in walk(directory) if storage.isdir(directory) else ():
-        recorded = read_manifest(here, folder, report) if manifest.NAME in names else None
-        described += [recorded] if recorded is not None else []
-        is_described = recorded is not None and recorded.is_of_dcp
+        record = read_manifest(here, folder, report) if manifest.NAME in names else None
+        described += [record] if record is not None else []
+        is_described = record is not None and record.is_of_dcp
         is_opened = checkpoint is not None and checkpoint.opened_at(here) is not None
         if is_described or is_opened or is_dcp(here):
             folders.append(folder)
@@ -182,12 +182,12 @@ def _survey(
 
 def _add_beside(path: str, directory: str, described: list[Described], report: Report) -> None:
     """Use a manifest that lies elsewhere. If it says how the checkpoint was made, it replaces the one inside."""
-    recorded = read_manifest(directory, "", report, path=path)
-    if recorded is None:
+    record = read_manifest(directory, "", report, path=path)
+    if record is None:
         return
-    if not recorded.lists_files:
+    if not record.lists_files:
         described[:] = [entry for entry in described if entry.folder or entry.lists_files]
-    described.append(recorded)
+    described.append(record)
 
 
 def _unread(failure: UnreadableClass, directory: str, report: Report) -> list[FileBytes]:
