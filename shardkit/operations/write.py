@@ -76,13 +76,10 @@ class Writer:
         self, options: WriteOptions, *, kind: OutputKind = OutputKind.SHARDED, looks_late: bool = False
     ) -> None:
         options.check()
-        self._begun, self._write_options = time.monotonic(), options
+        self._begun, self._request = time.monotonic(), options
         self._destination_at = partial(destination_at, options=options, kind=kind, looks_late=looks_late)
-        self._progress, self._warnings = (
-            TimedProgress(progress_for(options.progress)),
-            Told(options.on_warning),
-        )
-        self.warn = self._warnings.tell
+        self._progress, self._report = TimedProgress(progress_for(options.progress)), Told(options.on_warning)
+        self.warn = self._report.tell
         self._infinite: dict[tuple[str, DType], None] = {}
         self.options = replace(
             options.execute_options(), infinite=partial(options.note_infinite, self._infinite)
@@ -126,15 +123,15 @@ class Writer:
 
     def find_manifests(self, catalogs: Sequence[Catalog], source: str) -> SourceManifests:
         """Return the manifests to compare the source with; arguments and errors as `recorded.find_manifests`."""
-        source_manifest, check_source = self._write_options.source_manifest, self._write_options.check_source
+        source_manifest, check_source = self._request.source_manifest, self._request.check_source
         manifests = find_manifests(catalogs, source, given=source_manifest, check_source=check_source)
-        self._warnings.keep((*(() if check_source else (OFF,)), *manifests.warnings))
+        self._report.keep((*(() if check_source else (OFF,)), *manifests.warnings))
         self._facts["source_manifests"] = tuple(manifests.paths)
         return manifests
 
     def agreement(self, job: Job) -> Agreement:
         """Return what all processes of a job agree on. The job that is given first counts: names of files may have its hash."""
-        self._agreement = self._agreement or agreement_of(job, self._write_options.command)
+        self._agreement = self._agreement or agreement_of(job, self._request.command)
         return self._agreement
 
     def write(self, writing: Writing) -> bool:
@@ -154,13 +151,13 @@ class Writer:
         """
         if writing.job.plan.needs_torch:
             check_torch()
-        work, exist_ok = self._work(writing), self._write_options.exist_ok
+        work, exist_ok = self._work(writing), self._request.exist_ok
         try:
             if self.exists and exist_ok:
-                if not self._write_options.dry_run:
-                    self._warnings.keep(self.destination.end_commits())
+                if not self._request.dry_run:
+                    self._report.keep(self.destination.end_commits())
                 self._find_there(work)
-            elif self._write_options.dry_run:
+            elif self._request.dry_run:
                 self._check_dry(writing, work)
             else:
                 self._write(writing, work)
@@ -171,12 +168,12 @@ class Writer:
         finally:  # of files that an interrupted process finished, the next one converts nothing
             self._progress.finish()
             self.warn(beyond_range(self._infinite))
-        is_alone = self._write_options.share is None and not self._write_options.dry_run
+        is_alone = self._request.share is None and not self._request.dry_run
         return self.has_made or (self.was_there and exist_ok and is_alone)
 
     def _work(self, writing: Writing) -> Work:
         """Return the job as this process carries it out."""
-        job, share, write_options = writing.job, self._write_options.share, self._write_options
+        job, share, request = writing.job, self._request.share, self._request
         options = replace(self.options, share_extents=writing.share_extents)
         plan, options = self.destination.prepared(job.plan, options)
         agreement = self.agreement(job)
@@ -198,10 +195,10 @@ class Writer:
             marker=self.destination.marker,
             options=options,
             progress=self._progress,
-            label=f"part {share}" if isinstance(share, Part) else write_options.verb,
+            label=f"part {share}" if isinstance(share, Part) else request.verb,
             describe=writing.describe,
-            check=SourceCheck(plan.catalog) if write_options.check_source else None,
-            takes_sha256=write_options.sha256,
+            check=SourceCheck(plan.catalog) if request.check_source else None,
+            takes_sha256=request.sha256,
             on_file=writing.on_file,
         )
 
@@ -211,7 +208,7 @@ class Writer:
             raise self.destination.exists
         self.destination.check_jobs(work.record)
         finished = self._finished(work)
-        self._check_room(writing, work, finished.intersection(work.numbers(self._write_options.share)))
+        self._check_room(writing, work, finished.intersection(work.numbers(self._request.share)))
         self._note(work, finished)
 
     def _check_room(self, writing: Writing, work: Work, finished: Collection[int]) -> None:
@@ -221,14 +218,14 @@ class Writer:
             writing, work: the job.
             finished: numbers of this process's files that need no room any more.
         """
-        share = self._write_options.share
+        share = self._request.share
         numbers = {*work.numbers(share)}.difference(finished)
         sizes = work.sizes(numbers)
         needed = writing.needed_bytes - work.plan.written_bytes
         self.destination.check_room((0 if isinstance(share, Part) else max(needed, 0)) + sum(sizes), sizes)
 
     def _write(self, writing: Writing, work: Work) -> None:
-        share = self._write_options.share
+        share = self._request.share
         with self.destination.output(work.record.hash) as output:
             try:
                 if isinstance(share, Committing):
@@ -243,11 +240,11 @@ class Writer:
                 if isinstance(error, OutputExists) and self._is_left_as_it_is:
                     output.discard()
                 kept = self._kept_files(work, output)
-                self._warnings.tell([f"{kept}: {self._how_to_resume(kept, error)}"] if kept else [])
+                self._report.tell([f"{kept}: {self._how_to_resume(kept, error)}"] if kept else [])
                 raise
             finally:  # this call may have ended the commit of another process
                 self.has_made = output.is_committed
-                self._warnings.keep(output.warnings)
+                self._report.keep(output.warnings)
         self._facts["replaced"] = output.replaced
 
     def _write_files(self, writing: Writing, work: Work, output: JobOutput, share: Part | None) -> None:
@@ -257,7 +254,7 @@ class Writer:
             self._note(work, self._finished(work), is_whole=False)
             return
         if not self.destination.jobs():  # without room nothing is written, not even the job
-            self._warnings.keep(self.destination.end_commits())
+            self._report.keep(self.destination.end_commits())
             self._check_room(writing, work, ())
         output.begin(work.record)
         notes = read_notes(work, output, numbers)
@@ -296,7 +293,7 @@ class Writer:
     @property
     def _is_left_as_it_is(self) -> bool:
         """True if an output is at the destination by now that may stay."""
-        return self._write_options.exist_ok and self.destination.is_there
+        return self._request.exist_ok and self.destination.is_there
 
     def _find_there(self, work: Work) -> None:
         """Leave an output as it is."""
@@ -344,7 +341,7 @@ class Writer:
             is_whole: this process has compared what all have read.
             by_another: another process has made the output.
         """
-        share, part = self._write_options.share, None
+        share, part = self._request.share, None
         if isinstance(share, Part):
             part = part_result(work, share, finished, num_resumed=num_resumed, by_another=by_another)
         plan = work.plan
@@ -372,9 +369,9 @@ class Writer:
         return {
             **self._facts,
             "output": self.path,
-            "dry_run": self._write_options.dry_run,
+            "dry_run": self._request.dry_run,
             "was_there": self.was_there,
             "elapsed_s": round(time.monotonic() - self._begun, 3),
             "moving_s": round(self._progress.phases_s, 3),
-            "warnings": (*warnings, *self._warnings.kept, *beyond_range(self._infinite)),
+            "warnings": (*warnings, *self._report.kept, *beyond_range(self._infinite)),
         }
