@@ -42,7 +42,7 @@ def check_destination(
     *,
     overwrite: bool,
     kind: OutputKind | None = OutputKind.SHARDED,
-    run_files: Made | None = None,
+    files: Made | None = None,
     named_after: str | None = None,
 ) -> str:
     """Return the absolute path of a destination that may be written.
@@ -52,7 +52,7 @@ def check_destination(
         source: the directory that is read, or None if it lies in a cache of its own.
         overwrite: an existing output may be replaced. Nothing else ever is.
         kind: of what is written; None if what is there stays, whatever it is.
-        run_files: as for `owned.find_foreign`.
+        files: as for `owned.find_foreign`.
         named_after: the path that gave `output` its name; None if a person named it. Checkpoints of two runs may have
             one name: the hint has another one then.
 
@@ -79,7 +79,7 @@ def check_destination(
         raise UsageError(f"{shown} is a symbolic link", hint="give the directory's own path")
     if storage.lexists(path):
         another = None if named_after is None else _longer_name(output, named_after)
-        check_replaceable(path, shown, overwrite=overwrite, kind=kind, run_files=run_files, another=another)
+        check_replaceable(path, shown, overwrite=overwrite, kind=kind, files=files, another=another)
     if len(os.fsencode(os.path.basename(path))) > _MAX_NAME_BYTES:
         raise UsageError(f"the name {shown} is longer than {_MAX_NAME_BYTES} bytes")
     _check_parent(path)
@@ -108,7 +108,7 @@ def check_replaceable(
     *,
     overwrite: bool,
     kind: OutputKind | None,
-    run_files: Made | None,
+    files: Made | None,
     another: str | None = None,
 ) -> None:
     """Refuse to replace what is there, unless it is an empty directory, or an output that holds nothing of a person's.
@@ -118,7 +118,7 @@ def check_replaceable(
         shown: its name in messages, safe to print.
         overwrite: an existing output may be replaced. An empty directory is replaced in any case.
         kind: of what is written; None if what is there stays, whatever it is.
-        run_files: as for `owned.find_foreign`.
+        files: as for `owned.find_foreign`.
         another: a name to suggest in its place.
 
     Raises:
@@ -135,7 +135,7 @@ def check_replaceable(
         if _is_working_directory(path):  # a shell in it would stay in what was replaced
             raise OutputExists(f"{shown} is the working directory: it is not replaced", hint=_CHOOSE_IN_IT)
         return
-    refused = None if kind is None else refusal(path, shown, kind, run_files)
+    refused = None if kind is None else refusal(path, shown, kind, files)
     if not overwrite:
         raise OutputExists(f"{shown} exists", hint=choose if refused else choose + _OR_REPLACE)
     if refused is not None:
@@ -329,7 +329,7 @@ def check_target(
     kind: OutputKind,
     *,
     overwrite: bool,
-    run_files: Made | None = None,
+    files: Made | None = None,
     looks: bool = True,
 ) -> tuple[str, bool]:
     """Return the address of an output in a store, and whether one of its kind is there.
@@ -339,7 +339,7 @@ def check_target(
         source: what is read, or None if it lies in a cache of its own.
         kind: of what is written.
         overwrite: an output that is there is going to be replaced.
-        run_files: as for `owned.find_foreign`.
+        files: as for `owned.find_foreign`.
         looks: refuse files that are not shardkit's, beside which nothing is written, or which would be replaced.
 
     Raises:
@@ -357,7 +357,7 @@ def check_target(
         check_apart(path, source, shown)
     is_there = Objects(path).head(kind.value) is not None
     stores.forget()
-    refused = refusal(path, shown, kind, run_files) if looks and (overwrite or not is_there) else None
+    refused = refusal(path, shown, kind, files) if looks and (overwrite or not is_there) else None
     if refused is not None:
         raise refused
     return path, is_there

@@ -55,7 +55,7 @@ class Destination(ABC):
         self.path = output
         self.exists: UsageError | None = None
         """Why the output that is there is not replaced: it is left as it is with `exist_ok`, or by a job that made it."""
-        self.run_files: Made | None = None
+        self.files: Made | None = None
         """As for `owned.find_foreign`, after `check_beside`."""
         self._options, self._kind, self._looks_late = options, kind, looks_late
         share = options.share
@@ -75,7 +75,7 @@ class Destination(ABC):
             UsageError: something there is not what shardkit writes; or, in a store, it has another content, and nothing
                 is to be replaced.
         """
-        self.run_files = files
+        self.files = files
 
     @property
     @abstractmethod
@@ -147,15 +147,10 @@ class DiskDestination(Destination):
 
     def check(self, output: str, source: str | None, named_after: str | None) -> None:
         overwrite = self._overwrite
-        kind = None if overwrite and self._looks_late and self.run_files is None else self._kind
+        kind = None if overwrite and self._looks_late and self.files is None else self._kind
         try:
             check_destination(
-                output,
-                source,
-                overwrite=overwrite,
-                kind=kind,
-                run_files=self.run_files,
-                named_after=named_after,
+                output, source, overwrite=overwrite, kind=kind, files=self.files, named_after=named_after
             )
             self.exists = None
         except UsageError as error:
@@ -200,8 +195,8 @@ class DiskDestination(Destination):
         )
 
     def _check_replaceable(self, path: str, new: str = "") -> None:
-        kind, run_files = written_in(new) if new else (self._kind, self.run_files)
-        check_replaceable(path, escape(self.path), overwrite=self._overwrite, kind=kind, run_files=run_files)
+        kind, files = written_in(new) if new else (self._kind, self.files)
+        check_replaceable(path, escape(self.path), overwrite=self._overwrite, kind=kind, files=files)
 
     def unnamed_data(self) -> tuple[str, ...]:
         return tuple(local.unremoved(self.path))
@@ -222,9 +217,9 @@ class StoreDestination(Destination):
         self._scratch = None if options.scratch is None else os.fspath(options.scratch)
 
     def check(self, output: str, source: str | None, named_after: str | None) -> None:
-        looks = not (self._looks_late and self.run_files is None)
+        looks = not (self._looks_late and self.files is None)
         self.path, is_there = check_target(
-            output, source, self._kind, overwrite=self._overwrite, run_files=self.run_files, looks=looks
+            output, source, self._kind, overwrite=self._overwrite, files=self.files, looks=looks
         )
         self.exists = None
         if is_there and not self._overwrite:
@@ -242,7 +237,7 @@ class StoreDestination(Destination):
             at_once(lambda name: check_same(os.path.join(self.path, name), files[name]()), files)
 
     def _look(self, path: str) -> None:
-        refused = refusal(path, escape(self.path), self._kind, self.run_files)
+        refused = refusal(path, escape(self.path), self._kind, self.files)
         if refused is not None:
             raise refused
 

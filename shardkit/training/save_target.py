@@ -134,7 +134,7 @@ class Lead:
     def _check_replaceable(self, path: str, new: str) -> None:
         """Raise OutputExists if the directory at the destination, which may be somebody else's by now, has to stay."""
         kind, made = written_in(new) if new else (OutputKind.SHARDED, None)
-        check_replaceable(path, escape(path), overwrite=self._overwrite, kind=kind, run_files=made)
+        check_replaceable(path, escape(path), overwrite=self._overwrite, kind=kind, files=made)
 
     def _keep_on_disk(self) -> tuple[str, str]:
         """Give the new save another name; return its place, and what to do next."""

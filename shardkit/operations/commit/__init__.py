@@ -276,11 +276,11 @@ def _check_harmless(command: Command) -> None:
     Raises:
         UsageError: it names code to run, or a file to write on this machine.
     """
-    options = command.options
-    flags = ["--trust-remote-code"] if options.get("trust_remote_code") else []
-    flags += ["--manifest-file"] if options.get("manifest_file") else []
+    values = command.options
+    flags = ["--trust-remote-code"] if values.get("trust_remote_code") else []
+    flags += ["--manifest-file"] if values.get("manifest_file") else []
     flags += [
-        f"--{name} {escape(str(options[name]))}" for name in _MAY_RUN if ":" in str(options.get(name, ""))
+        f"--{name} {escape(str(values[name]))}" for name in _MAY_RUN if ":" in str(values.get(name, ""))
     ]
     UsageError.raise_for(
         flags,
