@@ -125,9 +125,9 @@ def _differing(
         is_lone = key not in base or key not in config
         if None in pair and not _counts(key, pair, versions, is_lone=is_lone):
             continue
-        value, other = pair
-        if isinstance(value, Mapping) and isinstance(other, Mapping) and key not in _LABELS:
-            yield from _differing(value, other, f"{above}{key}.", versions)
+        value, base_value = pair
+        if isinstance(value, Mapping) and isinstance(base_value, Mapping) and key not in _LABELS:
+            yield from _differing(value, base_value, f"{above}{key}.", versions)
         else:
             yield f"{above}{key}", config.get(key), base.get(key)
     yield from _differing_ropes(_ropes(config), _ropes(base), f"{above}rope_parameters.")
@@ -154,8 +154,8 @@ def _counts(key: str, pair: Sequence[object], versions: list[list[int]], *, is_l
 
 def _version(config: Mapping[str, Any]) -> list[int]:
     """Return the version of the library that wrote a file; empty if it does not say so."""
-    said = _first(config, _VERSIONS)
-    return [int(part) for part in re.findall(r"\d+", str(said))[:3]] if said is not None else []
+    version = _first(config, _VERSIONS)
+    return [int(part) for part in re.findall(r"\d+", str(version))[:3]] if version is not None else []
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,33 +172,33 @@ def _differing_ropes(
     ropes, base = ropes or {"": {}}, base or {"": {}}
     for layers, rope in ropes.items():
         all_layers = {"": "full_attention", "full_attention": ""}.get(layers, layers)
-        other = base.get(layers, base.get(all_layers, rope))
-        for key in sorted(rope.keys() | other.keys()) if has_both else ("factor", "rope_theta"):
-            value, theirs = (each.get(key, _PLAIN_ROPE.get(key)) for each in (rope, other))
+        base_rope = base.get(layers, base.get(all_layers, rope))
+        for key in sorted(rope.keys() | base_rope.keys()) if has_both else ("factor", "rope_theta"):
+            value, base_value = (each.get(key, _PLAIN_ROPE.get(key)) for each in (rope, base_rope))
             is_class_default = key == "rope_theta" and by_layers and has_both  # as of Gemma 3
-            was_added = (is_class_default or key in _ADDED_TO_ROPE) and not (key in rope and key in other)
-            if value != theirs and not was_added:
-                yield f"{above}{layers}{'.' if layers else ''}{key}", value, theirs
+            was_added = (is_class_default or key in _ADDED_TO_ROPE) and not (key in rope and key in base_rope)
+            if value != base_value and not was_added:
+                yield f"{above}{layers}{'.' if layers else ''}{key}", value, base_value
 
 
 def _ropes(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the rotary embedding of each kind of layers, "" for all, in the words of transformers 5."""
-    said = config.get("rope_parameters") or config.get("rope_scaling")
-    said = said if isinstance(said, Mapping) else {}
-    parts = {name: part for name, part in said.items() if isinstance(part, Mapping)}
+    settings = config.get("rope_parameters") or config.get("rope_scaling")
+    settings = settings if isinstance(settings, Mapping) else {}
+    parts = {name: part for name, part in settings.items() if isinstance(part, Mapping)}
     if parts:
         return {name: _rope(part) for name, part in parts.items()}
     theta, factor, local = (_first(config, keys) for keys in (_THETAS, _FACTORS, _LOCAL_THETAS))
-    if not said and theta is None and local is None:
+    if not settings and theta is None and local is None:
         return {}
-    plain = {"rope_theta": theta, "partial_rotary_factor": factor, **said}
+    plain = {"rope_theta": theta, "partial_rotary_factor": factor, **settings}
     ropes = {"" if local is None else "full_attention": _rope(plain)}
     return ropes if local is None else {**ropes, "sliding_attention": _rope({"rope_theta": local})}
 
 
-def _rope(said: Mapping[str, Any]) -> dict[str, Any]:
-    rope = {key: value for key, value in said.items() if value is not None and key != "type"}
-    name = said.get("rope_type", said.get("type", "default"))
+def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+    rope = {key: value for key, value in settings.items() if value is not None and key != "type"}
+    name = settings.get("rope_type", settings.get("type", "default"))
     return {**rope, "rope_type": _SAME_ROPES.get(str(name), name)}
 
 
@@ -209,10 +209,10 @@ def _first(config: Mapping[str, Any], keys: Sequence[str]) -> object:
 def eos_ids(config: Mapping[str, Any] | None, generation: Mapping[str, Any] | None) -> set[int]:
     """Return the tokens at which `generate` stops: those of the generation config, or else the config's; none if unknown."""
     places = (generation, config, text_part(config))
-    said = next(
+    eos = next(
         (place["eos_token_id"] for place in places if place and place.get("eos_token_id") is not None), None
     )
-    ids = said if isinstance(said, list) else [said]
+    ids = eos if isinstance(eos, list) else [eos]
     return {each for each in ids if isinstance(each, int)}
 
 
@@ -240,20 +240,20 @@ def follow_weights(
 
 
 def _followed(config: Mapping[str, Any], written: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
-    said = str(_first(written, DTYPES) or dtype or "") or None
+    written_dtype = str(_first(written, DTYPES) or dtype or "") or None
     followed = dict(config)
     for key, value in config.items():
-        if key in DTYPES and said is not None:
-            followed[key] = said
+        if key in DTYPES and written_dtype is not None:
+            followed[key] = written_dtype
         elif key in COUNTS or key == TIE:
             followed[key] = written.get(key, value)
         elif isinstance(value, Mapping) and key not in QUANTIZATION_CONFIGS:
             part = written.get(key, written if key == "text_config" else {})
-            followed[key] = _followed(value, part if isinstance(part, Mapping) else {}, said)
+            followed[key] = _followed(value, part if isinstance(part, Mapping) else {}, written_dtype)
     is_apart = "text_config" in config and "text_config" not in written
     followed |= {
         key: written[key] for key in (*COUNTS, TIE) if key in written and not (is_apart and key in COUNTS)
     }
-    if said is not None and not any(key in config for key in DTYPES) and _first(written, DTYPES):
-        followed[next(key for key in DTYPES if written.get(key) is not None)] = said
+    if written_dtype is not None and not any(key in config for key in DTYPES) and _first(written, DTYPES):
+        followed[next(key for key in DTYPES if written.get(key) is not None)] = written_dtype
     return followed

@@ -66,12 +66,12 @@ def plain_checkpoint(checkpoint: Checkpoint, plain: PlainWeights) -> Checkpoint:
         LayoutError: it is quantised, or in a way that is not known here; or scales do not fit what they scale.
     """
     config, tensors = config_of(checkpoint), checkpoint.catalog.tensors
-    told = why_quantised(tensors, config if plain.by_config or checkpoint.hub is not None else None)
+    evidence = why_quantised(tensors, config if plain.by_config or checkpoint.hub is not None else None)
     if plain.by_content:
         scaled = why_scaled(checkpoint)
     else:
         scaled = why_narrow(hidden(tensors)) if plain.dequantize else None
-    why = "; ".join(filter(None, (told, scaled)))
+    why = "; ".join(filter(None, (evidence, scaled)))
     if not why:
         return checkpoint
     if not plain.dequantize:

@@ -14,49 +14,51 @@ from shardkit.transfer.codecs.derive import derive, replaced
 
 
 def derive_checkpoint(
-    checkpoint: Checkpoint, made: Mapping[str, Codec], gone: Collection[str] = ()
+    checkpoint: Checkpoint, codecs: Mapping[str, Codec], gone: Collection[str] = ()
 ) -> Checkpoint:
     """Return a checkpoint with tensors that are made, as `derive` puts them into its catalog.
 
     It is no DCP directory any more: what is read of that goes through `select`.
     """
-    catalog, hub = derive(checkpoint.catalog, made, gone), checkpoint.hub
+    catalog, hub = derive(checkpoint.catalog, codecs, gone), checkpoint.hub
     return replace(
         checkpoint,
         catalog=catalog,
         hub=None if hub is None else replace(hub, catalog=catalog),
         dcp=None,
-        select=partial(_select, checkpoint.select, made, gone),
+        select=partial(_select, checkpoint.select, codecs, gone),
     )
 
 
 def derive_base(
-    base: Base, made: Mapping[str, Codec], gone: Collection[str] = (), *, dtype: DType | None = None
+    base: Base, codecs: Mapping[str, Codec], gone: Collection[str] = (), *, dtype: DType | None = None
 ) -> Base:
     """Return a base with tensors that are made: what a model that was trained of such ones is compared with.
 
     Args:
         base: the base.
-        made: as for `derive`.
+        codecs: as for `derive`.
         gone: as for `derive`.
         dtype: that it is said to have; None is the codec's.
     """
-    place, tensors = replaced(made, gone), dict[str, BaseTensor]()
+    place, tensors = replaced(codecs, gone), dict[str, BaseTensor]()
     for stored, tensor in (base.tensors or {}).items():
         if stored not in place and stored not in gone:
             tensors[stored] = tensor
         for name in place.get(stored, ()):
-            tensors[name] = BaseTensor(dtype or made[name].dtype, made[name].shape)
-    catalog = None if base.catalog is None else derive(base.catalog, made, gone)
+            tensors[name] = BaseTensor(dtype or codecs[name].dtype, codecs[name].shape)
+    catalog = None if base.catalog is None else derive(base.catalog, codecs, gone)
     return replace(base, tensors=None if base.tensors is None else tensors, catalog=catalog)
 
 
 def _select(
     select: Callable[[Collection[str]], Catalog],
-    made: Mapping[str, Codec],
+    codecs: Mapping[str, Codec],
     gone: Collection[str],
     names: Collection[str],
 ) -> Catalog:
-    chosen = {name: made[name] for name in names if name in made}
-    stored = dict.fromkeys(part for name in names for part in (made[name].of if name in made else (name,)))
+    chosen = {name: codecs[name] for name in names if name in codecs}
+    stored = dict.fromkeys(
+        part for name in names for part in (codecs[name].of if name in codecs else (name,))
+    )
     return derive(select(list(stored)), chosen, gone)

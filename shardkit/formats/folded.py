@@ -52,8 +52,8 @@ def folded_base(base: Base) -> Base:
     targets = floating_targets(tensors)
     if not targets:
         return base
-    others = [tensor for name, tensor in tensors.items() if factor_of(name) not in targets]
-    dtype = most_bytes((tensor.dtype, prod(tensor.shape) * tensor.dtype.itemsize) for tensor in others)
+    other_tensors = [tensor for name, tensor in tensors.items() if factor_of(name) not in targets]
+    dtype = most_bytes((tensor.dtype, prod(tensor.shape) * tensor.dtype.itemsize) for tensor in other_tensors)
     return derive_base(base, _folds(targets), dtype=dtype)
 
 

@@ -84,7 +84,7 @@ class Claim:
     """What the format has is ours too: there is an output, and no manifest lists all of its files."""
     folders: Collection[str]
     """Where our files may lie, below the directory."""
-    made: Collection[str] = ()
+    run_names: Collection[str] = ()
     """Names of what the run puts there too."""
     is_stored: bool
     """It lies in a store, where nothing is replaced but what has the same name."""
@@ -137,23 +137,23 @@ def _has_format(name: str, claim: Claim) -> bool:
     if claim.kind is OutputKind.HUB:
         if claim.is_stored and _WEIGHTS.fullmatch(name):
             return name == HUB_INDEX or MARKED_WEIGHTS.fullmatch(name) is not None
-        return is_models_own(name, claim.folders) or name in claim.made
+        return is_models_own(name, claim.folders) or name in claim.run_names
     return (not folder or is_data_folder(folder)) and (
         base == METADATA or base.endswith((".distcp", ".chunks.json"))
     )
 
 
-def refusal(path: str, shown: str, kind: OutputKind, made: Made | None) -> OutputExists | None:
+def refusal(path: str, shown: str, kind: OutputKind, run_files: Made | None) -> OutputExists | None:
     """Return why a directory may not be replaced: something in it is neither ours nor nobody's; None if it may.
 
     Args:
-        path, kind, made: as for `find_foreign`.
+        path, kind, run_files: as for `find_foreign`.
         shown: the directory's name in messages, safe to print.
 
     Raises:
         ResourceError: as `find_foreign`.
     """
-    foreign = find_foreign(path, kind, made)
+    foreign = find_foreign(path, kind, run_files)
     if not foreign:
         return None
     names = [line.partition(":")[0] for line in foreign]
@@ -198,31 +198,31 @@ def is_output(path: str, kind: OutputKind) -> bool:
 
 def written_in(path: str) -> tuple[OutputKind, Made]:
     """Return the kind of an output of shardkit in a directory, and its files, which are read when they are compared."""
-    kind, made = None, dict[str, Callable[[], bytes]]()
+    kind, files = None, dict[str, Callable[[], bytes]]()
     with suppress(ShardkitError, OSError):
         kind = _said(os.path.join(path, manifest.NAME)).kind
     for here, folders, names in storage.walk(path):
         inside = "" if here == path else f"{os.path.relpath(here, path)}/"
-        made |= {inside + name: content_of(os.path.join(here, name)) for name in names}
+        files |= {inside + name: content_of(os.path.join(here, name)) for name in names}
         if inside and not (folders or names):
-            made[inside] = bytes
-    return kind or (OutputKind.SHARDED if METADATA in made else OutputKind.HUB), made
+            files[inside] = bytes
+    return kind or (OutputKind.SHARDED if METADATA in files else OutputKind.HUB), files
 
 
-def find_foreign(path: str, kind: OutputKind, made: Made | None) -> list[str]:
+def find_foreign(path: str, kind: OutputKind, run_files: Made | None) -> list[str]:
     """Return a line for each file or folder in a directory that is neither ours nor nobody's.
 
     Args:
         path: of a directory, or of one in a store.
         kind: of the output that is going to replace it.
-        made: what the run puts there; None if that is not known yet, and no text is looked into.
+        run_files: what the run puts there; None if that is not known yet, and no text is looked into.
 
     Raises:
         ResourceError: it cannot be listed or read.
     """
     if storage.lexists(path) and (storage.islink(path) or not storage.isdir(path)):
         return [escape(os.path.basename(path))]
-    claim, foreign = _claim(path, kind, made or {}), list[str]()
+    claim, foreign = _claim(path, kind, run_files or {}), list[str]()
     try:
         for here, folders, names in storage.walk(path, onerror=_unless_gone):
             inside = os.path.relpath(here, path)
@@ -230,15 +230,17 @@ def find_foreign(path: str, kind: OutputKind, made: Made | None) -> list[str]:
             passed = [folder for folder in sorted(folders) if is_nobodys(f"{inside}{folder}")]
             if claim.is_stored and not inside:
                 passed += [folder for folder in folders if _may_lie_in_store(folder, claim)]
-            others = [
+            other_folders = [
                 folder
                 for folder in sorted(folders)
                 if folder not in passed
                 and (f"{inside}{folder}" not in claim.folders or storage.islink(os.path.join(here, folder)))
             ]
-            folders[:] = [folder for folder in folders if folder not in passed and folder not in others]
-            foreign += [f"{escape(inside + folder)}/" for folder in others]
-            foreign += _foreign_files(path, [inside + name for name in sorted(names)], claim, made)
+            folders[:] = [
+                folder for folder in folders if folder not in passed and folder not in other_folders
+            ]
+            foreign += [f"{escape(inside + folder)}/" for folder in other_folders]
+            foreign += _foreign_files(path, [inside + name for name in sorted(names)], claim, run_files)
     except OSError as error:
         raise ResourceError(f"{escape(path)} cannot be looked through: {error.strerror}") from error
     return foreign
@@ -254,15 +256,15 @@ def _may_lie_in_store(folder: str, claim: Claim) -> bool:
     return is_job_folder(folder) or (claim.kind is OutputKind.SHARDED and is_data_folder(folder))
 
 
-def _foreign_files(path: str, names: Sequence[str], claim: Claim, made: Made | None) -> Iterator[str]:
+def _foreign_files(path: str, names: Sequence[str], claim: Claim, run_files: Made | None) -> Iterator[str]:
     for name in names:
         to = whose(name, claim)
         if to is Whose.PERSONS:
             yield escape(name)
         elif (
             to is Whose.OURS_UNCHANGED
-            and made is not None
-            and not _is_made(os.path.join(path, name), made.get(name))
+            and run_files is not None
+            and not _is_made(os.path.join(path, name), run_files.get(name))
         ):
             yield f"{escape(name)}: it is not what this run writes there"
 
@@ -290,7 +292,7 @@ def _raise_failed(error: ShardkitError | OSError, path: str) -> None:
         raise ResourceError(f"{escape(path)} cannot be read: {error.strerror}") from error
 
 
-def _claim(path: str, kind: OutputKind, made: Made) -> Claim:
+def _claim(path: str, kind: OutputKind, run_files: Made) -> Claim:
     """Look into a directory for what says which files are ours."""
     names, is_stored = _listdir(path), not location_of(path).renames
     listed, lists_all = _listed(path, kind)
@@ -304,7 +306,7 @@ def _claim(path: str, kind: OutputKind, made: Made) -> Claim:
         folders = set() if is_stored else {name for name in names if is_data_folder(name)}
         for folder in sorted(folders):
             listed |= {f"{folder}/{name}" for name in _listed(os.path.join(path, folder), kind)[0]}
-    folders |= {name.rstrip("/") for name in made if name.endswith("/")}
+    folders |= {name.rstrip("/") for name in run_files if name.endswith("/")}
     parents = {parent for name in (*listed, *folders) for parent in folders_above(name)}
     return Claim(
         kind=kind,
@@ -312,7 +314,7 @@ def _claim(path: str, kind: OutputKind, made: Made) -> Claim:
         # In a store a later run without a manifest leaves the older one there, and weights of older outputs stay.
         by_format=(not lists_all or is_stored) and is_output,
         folders={_CACHE, *folders, *parents},
-        made=made.keys(),
+        run_names=run_files.keys(),
         is_stored=is_stored,
     )
 
@@ -320,17 +322,17 @@ def _claim(path: str, kind: OutputKind, made: Made) -> Claim:
 def _listed(path: str, kind: OutputKind) -> tuple[set[str], bool]:
     """Return the files that the manifests of a directory and its folders list; and whether they are a whole output."""
     try:
-        said = _said(os.path.join(path, manifest.NAME))
+        summary = _said(os.path.join(path, manifest.NAME))
     except (ShardkitError, OSError) as error:
         _raise_failed(error, os.path.join(path, manifest.NAME))
         return set(), False
-    if said.kind is not kind:
+    if summary.kind is not kind:
         return set(), False
-    files = {*said.files}
-    for folder in said.folders:
+    files = {*summary.files}
+    for folder in summary.folders:
         inside = _listed(os.path.join(path, folder), kind)[0]
         files |= {f"{folder}/{name}" for name in (*inside, manifest.NAME)}
-    return files, said.lists_all
+    return files, summary.lists_all
 
 
 class _Said(NamedTuple):
@@ -345,7 +347,7 @@ class _Said(NamedTuple):
     """False for one of an early version, which listed the weights alone."""
 
 
-_known: dict[FileStamp, _Said] = {}
+_summaries: dict[FileStamp, _Said] = {}
 """What manifests say that were read lately: a run asks three times, and that of many tensors takes a second."""
 
 
@@ -356,12 +358,12 @@ def _said(path: str) -> _Said:
         ShardkitError, OSError: it is not there, damaged, or may not be read.
     """
     stamp = FileStamp.of(storage.stat(path))
-    if stamp not in _known:
+    if stamp not in _summaries:
         content = manifest.read(os.path.dirname(path))
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
-        _known[stamp] = _Said(None, (), (), False) if content is None else _summed_up(content)
-    return _known[stamp]
+        if len(_summaries) >= _MAX_KNOWN:
+            _summaries.clear()
+        _summaries[stamp] = _Said(None, (), (), False) if content is None else _summed_up(content)
+    return _summaries[stamp]
 
 
 def _summed_up(content: manifest.Manifest) -> _Said:

@@ -56,12 +56,14 @@ class Quantised:
 
 def find_claims(tensors: Mapping[str, Held]) -> dict[str, tuple[Method, ScaledNames]]:
     """Return the tensors that are numbers of quantised weights, by stored name; shapes are not looked at."""
-    claims, taken = dict[str, tuple[Method, ScaledNames]](), set[str]()
+    claims, taken_names = dict[str, tuple[Method, ScaledNames]](), set[str]()
     for method in METHODS:
-        left = (name for name in tensors if name not in taken)
-        own = {name: claim for name in left if (claim := method.claim(name, tensors)) is not None}
-        claims |= {name: (method, claim) for name, claim in own.items()}
-        taken.update(name for claim in own.values() for name in claim.stored)
+        names_left = (name for name in tensors if name not in taken_names)
+        new_claims = {
+            name: claim for name in names_left if (claim := method.claim(name, tensors)) is not None
+        }
+        claims |= {name: (method, claim) for name, claim in new_claims.items()}
+        taken_names.update(name for claim in new_claims.values() for name in claim.stored)
     return {name: claims[name] for name in tensors if name in claims}
 
 
@@ -78,7 +80,7 @@ def hidden(tensors: Mapping[str, Held]) -> dict[str, Held]:
 def unclaimed(tensors: Mapping[str, Held]) -> dict[str, Held]:
     """Return the tensors that belong to no weight of which plain values can be made."""
     claimed = _methods(tensors)
-    return {name: held for name, held in tensors.items() if name not in claimed}
+    return {name: tensor for name, tensor in tensors.items() if name not in claimed}
 
 
 def method_of(config: Mapping[str, Any] | None) -> str | None:
@@ -115,7 +117,7 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for part in parts:
         yield part
         parts += [
-            held for key, held in part.items() if isinstance(held, dict) and key not in QUANTIZATION_CONFIGS
+            item for key, item in part.items() if isinstance(item, dict) and key not in QUANTIZATION_CONFIGS
         ]
 
 
@@ -140,18 +142,18 @@ def why_quantised(tensors: Mapping[str, Held], config: Mapping[str, Any] | None 
         tensors: by stored name.
         config: config.json, if there is one.
     """
-    named, said = method_of(config), _said(config)
+    named, config_method = method_of(config), _said(config)
     if named is not None:
-        kind = f" {said.name}" if said is not None and said.name != named else ""
+        kind = f" {config_method.name}" if config_method is not None and config_method.name != named else ""
         return f"config.json has a {_CONFIG} ({escape(named)}{kind})"
     claims = find_claims(tensors).values()
     scales = [claim.scales for method, claim in claims if method.shows and claim.scales]
     return _why([*scales, *_packed(tensors)], tensors)
 
 
-def _is_of_cache(name: str, held: Held) -> bool:
+def _is_of_cache(name: str, tensor: Held) -> bool:
     """True if a tensor may be the scale of cached keys or values: one in all, or one for each head."""
-    return name.rpartition(".")[2] in _OF_CACHE and held.shape[-1:] in ((), (1,))
+    return name.rpartition(".")[2] in _OF_CACHE and tensor.shape[-1:] in ((), (1,))
 
 
 def may_be_quantised(tensors: Mapping[str, Held]) -> bool:
@@ -167,9 +169,11 @@ def holds_narrow(tensors: Mapping[str, Held]) -> bool:
 def _narrow(tensors: Mapping[str, Held]) -> Iterator[str]:
     return (
         name
-        for name, held in tensors.items()
-        if len(held.shape) > 1
-        and (held.dtype.name in _NARROW or (name.endswith((_QDATA, _DATA)) and _scale_beside(name, tensors)))
+        for name, tensor in tensors.items()
+        if len(tensor.shape) > 1
+        and (
+            tensor.dtype.name in _NARROW or (name.endswith((_QDATA, _DATA)) and _scale_beside(name, tensors))
+        )
     )
 
 
@@ -189,10 +193,10 @@ def why_narrow(tensors: Mapping[str, Held], exported: Mapping[str, Any] | None =
     ]
     if not narrow:
         return None
-    said = f"{EXPORT_CONFIG} says {escape(method)}, and " if method else ""
+    prefix = f"{EXPORT_CONFIG} says {escape(method)}, and " if method else ""
     dtypes = " and ".join(sorted({tensors[name].dtype.name for name in narrow}))
     kind = _kind(narrow, tensors)
-    return f"{said}{count(len(narrow), 'tensor')} of {dtypes} {_WITH_SCALES}{kind}: {listed(narrow)}"
+    return f"{prefix}{count(len(narrow), 'tensor')} of {dtypes} {_WITH_SCALES}{kind}: {listed(narrow)}"
 
 
 def _exported_method(exported: Mapping[str, Any] | None) -> str | None:
@@ -206,7 +210,7 @@ def _scale_beside(name: str, tensors: Mapping[str, Held]) -> bool:
         return True
     stem, _, last = name.rpartition(".")
     if last.startswith("_") and last.endswith(_QDATA):
-        return any(other in tensors for other in (f"{name.removesuffix(_QDATA)}{end}" for end in _OF_QDATA))
+        return any(scale in tensors for scale in (f"{name.removesuffix(_QDATA)}{end}" for end in _OF_QDATA))
     stem = stem.removesuffix(_DATA)  # quanto packs numbers of 4 bits once more
     return name.endswith(_OF_NUMBERS) and any(f"{stem}.{last}" in tensors for last in _LAST_ELSEWHERE)
 
@@ -243,15 +247,15 @@ def refuse_quantised(why: str, where: str, *, has_option: bool = True, is_tried:
         has_option: who was asked can dequantise.
         is_tried: plain values were asked for, and cannot be made.
     """
-    other = "take the model that it was quantised from"
+    original_hint = "take the model that it was quantised from"
     is_other = any(mark in why for mark in (_CONFIG, _WITH_SCALES, *_PACKED))
     marks = [mark + method.name for method in METHODS for mark in ("(", " ")]
     is_known = any(f"{mark})" in why for mark in marks) or not is_other
     way = "--dequantize makes" if has_option else "preshard and consolidate can make"
     hint = (
-        f"{way} plain weights of fp8, MXFP4 and NVFP4 ones; or {other}"
+        f"{way} plain weights of fp8, MXFP4 and NVFP4 ones; or {original_hint}"
         if is_known and not is_tried
-        else f"{other}, or dequantise it with the tools of that method and save it first"
+        else f"{original_hint}, or dequantise it with the tools of that method and save it first"
     )
     return LayoutError(
         f"quantised: {escape(where)}: {why}: its values mean nothing without their scales", hint=hint
@@ -270,8 +274,8 @@ def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, w
         LayoutError: they are quantised in a way that is not known here, or scales are missing or do not fit what they
             scale; lists all.
     """
-    rest, said, described = unclaimed(tensors), _said(config), _described(config)
-    is_mixed = said is not None and why_narrow(rest) is not None
+    rest, config_method, described = unclaimed(tensors), _said(config), _described(config)
+    is_mixed = config_method is not None and why_narrow(rest) is not None
     if _packed(rest) or is_mixed or not can_dequantize(config):
         why = why_quantised(tensors, config)
         assert why is not None
@@ -292,5 +296,5 @@ def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, w
         "be the size of these blocks",
     )
     gone = {name for _, claim in claims.values() for name in (*claim.stored, *claim.dropped)}
-    gone.update(name for name, held in tensors.items() if _is_of_cache(name, held))
+    gone.update(name for name, tensor in tensors.items() if _is_of_cache(name, tensor))
     return Quantised(scaled=scaled, gone=frozenset(gone & tensors.keys() - claims.keys()))

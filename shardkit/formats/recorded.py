@@ -82,7 +82,7 @@ def find_manifests(
     catalogs: Sequence[Catalog],
     path: str,
     *,
-    given: str | os.PathLike[str] | None = None,
+    manifest_path: str | os.PathLike[str] | None = None,
     check_source: bool = True,
 ) -> SourceManifests:
     """Give files that record no CRC-32 the checksums of their manifests.
@@ -93,37 +93,37 @@ def find_manifests(
     Args:
         catalogs: of raw extents; their files get checksums.
         path: the source, a directory or a file.
-        given: a manifest of the source that lies elsewhere; it is used instead, and must fit.
+        manifest_path: a manifest of the source that lies elsewhere; it is used instead, and must fit.
         check_source: False looks for no manifest.
 
     Returns:
         The manifests that were used, and why others were not.
 
     Raises:
-        UsageError: `given` without `check_source`.
-        SourceError: `given` is missing, or is not about this source.
-        IntegrityError: `given` is not what was written; or files have the recorded sizes but other tensors.
+        UsageError: `manifest_path` without `check_source`.
+        SourceError: `manifest_path` is missing, or is not about this source.
+        IntegrityError: `manifest_path` is not what was written; or files have the recorded sizes but other tensors.
         ResourceError: a manifest may not be read.
     """
     manifests = SourceManifests()
     if not check_source:
-        if given is not None:
+        if manifest_path is not None:
             raise UsageError("--source-manifest is for comparing, and --check-source is off")
         return manifests
     homes = [home_of(directory_of(path)), *(catalog.directory for catalog in catalogs if catalog.directory)]
     homes = list(dict.fromkeys(storage.realpath(home) for home in homes))
-    if given is not None:
-        read = _read_given(os.fspath(given), homes.pop(0))
+    if manifest_path is not None:
+        read = _read_given(os.fspath(manifest_path), homes.pop(0))
         _check_fits(read, catalogs)
         _take(read, catalogs, manifests)
     for home in homes:
         try:
-            beside = _read_beside(home)
+            home_manifest = _read_beside(home)
         except SourceError as error:
             manifests.warnings.append(f"the source is not compared with its manifest: {error.message}")
             continue
-        if beside is not None:
-            _take(beside, catalogs, manifests)
+        if home_manifest is not None:
+            _take(home_manifest, catalogs, manifests)
     return manifests
 
 
@@ -140,8 +140,8 @@ def _read_beside(home: str) -> _ReadManifest | None:
     """Return the manifest in a directory, or else the one beside it; for a file the order is reversed."""
     is_directory = storage.isdir(home)
     inside = os.path.join(home if is_directory else os.path.dirname(home), manifest.NAME)
-    beside = manifest.sidecar_of(home)
-    for path in (inside, beside) if is_directory else (beside, inside):
+    sidecar = manifest.sidecar_of(home)
+    for path in (inside, sidecar) if is_directory else (sidecar, inside):
         if storage.lexists(path):
             directory = home if is_directory else os.path.dirname(home)
             content = manifest.read(directory) if path == inside else manifest.read_file(path, path)
@@ -189,10 +189,10 @@ def unlike_stored(
     tensors: Mapping[str, manifest.DescribedTensor], catalog: Catalog
 ) -> Iterator[tuple[str, manifest.DescribedTensor, TensorEntry | None]]:
     """Yield each tensor that a manifest lists, and that is stored with another dtype or shape; None if it is not stored."""
-    for fqn, said in tensors.items():
+    for fqn, description in tensors.items():
         entry = catalog.tensors.get(fqn)
-        if entry is None or (said.dtype, said.shape) != (entry.dtype.name, entry.shape):
-            yield fqn, said, entry
+        if entry is None or (description.dtype, description.shape) != (entry.dtype.name, entry.shape):
+            yield fqn, description, entry
 
 
 def _check_headers(
@@ -209,12 +209,12 @@ def _check_headers(
     if weights != files.keys() or any(listed[path].size != file.size for path, file in files.items()):
         return
     problems = []
-    for fqn, said, entry in unlike_stored(tensors, catalog):
+    for fqn, description, entry in unlike_stored(tensors, catalog):
         if entry is None:
             problems.append(f"{escape(fqn)}: recorded, and not in the files")
         else:
             stored = f"{entry.dtype.name} {list(entry.shape)}"
-            recorded = f"{said.dtype} {list(said.shape)}"
+            recorded = f"{description.dtype} {list(description.shape)}"
             problems.append(f"{escape(fqn)}: {stored}, the manifest records {escape(recorded)}")
     names = ", ".join(escape(file.name) for file in catalog.files[:3])
     IntegrityError.raise_for(
@@ -248,15 +248,15 @@ def _add_checksums(
     was_taken = False
     for number, entry in lacking.items():
         rows = _DisjointRows()
-        held = catalog.files[number].checksums
-        own = [] if held is None else list(map(Entry, held.starts, held.stops, held.crcs))
-        rows.add(row for row in own if row.crc)
+        sums = catalog.files[number].checksums
+        own_rows = [] if sums is None else list(map(Entry, sums.starts, sums.stops, sums.crcs))
+        rows.add(row for row in own_rows if row.crc)
         num_own = len(rows.rows)
         rows.add(_extents(entry))
         rows.add(of_tensors.get(number, ()))
         if len(rows.rows) > num_own:
             was_taken = True
-            rows.add(row for row in own if not row.crc)
+            rows.add(row for row in own_rows if not row.crc)
             rows.fill(chunks.get(number, ()))
             rows.fill([Entry(0, catalog.files[number].size, 0)])  # so that every byte read has a row
             checksums = Checksums.of((row.start, row.stop - row.start, row.crc) for row in rows.rows)
@@ -280,19 +280,19 @@ def _tensor_rows(
     recorded: dict[int, list[Entry]] = {}
     chunks: dict[int, list[Entry]] = {}
     for fqn, entry in catalog.tensors.items():
-        said = tensors.get(fqn)
+        description = tensors.get(fqn)
         for row in entry.chunk_ids:
             number, start, nbytes = table.file[row], table.start[row], table.nbytes[row]
             if number in files and nbytes:
                 chunks.setdefault(number, []).append(Entry(start, start + nbytes, 0))
                 if (
                     entry.num_chunks == 1
-                    and said is not None
-                    and said.crc32 is not None
-                    and (said.dtype, said.shape) == (entry.dtype.name, entry.shape)
+                    and description is not None
+                    and description.crc32 is not None
+                    and (description.dtype, description.shape) == (entry.dtype.name, entry.shape)
                     and nbytes == entry.nbytes
                 ):
-                    recorded.setdefault(number, []).append(Entry(start, start + nbytes, said.crc32))
+                    recorded.setdefault(number, []).append(Entry(start, start + nbytes, description.crc32))
     return recorded, chunks
 
 

@@ -264,22 +264,25 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     home = checkpoint.path
     if checkpoint.hub is not None or not storage.isdir(home):  # a Hub model names them itself
         return
-    said, read = (
+    skipped_names, read = (
         {name for name, _ in checkpoint.remarks.skipped},
         {file.path for file in checkpoint.catalog.files},
     )
-    left = [
+    stray_names = [
         name
         for name in list_weights(home)
         if os.path.join(home, name) not in read
-        and said.isdisjoint((*name.split("/"), *folders_above(name), name))
+        and skipped_names.isdisjoint((*name.split("/"), *folders_above(name), name))
     ]
-    if left:  # under another name, or by a link
+    if stray_names:  # under another name, or by a link
         assets = (path for folder in checkpoint.contents.assets for path in list_assets(folder)[0].values())
-        skipped = filter(storage.lexists, (os.path.join(home, name) for name in said))  # others are entries
-        known = {storage.realpath(path) for path in (*read, *assets, *skipped)}
-        left = [name for name in left if storage.realpath(os.path.join(home, name)) not in known]
-    yield from weights_beside(left, ())
+        # Some names are those of entries.
+        skipped = filter(storage.lexists, (os.path.join(home, name) for name in skipped_names))
+        known_paths = {storage.realpath(path) for path in (*read, *assets, *skipped)}
+        stray_names = [
+            name for name in stray_names if storage.realpath(os.path.join(home, name)) not in known_paths
+        ]
+    yield from weights_beside(stray_names, ())
 
 
 def directory_of(path: str) -> str:

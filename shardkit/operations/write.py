@@ -124,7 +124,7 @@ class Writer:
     def find_manifests(self, catalogs: Sequence[Catalog], source: str) -> SourceManifests:
         """Return the manifests to compare the source with; arguments and errors as `recorded.find_manifests`."""
         source_manifest, check_source = self._request.source_manifest, self._request.check_source
-        manifests = find_manifests(catalogs, source, given=source_manifest, check_source=check_source)
+        manifests = find_manifests(catalogs, source, manifest_path=source_manifest, check_source=check_source)
         self._report.keep((*(() if check_source else (OFF,)), *manifests.warnings))
         self._facts["source_manifests"] = tuple(manifests.paths)
         return manifests

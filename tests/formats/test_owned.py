@@ -32,7 +32,7 @@ def claim(kind: OutputKind, *, listed: tuple[str, ...] = (), by_format: bool = F
         listed=listed,
         by_format=by_format,
         folders=("2_Dense",),
-        made=("2_Dense/whole.words",),
+        run_names=("2_Dense/whole.words",),
         is_stored=False,
     )
 
