@@ -72,7 +72,7 @@ class OpenedHubModel:
     """What the headers of its safetensors files say beside the tensors, without the format; by file."""
     identity: manifest.RecordedSource
     """Which weights these are, as plain data; the same wherever they lie."""
-    beside: tuple[tuple[str, str], ...] = ()
+    other_weights: tuple[tuple[str, str], ...] = ()
     """(name, what it is) of other files with weights, which are not read."""
     download_bytes: int = 0
     """Size of the weight files that are not on this machine; only their headers were read."""
@@ -119,7 +119,7 @@ class DcpFolder(Protocol):
         """Return a catalog of some tensors, in the order given, whose extents are raw bytes."""
 
     def select_within(
-        self, wanted: Mapping[str, Sequence[Region]], opened: dict[str, int] | None = None
+        self, regions: Mapping[str, Sequence[Region]], opened: dict[str, int] | None = None
     ) -> Catalog:
         """Return the same with those chunks alone in which some regions lie; no other record is opened."""
 
@@ -160,7 +160,7 @@ class DifferentCopies(NamedTuple):
     """A tensor that files of ranks have whole, with other bytes."""
 
     tensor: str
-    taken: str
+    first_file: str
     """The file whose copy counts."""
     file: str
     """The first file with another."""
@@ -170,7 +170,7 @@ class DifferentCopies(NamedTuple):
     def line(self) -> str:
         """Return tensor, ranks and files, as one line that is safe to print."""
         more = f" and {count(self.num_files - 1, 'more file')}" if self.num_files > 1 else ""
-        return f"{escape(self.tensor)}: {_of_rank(self.taken)} is taken, {_of_rank(self.file)}{more} differs"
+        return f"{escape(self.tensor)}: {_of_rank(self.first_file)} is taken, {_of_rank(self.file)}{more} differs"
 
 
 def _of_rank(file: str) -> str:
@@ -370,8 +370,8 @@ def refuse_unfinished(path: str) -> None:
 
 def meant_path(path: str, error: ShardkitError) -> ShardkitError:
     """Return an error of the Hub that first says that no such path is here, where a path may have been meant."""
-    closest, said = _closest(path), error.message.removeprefix(f"{escape(path)}: ")
-    if said == error.message or not (closest or "/" not in path):  # only a few old repos have such names
+    closest, reason = _closest(path), error.message.removeprefix(f"{escape(path)}: ")
+    if reason == error.message or not (closest or "/" not in path):  # only a few old repos have such names
         return error
     near, instead = (f" (closest name: {closest})", f"give {closest}") if closest else ("", "check the path")
     if "/" not in path:
@@ -379,7 +379,7 @@ def meant_path(path: str, error: ShardkitError) -> ShardkitError:
     elif error.hint:
         instead += f"; for the repo, {error.hint}"
     return type(error)(
-        f"{escape(path)}: not a local path{near}; on the Hub: {said}",
+        f"{escape(path)}: not a local path{near}; on the Hub: {reason}",
         problems=error.problems,
         hint=instead,
     )

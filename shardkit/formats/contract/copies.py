@@ -36,13 +36,13 @@ class Copies:
         self._different: dict[str, tuple[str, dict[str, None]]] = {}
         self._uncompared: dict[str, None] = {}
 
-    def compare(self, name: str, first: StoredCopy, taken: str, copy: StoredCopy, file: str) -> None:
+    def compare(self, name: str, first: StoredCopy, first_file: str, copy: StoredCopy, file: str) -> None:
         """Compare a copy with the first.
 
         Args:
             name: of the tensor.
             first: the one that counts.
-            taken: its file.
+            first_file: its file.
             copy: another.
             file: its file.
         """
@@ -50,15 +50,15 @@ class Copies:
             self._uncompared[name] = None
         elif first != copy:
             if first.is_all and copy.is_all and first.layout == copy.layout:
-                self._different.setdefault(name, (taken, {}))[1][file] = None
+                self._different.setdefault(name, (first_file, {}))[1][file] = None
             else:  # the storage has more in it, or lies in another order
                 self._uncompared[name] = None
 
     def differing(self) -> tuple[DifferentCopies, ...]:
         """Return those with other bytes, but for statistics of a rank's own batches."""
         return tuple(
-            DifferentCopies(name, taken, next(iter(others)), len(others))
-            for name, (taken, others) in self._different.items()
+            DifferentCopies(name, first_file, next(iter(other_files)), len(other_files))
+            for name, (first_file, other_files) in self._different.items()
             if not _is_of_rank(name)
         )
 

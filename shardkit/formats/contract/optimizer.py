@@ -192,7 +192,7 @@ class StateWriter:
         for path in paths:
             if path[0] == GROUPS:
                 groups.setdefault(path[1], set()).add(path[2])
-        lacking = sorted({key for held in groups.values() for key in _ADAMW_SETTINGS - held})
+        lacking = sorted({key for keys in groups.values() for key in _ADAMW_SETTINGS - keys})
         if leaves >= {"exp_avg", "exp_avg_sq"} and leaves <= _ADAM and lacking:
             yield (
                 f"the optimizer was not torch's own AdamW: its groups do not have {', '.join(lacking)}; with "
@@ -211,14 +211,14 @@ class StateWriter:
     def _add_bytes(self, path: Path, dtype: str, shape: tuple[int, ...], data: bytes) -> str:
         file = self._files.get(data)
         if file is None:  # equal entries share a file: all parameters usually have the same count
-            made = SourceFile(
+            entry_file = SourceFile(
                 name=f"{self._source.name}:{path_name((*self._below, *path))}",
                 path=self._source.path,
                 size=len(data),
                 derivation=Decoded(lambda _: memoryview(data), is_proved=True),
                 stamp=self._source.stamp,
             )
-            self._catalog.files.append(made)
+            self._catalog.files.append(entry_file)
             file = self._files[data] = len(self._catalog.files) - 1
         return self._add(path, dtype, shape, file, 0, len(data))
 
@@ -260,11 +260,11 @@ class OptimizerComparison:
         if self._first is None:
             self._first, self._counts, self._groups = name, counts, settings
             return
-        others = [key for key, value in counts.items() if self._counts.get(key, value) != value]
+        differences = [key for key, value in counts.items() if self._counts.get(key, value) != value]
         if settings is not None and self._groups is not None:
-            others += _other_settings(self._groups, settings)
-        if others:
-            self._problems.append(f"{escape(name)}: not as in {escape(self._first)}: {listed(others)}")
+            differences += _other_settings(self._groups, settings)
+        if differences:
+            self._problems.append(f"{escape(name)}: not as in {escape(self._first)}: {listed(differences)}")
 
     def check(self) -> None:
         """Refuse files of different saves.
@@ -304,12 +304,12 @@ def _settings(group: Group) -> dict[str, str]:
 
 
 def _other_settings(
-    groups: Sequence[Mapping[str, str]], others: Sequence[Mapping[str, str]]
+    groups: Sequence[Mapping[str, str]], other_groups: Sequence[Mapping[str, str]]
 ) -> Iterator[str]:
-    if len(groups) != len(others):
-        yield f"{len(others)} groups"
+    if len(groups) != len(other_groups):
+        yield f"{len(other_groups)} groups"
         return
-    for number, (group, other) in enumerate(zip(groups, others, strict=True)):
-        for key in sorted(group.keys() | other.keys()):
-            if group.get(key) != other.get(key):
+    for number, (group, other_group) in enumerate(zip(groups, other_groups, strict=True)):
+        for key in sorted(group.keys() | other_group.keys()):
+            if group.get(key) != other_group.get(key):
                 yield f"{key} of group {number}"

@@ -123,23 +123,23 @@ class DcpDirectory:
         return select_raw(self.catalog, self.transforms, names)
 
     def select_within(
-        self, wanted: Mapping[str, Sequence[Region]], opened: dict[str, int] | None = None
+        self, regions: Mapping[str, Sequence[Region]], opened: dict[str, int] | None = None
     ) -> Catalog:
         """Return the same with those chunks alone in which some regions lie: the records of no others are opened.
 
         Args:
-            wanted: regions of each tensor, in elements; a tensor may have none.
+            regions: of each tensor, in elements; a tensor may have none.
             opened: descriptors by path, which are taken from there and put there.
 
         Raises:
             SourceError, IntegrityError, ResourceError: as `select`.
         """
         assert self.has_records
-        chosen, table = subset_within(self.catalog, wanted), self.catalog.chunks
+        chosen, table = subset_within(self.catalog, regions), self.catalog.chunks
         known = {(table.file[row], table.start[row]): transform for row, transform in self.transforms.items()}
         places = enumerate(zip(chosen.chunks.file, chosen.chunks.start, strict=True))
         transforms = {row: known[place] for row, place in places if place in known} if known else {}
-        return select_raw(chosen, transforms, tuple(wanted), opened=opened)
+        return select_raw(chosen, transforms, tuple(regions), opened=opened)
 
     def defer(self, names: Collection[str]) -> Catalog:
         """Return the same with records that are still closed: what is decided by names, dtypes and shapes needs none.

@@ -490,7 +490,7 @@ def _describe(
     label: str, directory: str, model: OpenedHubModel | None, assets: Mapping[str, str], *, is_given: bool
 ) -> Base:
     tensors = model.catalog.tensors.values() if model else ()
-    beside = model.beside if model and is_given else ()
+    beside = model.other_weights if model and is_given else ()
     config = read_config(directory)
     return Base(
         label=label,

@@ -96,7 +96,7 @@ def open_model(directory: str, *, variant: str | None = None) -> OpenedHubModel:
         raise ResourceError(f"{escape(directory)}: {error.strerror}") from None
     model = open_weights(directory, choose_weights(directory, names, variant=variant))
     model = with_beside(model, list_weights(directory), module_folders(directory))
-    return replace(model, beside=(*model.beside, *list_around(directory)))
+    return replace(model, other_weights=(*model.other_weights, *list_around(directory)))
 
 
 def choose_weights(directory: str, names: Collection[str], *, variant: str | None = None) -> WeightFiles:
@@ -120,7 +120,7 @@ def with_beside(model: OpenedHubModel, names: Iterable[str], folders: Collection
         folders: of its modules, if they are known.
     """
     taken = {file.name for file in model.catalog.files}
-    return replace(model, beside=tuple(weights_beside(names, taken, folders)))
+    return replace(model, other_weights=tuple(weights_beside(names, taken, folders)))
 
 
 def open_weights(
@@ -512,7 +512,7 @@ def as_checkpoint(path: str, model: OpenedHubModel) -> Checkpoint:
         contents=Contents(
             roots={"model": ()}, assets=asset_directories(model.directory) or _with_config(path, model)
         ),
-        remarks=Remarks(skipped=model.beside, notes=catalog.notes),
+        remarks=Remarks(skipped=model.other_weights, notes=catalog.notes),
     )
 
 

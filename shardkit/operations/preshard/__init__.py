@@ -314,7 +314,7 @@ def _result(
         ties=tuple((name, *other_names) for name, other_names in job.aliases.items()),
         omitted=layout.omitted,
         copied=tuple(job.assets),
-        skipped=job.model.beside,
+        skipped=job.model.other_weights,
         names=tuple(_named(job)) if facts["dry_run"] else (),
         notes=notes,
     )

@@ -441,7 +441,11 @@ def _of_hub(model: OpenedHubModel) -> _StoredModel:
         # Unlike `from_pretrained`, which adds an adapter that lies beside a model's weights.
         notes=(
             *model.catalog.notes,
-            *(f"left out: {escape(name)}: {what}" for name, what in model.beside if is_adapter_file(name)),
+            *(
+                f"left out: {escape(name)}: {what}"
+                for name, what in model.other_weights
+                if is_adapter_file(name)
+            ),
         ),
     )
 
