@@ -136,9 +136,11 @@ class DcpDirectory:
         """
         assert self.has_records
         chosen, table = subset_within(self.catalog, regions), self.catalog.chunks
-        known = {(table.file[row], table.start[row]): transform for row, transform in self.transforms.items()}
+        by_place = {
+            (table.file[row], table.start[row]): transform for row, transform in self.transforms.items()
+        }
         places = enumerate(zip(chosen.chunks.file, chosen.chunks.start, strict=True))
-        transforms = {row: known[place] for row, place in places if place in known} if known else {}
+        transforms = {row: by_place[place] for row, place in places if place in by_place} if by_place else {}
         return select_raw(chosen, transforms, tuple(regions), opened=opened)
 
     def defer(self, names: Collection[str]) -> Catalog:
@@ -316,8 +318,8 @@ def _compare(catalog: Catalog, copies: Sequence[Copy]) -> Copies:
                     stored[place] = StoredCopy.of(record)
     for copy, first in zip(copies, firsts, strict=True):
         if first in stored and copy.place in stored:
-            taken, other = (catalog.files[place[0]].name for place in (first, copy.place))
-            compared.compare(copy.fqn, stored[first], taken, stored[copy.place], other)
+            first_file, copy_file = (catalog.files[place[0]].name for place in (first, copy.place))
+            compared.compare(copy.fqn, stored[first], first_file, stored[copy.place], copy_file)
     return compared
 
 
@@ -421,10 +423,10 @@ def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
 
 def _told_files(directory: str, metadata: DcpMetadata, described: str) -> list[SourceFile] | None:
     """Return the files of a `.metadata` that another process has looked at, and found right; None if none has."""
-    told = shared_reads.take(SIZES, described)
-    if told is None:
+    shared_sizes = shared_reads.take(SIZES, described)
+    if shared_sizes is None:
         return None
-    sizes = zip(metadata.files, json.loads(told[0]), strict=True)
+    sizes = zip(metadata.files, json.loads(shared_sizes[0]), strict=True)
     return [
         SourceFile(name=name, path=os.path.join(directory, name) if _is_shard(name) else "", size=size)
         for name, size in sizes
@@ -647,10 +649,10 @@ def are_apart(
     """
     import numpy as np
 
-    others = np.array(more, dtype=np.int64).reshape(-1, 3)
-    file = np.concatenate([np.frombuffer(files, dtype=np.int32), others[:, 0]])
-    start = np.concatenate([np.frombuffer(starts, dtype=np.int64), others[:, 1]])
-    length = np.concatenate([np.frombuffer(nbytes, dtype=np.int64), others[:, 2]])
+    more_extents = np.array(more, dtype=np.int64).reshape(-1, 3)
+    file = np.concatenate([np.frombuffer(files, dtype=np.int32), more_extents[:, 0]])
+    start = np.concatenate([np.frombuffer(starts, dtype=np.int64), more_extents[:, 1]])
+    length = np.concatenate([np.frombuffer(nbytes, dtype=np.int64), more_extents[:, 2]])
     size = np.array(sizes, dtype=np.int64)[file]
     if (start < 0).any() or (length <= 0).any() or (start > size).any() or (length > size - start).any():
         return False

@@ -238,9 +238,9 @@ def _check_numbers(shards: Mapping[str, _ShardName], prefix: str) -> None:
         )
     ranks = {shard.rank for shard in shards.values()}
     numbers = {shard.number for shard in shards.values()}
-    wanted = [f"shard-{rank:05d}-model-*" for rank in _gaps(ranks, max(ranks))]
-    wanted += [f"shard-*-model-{number:05d}" for number in _gaps(numbers, totals[0])]
-    problems = [f"{prefix}{name}-of-{totals[0]:05d}.safetensors: no such file" for name in wanted]
+    missing_names = [f"shard-{rank:05d}-model-*" for rank in _gaps(ranks, max(ranks))]
+    missing_names += [f"shard-*-model-{number:05d}" for number in _gaps(numbers, totals[0])]
+    problems = [f"{prefix}{name}-of-{totals[0]:05d}.safetensors: no such file" for name in missing_names]
     SourceError.raise_for(problems, f"{count(len(problems), 'shard')} missing", hint=_COPY)
 
 
@@ -259,18 +259,18 @@ def _read_shard(
     file = len(catalog.files) - 1
     for tensor in header.tensors:
         corner = corners[tensor.fqn] if corners is not None else (0,) * len(tensor.shape)
-        known = parts.setdefault(tensor.fqn, _PartsOfTensor(tensor.dtype, {}))
+        tensor_parts = parts.setdefault(tensor.fqn, _PartsOfTensor(tensor.dtype, {}))
         region = Region(corner, tensor.shape)
-        if known.dtype is not tensor.dtype:
+        if tensor_parts.dtype is not tensor.dtype:
             problems.append(
-                f"{escape(tensor.fqn)}: {escape(name)} has {tensor.dtype.name}, another {known.dtype.name}"
+                f"{escape(tensor.fqn)}: {escape(name)} has {tensor.dtype.name}, another {tensor_parts.dtype.name}"
             )
-        elif any(len(other.sizes) != len(tensor.shape) for other in islice(known.chunks, 1)):
+        elif any(len(first.sizes) != len(tensor.shape) for first in islice(tensor_parts.chunks, 1)):
             problems.append(
                 f"{escape(tensor.fqn)}: {escape(name)} has {len(tensor.shape)} dims, another does not"
             )
         else:  # an equal region is a replica
-            known.chunks.setdefault(region, _PartExtent(file, tensor.start, tensor.nbytes))
+            tensor_parts.chunks.setdefault(region, _PartExtent(file, tensor.start, tensor.nbytes))
 
 
 def _add(catalog: Catalog, fqn: str, parts: _PartsOfTensor, problems: list[str]) -> None:

@@ -151,33 +151,33 @@ class DcpImages(ImageList[DcpImage]):
             ranks = [self._file_of[rank] for rank in ranks]
         firsts = flat_offsets([region.offsets for region in regions], shape)
         first_row, num_data_bytes, data_nbytes = len(self.kind_of), 0, self.data_nbytes
-        known, make = dict[Shape, int](), bare_skeleton if fqn in self.objects else record_skeleton
+        kind_numbers, make = dict[Shape, int](), bare_skeleton if fqn in self.objects else record_skeleton
         starts, nbytes, kinds = list[int](), list[int](), list[int]()
         sizes: Shape | None = None
         for row, (rank, region, first) in enumerate(zip(ranks, regions, firsts, strict=True), first_row):
             if region.sizes != sizes:  # nearly all are of one size, one after the other
                 sizes = region.sizes
-                if sizes not in known:
-                    known[sizes] = len(self.kinds)
+                if sizes not in kind_numbers:
+                    kind_numbers[sizes] = len(self.kinds)
                     self.kinds.append(RecordKind(fqn, source, dtype, sizes, make(dtype, sizes)))
-                number = known[sizes]
+                number = kind_numbers[sizes]
                 skeleton = self.kinds[number].skeleton
-                lead, held, whole = len(skeleton.prefix), skeleton.data_nbytes, skeleton.nbytes
+                lead, chunk_nbytes, whole = len(skeleton.prefix), skeleton.data_nbytes, skeleton.nbytes
                 is_in_source = begin is not None and is_contiguous(region, shape)
                 base, step = (begin or 0, dtype.itemsize) if is_in_source else (0, 0)
             start = ends[rank]
-            if held >= _ALIGNED_NBYTES:
+            if chunk_nbytes >= _ALIGNED_NBYTES:
                 start += (base + first * step - start - lead) % BLOCK
             ends[rank] = start + whole
-            num_data_bytes += held
-            data_nbytes[rank] += held
+            num_data_bytes += chunk_nbytes
+            data_nbytes[rank] += chunk_nbytes
             rows[rank].append(row)
             kinds.append(number)
             starts.append(start)
             nbytes.append(whole)
         self.kind_of.extend(kinds)
         self.first_of.extend(firsts)
-        self._holes[fqn] = TensorHoles(fqn, source, tuple(known), dtype, num_data_bytes)
+        self._holes[fqn] = TensorHoles(fqn, source, tuple(kind_numbers), dtype, num_data_bytes)
         self.catalog.add_tensor_columns(fqn, dtype, shape, ranks, starts, nbytes, regions)
 
     def tensors(self) -> Iterator[TensorHoles]:

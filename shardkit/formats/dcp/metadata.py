@@ -424,8 +424,8 @@ def num_enough(directory: str, names: Collection[str], max_bytes: int) -> int:
         for fqn, entry in part.tensors.items():
             regions = {(fqn, region) for region in part.chunks.regions(entry.chunk_ids)} - seen
             seen |= regions
-            held = sum(region.num_elements for _, region in regions)
-            lacking[fqn] = lacking.get(fqn, entry.num_elements) - held
+            num_new = sum(region.num_elements for _, region in regions)
+            lacking[fqn] = lacking.get(fqn, entry.num_elements) - num_new
         if not any(lacking.values()):
             enough = number
     return enough

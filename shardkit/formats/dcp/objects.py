@@ -47,7 +47,7 @@ def objects_with_tensors(opened: DcpFolder) -> dict[str, Holds]:
     Raises:
         ResourceError: a file may not be read.
     """
-    found = dict[str, Holds]()
+    kinds = dict[str, Holds]()
     by_file: dict[int, list[tuple[str, EntryLocation]]] = {}
     for name, place in opened.objects.items():
         if place is not None and place.nbytes >= _LEAST and not place.transforms:
@@ -61,15 +61,15 @@ def objects_with_tensors(opened: DcpFolder) -> dict[str, Holds]:
                     members = read_directory(reader)
                     if "data.pkl" in members and any(member.startswith("data/") for member in members):
                         data = reader.content("data.pkl", members["data.pkl"], _MAX_PICKLE)
-                        found[name] = _kind(data, members)
-    return {name: found[name] for name in opened.objects if name in found}
+                        kinds[name] = _kind(data, members)
+    return {name: kinds[name] for name in opened.objects if name in kinds}
 
 
 def _kind(data: bytes, members: Mapping[str, ZipEntry]) -> Holds:
     if not _OF_MESH.search(data):
         return "tensors"
     names = TensorNames({key[5:]: entry for key, entry in members.items() if key.startswith("data/")})
-    made = list[object]()
+    made_objects = list[object]()
 
     def look_up(module: str, name: str) -> object:
         thing = names.look_up(module, name)
@@ -78,14 +78,14 @@ def _kind(data: bytes, members: Mapping[str, ZipEntry]) -> Holds:
         return thing
 
     def make(thing: Maker, args: tuple[Any, ...]) -> object:
-        made.append(thing.make(args))
-        return made[-1]
+        made_objects.append(thing.make(args))
+        return made_objects[-1]
 
     try:
         Inert(data, look_up, names.storage).run("data.pkl")
     except SourceError:
         return "parts"
-    return "distributed" if all(map(_is_whole, made)) else "parts"
+    return "distributed" if all(map(_is_whole, made_objects)) else "parts"
 
 
 def _is_whole(tensor: object) -> bool:

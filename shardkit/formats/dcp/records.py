@@ -95,16 +95,16 @@ def select_raw(
     chosen, num_unrecorded = scan.chosen, 0
     pointer = _BulkPointer(chosen, scan.scanner) if len(chosen.chunks) >= MIN_TOTAL else None
     for number, fd, source, rows in scan.files():
-        left, checksums, stored = rows, None, list[tuple[int, int, int]]()
+        rows_left, checksums, stored = rows, None, list[tuple[int, int, int]]()
         if pointer is not None:
             _ask_for_ends(fd, chosen, rows)
-            left, checksums = pointer.point(fd, rows)
-        for row, record in scan.records_of_file(fd, source, left):
+            rows_left, checksums = pointer.point(fd, rows)
+        for row, record in scan.records_of_file(fd, source, rows_left):
             _point(chosen, scan.tensor_of[row], row, record)
             stored.append((record.data_start, record.data_nbytes, record.crc32 or 0))
         if stored or checksums is None:
-            others = Checksums.of(stored)
-            checksums = others if checksums is None else checksums | others
+            stored_checksums = Checksums.of(stored)
+            checksums = stored_checksums if checksums is None else checksums | stored_checksums
         num_unrecorded += checksums.crcs.count(0)
         chosen.files[number] = replace(source, checksums=checksums)
     scan.raise_problems()

@@ -211,13 +211,13 @@ class StorageTable:
         self.corner_at.extend(accumulate(indexes.num_dims[:-1], initial=first))
         self.num_dims.extend(indexes.num_dims)
         self.corners.frombytes(indexes.corners)
-        for ids, known, names in (
+        for ids, numbers, names in (
             (self.name_ids, self.fqns, indexes.fqns),
             (self.path_ids, self.paths, infos.paths),
         ):
             for name in dict.fromkeys(names):
-                known.setdefault(name, len(known))
-            ids.extend(map(known.__getitem__, names))
+                numbers.setdefault(name, len(numbers))
+            ids.extend(map(numbers.__getitem__, names))
         self.offsets.extend(infos.offsets)
         self.lengths.extend(infos.lengths)
 
@@ -289,13 +289,13 @@ class Metadata(Record):
 class Ignored(Record):
     """An object that we do not look at; its fields must still be those of its class."""
 
-    __slots__ = ("_known", "_name")
+    __slots__ = ("_field_names", "_name")
 
-    def __init__(self, name: str, known: frozenset[str]) -> None:
-        self._name, self._known = name, known
+    def __init__(self, name: str, field_names: frozenset[str]) -> None:
+        self._name, self._field_names = name, field_names
 
     def build(self, state: object) -> None:
-        checked_fields(state, self._name, self._known)
+        checked_fields(state, self._name, self._field_names)
 
 
 def count_chunks(chunks: list[object]) -> int:
@@ -319,16 +319,16 @@ def _counted(nbytes: int) -> Callable[[], Record]:
     Many tensors may name the same list of chunks, and each copies it into its columns. Without a limit, memory
     would grow with the square of the file's size.
     """
-    left = nbytes // _MIN_CHUNK_BYTES
+    chunks_left = nbytes // _MIN_CHUNK_BYTES
 
     class CountedTensor(Tensor):
         __slots__ = ()
 
         def build(self, state: object) -> None:
-            nonlocal left
+            nonlocal chunks_left
             chunks = state.get("chunks") if type(state) is dict else None
-            left -= count_chunks(chunks) if type(chunks) is list else 0
-            if left < 0:
+            chunks_left -= count_chunks(chunks) if type(chunks) is list else 0
+            if chunks_left < 0:
                 raise Refusal("it lists more chunks than a file of its size can place")
             super().build(state)
 
@@ -353,12 +353,14 @@ def store_places(target: dict[Any, Any], items: list[Any]) -> None:
         table.append(items[i], items[i + 1])
 
 
-def checked_fields(state: object, name: str, known: frozenset[str]) -> dict[str, Any]:
+def checked_fields(state: object, name: str, field_names: frozenset[str]) -> dict[str, Any]:
     """Return the state of a record; refuse unknown fields."""
     if type(state) is not dict:
         raise Refusal(f"the state of {name} is not a dict")
-    if not known.issuperset(state):
-        unknown = [escape(key) if type(key) is str else "(records)" for key in state if key not in known]
+    if not field_names.issuperset(state):
+        unknown = [
+            escape(key) if type(key) is str else "(records)" for key in state if key not in field_names
+        ]
         raise Refusal(f"{name} has unknown fields: {', '.join(unknown[:_MAX_TRANSFORMS])}")
     return state
 
@@ -411,8 +413,8 @@ def _make_path(args: tuple[Any, ...]) -> None:
         raise Refusal("a path that is not text")
 
 
-def _unused(name: str, *known: str) -> Global:
-    return Global(name, new=lambda: Ignored(name, frozenset(known)))
+def _unused(name: str, *field_names: str) -> Global:
+    return Global(name, new=lambda: Ignored(name, frozenset(field_names)))
 
 
 _PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")

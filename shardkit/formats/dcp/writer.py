@@ -194,9 +194,9 @@ class _MetadataPickler:
 
     def _properties(self, dtype: str) -> bytes:
         """`TensorProperties` of a plain strided tensor: dtype, layout, grad, memory format, pinned."""
-        known = self._memo.get(("properties", dtype))
-        if known:
-            return known
+        reference = self._memo.get(("properties", dtype))
+        if reference:
+            return reference
         parts = [self._class(_METADATA, "TensorProperties"), _NEW, _MARK, self._class("torch", dtype)]
         parts += (
             self._class("torch.serialization", "_get_layout"),
@@ -229,16 +229,16 @@ class _MetadataPickler:
         return b"".join([*parts, b"\x85", _REDUCE])
 
     def _class(self, module: str, name: str) -> bytes:
-        known = self._memo.get((module, name))
-        if known:
-            return known
+        reference = self._memo.get((module, name))
+        if reference:
+            return reference
         opcodes = self._text(module) + self._text(name) + b"\x93"
         return opcodes + self._remember((module, name))
 
     def _text(self, value: str) -> bytes:
-        known = self._memo.get(value)
-        if known:
-            return known
+        reference = self._memo.get(value)
+        if reference:
+            return reference
         data = value.encode("utf-8")
         opcode = b"\x8c" + bytes([len(data)]) if len(data) < 256 else b"X" + struct.pack("<I", len(data))
         return opcode + data + self._remember(value)
