@@ -306,9 +306,9 @@ def _notes_on_masters(state: ModelStates, optimizers: Sequence[OptimizerStates])
     module = _dtypes(state) - masters
     if not module:
         return []
-    held, ran = (", ".join(sorted(map(short_dtype, names))) for names in (masters, module))
+    master_dtypes, ran = (", ".join(sorted(map(short_dtype, names))) for names in (masters, module))
     return [
-        f"the weights are the optimizer's {held} masters; the model ran in {ran}, which a cast gives again"
+        f"the weights are the optimizer's {master_dtypes} masters; the model ran in {ran}, which a cast gives again"
     ]
 
 
@@ -369,16 +369,16 @@ def _assemble(
         for expert in experts
         for name, ref in expert.tensors.items()
     }
-    known: dict[str, Weight | None] = {}
+    cache: dict[str, Weight | None] = {}
 
-    def own(name: str) -> Weight | None:
+    def weight_of(name: str) -> Weight | None:
         """Return the parameter stored under a name; made once, so that ties are one object."""
-        if name not in known:
-            known[name] = masters.get(name) or whole.get(name) or _untrained(name, states, numbers)
-        return known[name]
+        if name not in cache:
+            cache[name] = masters.get(name) or whole.get(name) or _untrained(name, states, numbers)
+        return cache[name]
 
     for name in dict.fromkeys(chain(main.module, whole, masters, main.frozen, main.shared)):
-        weight = own(name) or own(_target(name, main.shared)) or _as_stored(name, main, numbers)
+        weight = weight_of(name) or weight_of(_target(name, main.shared)) or _as_stored(name, main, numbers)
         stored = main.module.get(name)
         if weight is not None:
             weights.by_name[name] = weight
@@ -478,8 +478,8 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> O
         SourceError, IntegrityError, ResourceError: as `_open_parameters`; a parameter lacks what others have.
     """
     shapes = _shapes(tag, state)
-    beside = {name: _leaves(tag, name) for name in shapes}
-    kinds = sorted(set().union(*beside.values()))
+    by_parameter = {name: _leaves(tag, name) for name in shapes}
+    kinds = sorted(set().union(*by_parameter.values()))
     if not kinds:
         return Unmapped([f"{tag.prefix}zero"], "no parameter has a state of the optimizer beside its weights")
     SourceError.raise_for(
@@ -487,16 +487,16 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> O
             escape(f"{tag.prefix}zero/{name}/{leaf}{_SUFFIX}")
             for leaf in kinds
             for name in shapes
-            if leaf not in beside[name]
+            if leaf not in by_parameter[name]
         ],
         f"{escape(tag.directory)}: the optimizer's state of some parameters is missing",
         hint=f"copy the whole directory, or {_AGAIN}",
     )
     settings = open_states(tag, [_SETTINGS], _read_settings)[0]
-    files, taken = [settings.file], Leaves()
-    wanted = [(name, leaf) for name in shapes for leaf in kinds]
-    opened = open_states(tag, [f"zero/{name}/{leaf}{_SUFFIX}" for name, leaf in wanted], _read)
-    for (name, leaf), (file, value) in zip(wanted, opened, strict=True):
+    files, state_leaves = [settings.file], Leaves()
+    pairs = [(name, leaf) for name in shapes for leaf in kinds]
+    opened = open_states(tag, [f"zero/{name}/{leaf}{_SUFFIX}" for name, leaf in pairs], _read)
+    for (name, leaf), (file, value) in zip(pairs, opened, strict=True):
         if isinstance(value, TensorRef):
             shape = shapes[name] if value.shape else ()
             content: Weight | float | None = _weight(len(files), value, shape, num_ranks)
@@ -505,7 +505,7 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> O
         if content is None:
             return Unmapped([file.name], f"it does not hold the {escape(leaf)} of {escape(name)}")
         files.append(file)
-        taken.setdefault(name, {})[leaf] = content
+        state_leaves.setdefault(name, {})[leaf] = content
     names = [list(group) for group in state.groups or ()]
     steps = {
         name: settings.steps[number]
@@ -513,13 +513,13 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> O
         if number in settings.steps
         for name in group
     }
-    for name, held in taken.items():
+    for name, leaves in state_leaves.items():
         if name in steps:
-            held.setdefault(STEP, steps[name])
+            leaves.setdefault(STEP, steps[name])
     params = group_params(settings.groups, names or [list(shapes)])
     if isinstance(params, str):
         return Unmapped([settings.file.name], params)
-    return write_state(tag.directory, files, taken, settings.groups, params)
+    return write_state(tag.directory, files, state_leaves, settings.groups, params)
 
 
 def _is_cut(tag: Tag) -> bool:

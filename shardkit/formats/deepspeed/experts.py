@@ -62,21 +62,21 @@ def open_experts(tag: Tag, files: StateFiles, main: ModelStates) -> list[ExpertS
             f"{escape(main.file.name)}: its experts are placed on ranks by rules of their own (AutoEP)",
             hint="convert it with DeepSpeed's ds_to_universal.py, and give the directory that this makes",
         )
-    wanted = _wanted(files, main)
-    missing = [_name(*key) for key in wanted if key not in files.experts]
+    keys = _wanted(files, main)
+    missing = [_name(*key) for key in keys if key not in files.experts]
     if missing:
         raise DamagedFiles(
-            f"{escape(tag.directory)}: {len(missing)} of {len(wanted)} files of experts are missing",
+            f"{escape(tag.directory)}: {len(missing)} of {len(keys)} files of experts are missing",
             {tag.prefix + name: "" for name in missing},
             hint="copy them too; each node may have kept its own",
         )
-    return open_states(tag, [files.experts[key] for key in wanted], read_expert_states)
+    return open_states(tag, [files.experts[key] for key in keys], read_expert_states)
 
 
 def stale_experts(files: StateFiles, main: ModelStates) -> list[str]:
     """Return the files of experts that the model does not have."""
-    wanted = set(_wanted(files, main))
-    return [name for key, name in files.experts.items() if key not in wanted]
+    keys = set(_wanted(files, main))
+    return [name for key, name in files.experts.items() if key not in keys]
 
 
 def _wanted(files: StateFiles, main: ModelStates) -> list[tuple[int, int]]:

@@ -240,18 +240,18 @@ def require_files(tag: Tag, files: StateFiles, num_ranks: int, *, with_models: b
         SourceError: lists all that are missing.
     """
     sample = min(files.optimizers.values(), default="zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    wanted = [(files.optimizers, sample)]
+    file_sets = [(files.optimizers, sample)]
     if with_models:
-        wanted.append((files.models, "zero_pp_rank_0_mp_rank_00_model_states.pt"))
+        file_sets.append((files.models, "zero_pp_rank_0_mp_rank_00_model_states.pt"))
     missing = [
         tag.prefix + re.sub(r"pp_rank_[0-9]+", f"pp_rank_{rank}", name)
-        for present, name in wanted
+        for present, name in file_sets
         for rank in range(num_ranks)
         if rank not in present
     ]
     if missing:
         raise DamagedFiles(
-            f"{len(missing)} of {num_ranks * len(wanted)} rank files are missing: "
+            f"{len(missing)} of {num_ranks * len(file_sets)} rank files are missing: "
             f"it was saved by {num_ranks} ranks",
             dict.fromkeys(missing, ""),
             hint="copy the files of all ranks; each node may have kept its own",

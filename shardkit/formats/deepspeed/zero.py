@@ -119,8 +119,8 @@ def pieces_of(model: ModelStates, optimizers: Sequence[OptimizerStates], directo
     elif not problems:
         for number, group in enumerate(groups):
             for ranks, part in _shares(model, optimizers, number, group):
-                held = [lengths[rank][number] for rank in ranks]
-                collect(joined_pieces, number, part, held, paddings.get(number), ranks)
+                group_lengths = [lengths[rank][number] for rank in ranks]
+                collect(joined_pieces, number, part, group_lengths, paddings.get(number), ranks)
     IntegrityError.raise_for(
         problems, f"{escape(directory)}: the fp32 partitions do not hold the parameters", hint=_HINT
     )
@@ -213,10 +213,10 @@ def partitioned_pieces(shapes: Mapping[str, Shape], lengths: Sequence[Sequence[i
     num_ranks = len(lengths)
     parts = {name: -(-prod(shape) // num_ranks) for name, shape in shapes.items()}
     needed = sum(parts.values())
-    for rank, held in enumerate(lengths):
-        if sum(held) != needed or list(held) != list(lengths[0]):
+    for rank, rank_lengths in enumerate(lengths):
+        if sum(rank_lengths) != needed or list(rank_lengths) != list(lengths[0]):
             raise ValueError(
-                f"rank {rank} needs {needed} elements, it holds {sum(held)} in {len(held)} groups"
+                f"rank {rank} needs {needed} elements, it holds {sum(rank_lengths)} in {len(rank_lengths)} groups"
             )
     bounds = [0, *accumulate(lengths[0])] if lengths else [0]
     pieces: Pieces = {}
