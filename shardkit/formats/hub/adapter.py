@@ -43,8 +43,8 @@ def is_adapter(names: Collection[str]) -> bool:
     """
     if ADAPTER_WEIGHTS not in names or any(name.startswith("model") for name in names):
         return False
-    others = (name for name in names if name != ADAPTER_WEIGHTS)
-    return ADAPTER_CONFIG in names or not any(name == METADATA or is_weights(name) for name in others)
+    other_names = (name for name in names if name != ADAPTER_WEIGHTS)
+    return ADAPTER_CONFIG in names or not any(name == METADATA or is_weights(name) for name in other_names)
 
 
 def adapted_model(directory: str) -> str | None:

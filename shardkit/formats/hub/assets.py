@@ -246,7 +246,7 @@ def _json(directory: str, name: str, kind: type) -> Any:
 
 
 def weights_beside(
-    names: Iterable[str], taken: Collection[str], folders: Collection[str] = ()
+    names: Iterable[str], model_files: Collection[str], folders: Collection[str] = ()
 ) -> Iterator[tuple[str, str]]:
     """Yield (name, what it is) of other files that hold weights, or may. Pure.
 
@@ -254,12 +254,12 @@ def weights_beside(
 
     Args:
         names: of files, relative to the model's directory.
-        taken: the model's weight files.
+        model_files: the model's weight files.
         folders: where modules lie, as far as that is known.
     """
     inside = dict[str, list[str]]()
     for name in sorted(names):
-        if name in taken or not may_hold_weights(name):
+        if name in model_files or not may_hold_weights(name):
             continue
         folder, _, rest = name.partition("/")
         is_module = fnmatchcase(folder, _FOLDERS[1]) or any(name.startswith(f"{path}/") for path in folders)
@@ -267,9 +267,9 @@ def weights_beside(
             yield name, "weights of a module of its own" if is_module else _what(name)
         else:
             inside.setdefault(folder, []).append(name)
-    for folder, held in inside.items():
-        what = {_what(os.path.basename(name)) for name in held}
-        which = held[0].removeprefix(f"{folder}/") if len(held) == 1 else count(len(held), "file")
+    for folder, members in inside.items():
+        what = {_what(os.path.basename(name)) for name in members}
+        which = members[0].removeprefix(f"{folder}/") if len(members) == 1 else count(len(members), "file")
         yield f"{folder}/", f"{which}: {what.pop() if len(what) == 1 else _NOT_NAMED}"
 
 
@@ -310,12 +310,12 @@ def list_around(directory: str) -> list[tuple[str, str]]:
         SourceError: as for `modules`, of the directory above.
     """
     here = storage.realpath(directory)
-    above, own = os.path.split(here)
-    if own not in module_folders(above):
+    above, module = os.path.split(here)
+    if module not in module_folders(above):
         return []
-    names = [name for name in list_weights(above) if not name.startswith(f"{own}/")]
+    names = [name for name in list_weights(above) if not name.startswith(f"{module}/")]
     return [
-        (os.path.join(os.pardir, name), f"{what}; {MODULES} above names {own} as one of its modules")
+        (os.path.join(os.pardir, name), f"{what}; {MODULES} above names {module} as one of its modules")
         for name, what in weights_beside(names, (), module_folders(above))
     ]
 

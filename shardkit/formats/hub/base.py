@@ -128,7 +128,7 @@ class Base:
     """A trainer wrote it, and may have changed the config for the run."""
     says_dtype: bool = False
     """shardkit put the config there, with the dtype that is right for the weights as they are."""
-    own: OwnFiles | None = None
+    own_files: OwnFiles | None = None
     """Files of the checkpoint that count before those of the base that a person named; None if none were looked for."""
     notes: tuple[str, ...] = ()
     """What a person should be told."""
@@ -141,18 +141,18 @@ class Base:
         return f"hf download {in_shell(self.label)} --revision {os.path.basename(self.directory)}"
 
 
-def holds_equal(base: Base, one: str, other: str) -> bool:
+def holds_equal(base: Base, first: str, second: str) -> bool:
     """True if a base on this machine stores the same bytes under two names.
 
     Raises:
         IntegrityError, ResourceError: a file cannot be read as described.
     """
     catalog = base.catalog
-    if catalog is None or not {one, other} <= catalog.tensors.keys():
+    if catalog is None or not {first, second} <= catalog.tensors.keys():
         return False
-    rows = (row for name in (one, other) for row in catalog.tensors[name].chunk_ids)
+    rows = (row for name in (first, second) for row in catalog.tensors[name].chunk_ids)
     is_raw = all(catalog.files[catalog.chunks.file[row]].is_raw for row in rows)
-    return is_raw and same_bytes(catalog, one, other)
+    return is_raw and same_bytes(catalog, first, second)
 
 
 def files_of(base: Base) -> dict[str, list[str]] | None:
@@ -354,7 +354,7 @@ def recorded_names(checkpoint: Checkpoint) -> RecordedNames:
     omitted = tuple((entry.name, entry.reason) for entry in recorded.omitted)
     if recorded.hub_names is not None or recorded.key_rules:
         return RecordedNames(recorded.ties, omitted=omitted)
-    parts = (leaf.name for made in read_derived(recorded).values() for leaf in leaves(made))
+    parts = (leaf.name for expression in read_derived(recorded).values() for leaf in leaves(expression))
     names = {*(tensor.source.name for tensor in recorded.tensors.values()), *parts, *dict(omitted)}
     return RecordedNames(recorded.ties, frozenset(names), omitted)
 
@@ -490,7 +490,7 @@ def _describe(
     label: str, directory: str, model: OpenedHubModel | None, assets: Mapping[str, str], *, is_given: bool
 ) -> Base:
     tensors = model.catalog.tensors.values() if model else ()
-    beside = model.other_weights if model and is_given else ()
+    other_weights = model.other_weights if model and is_given else ()
     config = read_config(directory)
     return Base(
         label=label,
@@ -500,7 +500,7 @@ def _describe(
         index=model.index if model else None,
         tensors={entry.fqn: BaseTensor(entry.dtype, entry.shape) for entry in tensors} if model else None,
         assets=assets,
-        left_out=tuple(item for item in beside if item[0] not in assets),
+        left_out=tuple(item for item in other_weights if item[0] not in assets),
         is_given=is_given,
         repo_id=repo_id_of(directory),
     )

@@ -119,8 +119,8 @@ def with_beside(model: OpenedHubModel, names: Iterable[str], folders: Collection
         names: of files, relative to its directory or in its repo.
         folders: of its modules, if they are known.
     """
-    taken = {file.name for file in model.catalog.files}
-    return replace(model, other_weights=tuple(weights_beside(names, taken, folders)))
+    model_files = {file.name for file in model.catalog.files}
+    return replace(model, other_weights=tuple(weights_beside(names, model_files, folders)))
 
 
 def open_weights(
@@ -160,7 +160,9 @@ def open_weights(
         label=_label(directory) if not chosen_by_hand or not stem or stem in PLAIN_STEMS else stem,
         stem=weights.stem,
         index=weights.index,
-        settings={name: own for name, content in contents.items() if (own := _settings(content))},
+        settings={
+            name: file_settings for name, content in contents.items() if (file_settings := _settings(content))
+        },
         identity=manifest.RecordedSource(
             files=tuple(
                 manifest.RecordedSourceFile(name=name, size_bytes=content.size, crc32=content.crc32)
@@ -174,8 +176,8 @@ def open_weights(
 
 
 def _settings(content: Content) -> dict[str, str]:
-    said = content.metadata if isinstance(content, SafetensorsHeader) else {}
-    return {key: value for key, value in said.items() if key != "format"}
+    metadata = content.metadata if isinstance(content, SafetensorsHeader) else {}
+    return {key: value for key, value in metadata.items() if key != "format"}
 
 
 def weight_files(

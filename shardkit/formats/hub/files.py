@@ -107,8 +107,10 @@ class WeightFiles:
             matches = ((name, _OF_A_SET.fullmatch(name)) for name in names)
             return {name: (match["stem"], match["of"]) for name, match in matches if match}
 
-        known = set(sets(listed).values())
-        return sorted(name for name, of in sets(self.numbered).items() if of in known and name not in listed)
+        index_sets = set(sets(listed).values())
+        return sorted(
+            name for name, of in sets(self.numbered).items() if of in index_sets and name not in listed
+        )
 
 
 def absent_parts(names: Collection[str]) -> tuple[str, ...]:
@@ -277,13 +279,13 @@ def _other_index(names: Collection[str], label: str) -> WeightFiles | None:
 
 
 def _only_variant(names: Collection[str], label: str) -> WeightFiles | None:
-    known = sorted({variant for variant, _, _ in _variants(names)})
-    if len(known) > 1:
+    variants = sorted({variant for variant, _, _ in _variants(names)})
+    if len(variants) > 1:
         raise _ambiguous(label, sorted(name for _, name, _ in _variants(names)))
-    weights = _with_variant(names, known[0]) if known else None
+    weights = _with_variant(names, variants[0]) if variants else None
     if weights is None:
         return None
-    note = f"no default weights in {escape(label)}: took its only variant, {escape(known[0])}"
+    note = f"no default weights in {escape(label)}: took its only variant, {escape(variants[0])}"
     return replace(weights, notes=(note,))
 
 
@@ -311,11 +313,11 @@ def _variants(names: Collection[str]) -> Iterator[tuple[str, str, Kind]]:
 
 
 def _no_such_variant(names: Collection[str], label: str, variant: str) -> SourceError:
-    known = sorted({name for name, _, _ in _variants(names)})
+    variants = sorted({name for name, _, _ in _variants(names)})
     return SourceError(
-        f"{escape(label)} has no weights of variant {escape(variant)!r}{suggestion(variant, known)}",
-        hint=f"give --variant {' or '.join(map(repr, known))}"
-        if known
+        f"{escape(label)} has no weights of variant {escape(variant)!r}{suggestion(variant, variants)}",
+        hint=f"give --variant {' or '.join(map(repr, variants))}"
+        if variants
         else "leave --variant out: it has none",
     )
 

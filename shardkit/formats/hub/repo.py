@@ -93,15 +93,15 @@ def named_repo(text: str, revision: str | None = None) -> Repo | None:
         return Repo(text, revision) if looks_like_repo_id(text) else None
     if not names_repo(address):  # a folder, or a file
         return None
-    repo_id, theirs = named(address)
+    repo_id, named_revision = named(address)
     if not looks_like_repo_id(repo_id):
         return None
-    if theirs is not None and revision not in (None, theirs):
+    if named_revision is not None and revision not in (None, named_revision):
         raise UsageError(
-            f"{escape(text)} is of revision {escape(theirs)}, and --revision is {escape(str(revision))}",
+            f"{escape(text)} is of revision {escape(named_revision)}, and --revision is {escape(str(revision))}",
             hint="leave out one of the two",
         )
-    return Repo(repo_id, theirs or revision)
+    return Repo(repo_id, named_revision or revision)
 
 
 def fetch_model(
@@ -126,14 +126,14 @@ def fetch_model(
     with _explained(repo_id, revision):
         folder = _download(repo_id, revision, _SMALL_FILES)
         commit = os.path.basename(folder)
-        weights, there = _choose(repo_id, commit, folder, variant)
+        weights, repo_files = _choose(repo_id, commit, folder, variant)
         names, absent = _weight_files(repo_id, commit, folder, weights)
         elsewhere: Elsewhere = {}
         if headers_only and weights.kind == "safetensors":
             elsewhere = _read_headers(repo_id, commit, absent)
         else:
             _download(repo_id, commit, _literal(names))
-    model = with_beside(open_weights(folder, weights, elsewhere=elsewhere), there)
+    model = with_beside(open_weights(folder, weights, elsewhere=elsewhere), repo_files)
     if headers_only and absent and weights.kind != "safetensors":
         model.catalog.notes += (_DOWNLOADED.format(name=escape(absent[0])),)
     identity = replace(model.identity, repo=repo_id, commit=commit)
@@ -217,13 +217,13 @@ def open_headers(repo_id: str, commit: str) -> OpenedHubModel | None:
     with _explained(repo_id, commit):
         folder = _download(repo_id, commit, _SMALL_FILES)
         try:
-            weights, there = _choose(repo_id, commit, folder, None)
+            weights, repo_files = _choose(repo_id, commit, folder, None)
         except SourceError:  # an adapter's repo, or one of configs alone
             return None
         if weights.kind != "safetensors":
             return None
         elsewhere = _read_headers(repo_id, commit, _weight_files(repo_id, commit, folder, weights)[1])
-    return with_beside(open_weights(folder, weights, elsewhere=elsewhere), there)
+    return with_beside(open_weights(folder, weights, elsewhere=elsewhere), repo_files)
 
 
 def list_files(repo_id: str, commit: str) -> list[str]:
@@ -322,9 +322,9 @@ def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
 
 
 def _explain(error: Exception, repo_id: str, revision: str | None) -> ShardkitError:
-    known = explain(error, repo_id, revision)
-    if known is not None:
-        return known
+    explanation = explain(error, repo_id, revision)
+    if explanation is not None:
+        return explanation
     chain = list(causes(error))
     status = next((s for s in map(status_of, chain) if s is not None), None)
     first = (str(chain[-1]).splitlines() or [""])[0]
@@ -499,8 +499,8 @@ def push(
         url = str(api.create_repo(repo_id, private=private or None, exist_ok=True))
         if branch is not None:
             api.create_branch(repo_id, branch=branch, exist_ok=True)
-        there = {*api.list_repo_files(repo_id, revision=branch)}
-        kept = sorted({*by_people} & there)
+        repo_files = {*api.list_repo_files(repo_id, revision=branch)}
+        kept = sorted({*by_people} & repo_files)
         api.upload_folder(
             repo_id=repo_id,
             folder_path=directory,
@@ -511,7 +511,7 @@ def push(
         )
     except Exception as error:  # also whatever the HTTP client and the Xet client raise
         raise _refused(error, directory, repo_id) from None
-    removed = there.intersection(_QUANTISED_CONFIGS).difference(storage.listdir(directory))
+    removed = repo_files.intersection(_QUANTISED_CONFIGS).difference(storage.listdir(directory))
     return Pushed(url if branch is None else f"{url}/tree/{branch}", tuple(kept), tuple(sorted(removed)))
 
 

@@ -111,15 +111,15 @@ def read_header(path: str, name: str) -> SafetensorsHeader:
 
     Source: safetensors 0.8, safetensors/src/tensor.rs, SafeTensors::read_metadata and Metadata::validate.
     """
-    known = shared_reads.take(HEADER, path)
-    if known is None:
+    stamped_text = shared_reads.take(HEADER, path)
+    if stamped_text is None:
         with open_regular(path, name) as (fd, size):
             if read_exactly(fd, 0, min(size, len(ZIP)), name) == ZIP:
                 return _behind_records(fd, size, name)
             length = text_length(read_exactly(fd, 0, min(size, LENGTH_BYTES), name), size, name)
-            known = read_exactly(fd, LENGTH_BYTES, length, name), stamp_of(fd)
-        shared_reads.note(HEADER, path, *known)
-    text, stamp = known
+            stamped_text = read_exactly(fd, LENGTH_BYTES, length, name), stamp_of(fd)
+        shared_reads.note(HEADER, path, *stamped_text)
+    text, stamp = stamped_text
     return check_header(text, stamp.size, name, stamp)
 
 
@@ -440,9 +440,10 @@ class SafetensorsImages(ImageList[SafetensorsImage]):
         check_writable(tensors)
         self.stem = stem
         if files is not None:
-            known = {tensor.fqn: tensor for tensor in tensors}
+            named_tensors = {tensor.fqn: tensor for tensor in tensors}
             self.images = [
-                _make_image(name, [known[fqn] for fqn in fqns], settings) for name, fqns in files.items()
+                _make_image(name, [named_tensors[fqn] for fqn in fqns], settings)
+                for name, fqns in files.items()
             ]
         else:
             groups = _split(tensors, max_shard_bytes)

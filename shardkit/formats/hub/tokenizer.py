@@ -106,8 +106,8 @@ def token_ids(files: Files) -> dict[str, int]:
             pieces = enumerate(vocab)
             vocab = {str(piece[0]): number for number, piece in pieces if isinstance(piece, list) and piece}
         ids = dict(vocab) if isinstance(vocab, dict) else {}
-        said = content.get("added_tokens")
-        added += said if isinstance(said, list) else []
+        entries = content.get("added_tokens")
+        added += entries if isinstance(entries, list) else []
     if "added_tokens.json" in files:
         ids |= _object(files["added_tokens.json"](), "added_tokens.json")
     decoder = _settings(files).get("added_tokens_decoder")
@@ -120,8 +120,10 @@ def token_ids(files: Files) -> dict[str, int]:
 def special_tokens(files: Files) -> dict[str, str]:
     """Return the text of each special token by its role, such as `eos_token`."""
     name, settings = "special_tokens_map.json", _settings(files)
-    said = {**(_object(files[name](), name) if name in files else {}), **settings}
-    plain = {role: token.get("content") if isinstance(token, dict) else token for role, token in said.items()}
+    tokens = {**(_object(files[name](), name) if name in files else {}), **settings}
+    plain = {
+        role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()
+    }
     return {
         role: token for role, token in plain.items() if role.endswith("_token") and isinstance(token, str)
     }
@@ -132,9 +134,11 @@ def chat_template(files: Files) -> object:
     if TEMPLATE in files:
         return files[TEMPLATE]().decode("utf-8", "replace").strip()
     name = "chat_template.json"
-    said = _settings(files).get("chat_template")
-    said = _object(files[name](), name).get("chat_template") if said is None and name in files else said
-    return said.strip() if isinstance(said, str) else said
+    template = _settings(files).get("chat_template")
+    template = (
+        _object(files[name](), name).get("chat_template") if template is None and name in files else template
+    )
+    return template.strip() if isinstance(template, str) else template
 
 
 def tokenizer_differences(files: Files, base: Files) -> Iterator[tuple[str, str, object, object]]:
@@ -143,27 +147,27 @@ def tokenizer_differences(files: Files, base: Files) -> Iterator[tuple[str, str,
     Vocabularies that are not read, such as SentencePiece's, differ in their bytes.
     """
     has_same = {name for name in files.keys() & base.keys() if files[name]() == base[name]()}
-    ids, theirs = ({}, {}) if "tokenizer.json" in has_same else (token_ids(files), token_ids(base))
-    if ids and theirs and ids != theirs:
+    ids, base_ids = ({}, {}) if "tokenizer.json" in has_same else (token_ids(files), token_ids(base))
+    if ids and base_ids and ids != base_ids:
         alone = [
             [token for token, number in one.items() if two.get(token) != number]
-            for one, two in ((ids, theirs), (theirs, ids))
+            for one, two in ((ids, base_ids), (base_ids, ids))
         ]
         yield next((name for name in _TEXTS if name in files), SETTINGS), "tokens", alone[0], alone[1]
     for name in sorted(files.keys() & base.keys() - has_same):
         if name.endswith((".model", ".tiktoken")) or name == "merges.txt":
             yield name, "crc32", f"{crc32(files[name]()):08x}", f"{crc32(base[name]()):08x}"
-    ours, own = special_tokens(base), special_tokens(files)
-    for role in sorted(own.keys() | ours.keys()):
+    base_tokens, tokens = special_tokens(base), special_tokens(files)
+    for role in sorted(tokens.keys() | base_tokens.keys()):
         is_added = role not in _SAID_ROLES and not (
-            role in own and role in ours
+            role in tokens and role in base_tokens
         )  # Gemma's mask_token, by transformers 5
-        if own.get(role) != ours.get(role) and not is_added:
-            yield SETTINGS, role, own.get(role), ours.get(role)
+        if tokens.get(role) != base_tokens.get(role) and not is_added:
+            yield SETTINGS, role, tokens.get(role), base_tokens.get(role)
     for key in ("add_bos_token", "add_eos_token", "model_max_length"):
-        said, other = _settings(files).get(key), _settings(base).get(key)
-        if said is not None and other is not None and said != other:
-            yield SETTINGS, key, said, other
+        value, base_value = _settings(files).get(key), _settings(base).get(key)
+        if value is not None and base_value is not None and value != base_value:
+            yield SETTINGS, key, value, base_value
     if (own_template := chat_template(files)) != (template := chat_template(base)):
         file = next((name for name in (TEMPLATE, "chat_template.json") if name in files), SETTINGS)
         yield file, "chat_template", own_template, template

@@ -429,7 +429,7 @@ def _result(
     """
     selection, answer, repo = job.selection, job.answer, job.options.push_to_hub
     is_asked = answer is not None and answer.failure is None
-    own_files = job.base.own if job.base is not None else None
+    own_files = job.base.own_files if job.base is not None else None
     config = job.base.config if job.base is not None else None
     return ConsolidateResult(
         **facts,

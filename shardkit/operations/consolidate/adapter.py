@@ -228,7 +228,7 @@ def _settings_of(checkpoint: Checkpoint, base: Base | None, adapter_config: str 
             )
         return Settings(values=read_settings(path), is_whole=True, origin=escape(adapter_config))
     places = (*checkpoint.contents.assets, checkpoint.catalog.directory, checkpoint.path)
-    own_places = places_of_settings(checkpoint) if base is not None and base.own is not None else ()
+    own_places = places_of_settings(checkpoint) if base is not None and base.own_files is not None else ()
     return find_settings([*own_places, *([base.directory] if base else []), *places])
 
 

@@ -125,11 +125,11 @@ def model_assets(
 
 
 def _is_own(base: Base, name: str) -> bool:
-    return base.own is not None and name in base.own.names
+    return base.own_files is not None and name in base.own_files.names
 
 
 def _copy(base: Base, name: str, path: str) -> Asset:
-    content = base.own.contents.get(name) if base.own is not None else None
+    content = base.own_files.contents.get(name) if base.own_files is not None else None
     return Asset(name, path, b"") if content is None else Asset(name, None, content)
 
 
@@ -182,7 +182,7 @@ def _model_config(
         set_dtype(config, dtype.name)
     if untie:
         _untie(config)
-    own_config = None if base.own is None else base.own.config
+    own_config = None if base.own_files is None else base.own_files.config
     if own_config is not None:
         config = follow_weights(own_config, config, dtype=most.name if most is not None else None, tied=tied)
     if base.is_trainers or own_config is not None:

@@ -1013,7 +1013,7 @@ def _assets(
         )
     assets = assets if tokenizer is None else with_tokenizer(assets, tokenizer)
     refuse_pointers({asset.name: asset.path for asset in assets if asset.path is not None})
-    own_files, names = base.own if base is not None else None, [asset.name for asset in assets]
+    own_files, names = base.own_files if base is not None else None, [asset.name for asset in assets]
     scales = [ADAPTER_CONFIG] if chosen.kind == "merged" else []
     changed += own_notes(base, [*names, *scales]) if base is not None else ()
     warnings = list(own_files.warnings) if own_files is not None else []

@@ -102,7 +102,7 @@ class _Own:
             differences=tuple(self._differences),
             warnings=tuple(self._warnings),
         )
-        return replace(self._base, assets=dict(sorted(self._assets.items())), own=own_files)
+        return replace(self._base, assets=dict(sorted(self._assets.items())), own_files=own_files)
 
     def take_config(self) -> None:
         """Take config and generation config, if they are about the base's model."""
@@ -312,7 +312,7 @@ def own_notes(base: Base, written: Collection[str]) -> Iterator[str]:
 
 def own_differences(base: Base | None, written: Collection[str]) -> tuple[FileDifference, ...]:
     """Return what the checkpoint's own files mean otherwise than the base's, as far as they are written."""
-    own_files = base.own if base is not None else None
+    own_files = base.own_files if base is not None else None
     groups = [kind for kind in (is_tokenizer_file, is_processor_file) if any(map(kind, written))]
     return tuple(
         each
@@ -341,7 +341,7 @@ def eos_warnings(assets: Iterable[Asset]) -> Iterator[str]:
 
 def own_tokenizer(base: Base | None) -> Tokenizer | None:
     """Return the tokenizer that is the checkpoint's own; None if the base's is written, or it cannot be read."""
-    own_files = base.own if base is not None else None
+    own_files = base.own_files if base is not None else None
     names = [name for name in own_files.names if is_tokenizer_file(name)] if own_files is not None else []
     if base is None or not any(map(is_vocabulary, names)):
         return None

@@ -163,7 +163,7 @@ def _notes(changed: tuple[TokenRows, ...], base: Base, tokenizer: Tokenizer | No
 
 def _has_own(base: Base) -> bool:
     """True if the tokenizer is the checkpoint's own."""
-    return base.own is not None and any(map(is_vocabulary, base.own.names))
+    return base.own_files is not None and any(map(is_vocabulary, base.own_files.names))
 
 
 def _where(checkpoint: Checkpoint) -> str:
