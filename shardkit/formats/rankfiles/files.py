@@ -230,15 +230,15 @@ class TensorCollector:
             children = enumerate(value)
         else:
             return self._add_value(source, value, path)
-        has_tensor, others = not path, list[str | int]()
+        has_tensor, plain_keys = not path, list[str | int]()
         for key, child in children:
             if type(child) not in _SCALARS and self._add_below(source, child, (*path, key)):
                 has_tensor = True
             else:
-                others.append(key)
+                plain_keys.append(key)
         if has_tensor:  # a tree without any tensor counts as one object, not one for each number in it
-            self._check_number(len(others), source)
-            self._objects.update(dict.fromkeys(path_name((*path, key)) for key in others))
+            self._check_number(len(plain_keys), source)
+            self._objects.update(dict.fromkeys(path_name((*path, key)) for key in plain_keys))
         return has_tensor
 
     def _check_number(self, num_more: int, source: SourceFile) -> None:
@@ -287,8 +287,8 @@ class TensorCollector:
                 tensor.chunks[region] = self._place(name, part)
             elif region.num_elements:
                 first = tensor.chunks[region]
-                taken = self._catalog.files[first.file].name
-                self._copies.compare(name, first.stored, taken, StoredCopy.of(part), source.name)
+                first_file = self._catalog.files[first.file].name
+                self._copies.compare(name, first.stored, first_file, StoredCopy.of(part), source.name)
 
     def _place(self, name: str, tensor: TensorRef) -> _PartBytes:
         files, file = self._catalog.files, self._file_ids[-1]

@@ -192,9 +192,9 @@ def split_states(
     Raises:
         IntegrityError: files of different saves.
     """
-    taken: Leaves = {}
+    state_leaves: Leaves = {}
     for name, parts in pieces.items():
-        leaves = taken[name] = {}
+        leaves = state_leaves[name] = {}
         for leaf, value in ranks[0].states[parts[0].group].items():
             content = _leaf(leaf, value, shapes[name], parts, ranks, lengths)
             if isinstance(content, str):
@@ -207,7 +207,7 @@ def split_states(
         states = {f"flat tensor {number}": leaves for number, leaves in rank.states.items()}
         agreement.add(rank.file.name, states, rank.groups)
     agreement.check()
-    return write_state(directory, [rank.file for rank in ranks], taken, ranks[0].groups or (), params)
+    return write_state(directory, [rank.file for rank in ranks], state_leaves, ranks[0].groups or (), params)
 
 
 def _leaf(
@@ -238,7 +238,7 @@ def _leaf(
 def write_state(
     directory: str,
     files: Sequence[TorchFile],
-    taken: Leaves,
+    state_leaves: Leaves,
     groups: Sequence[Group],
     params: Sequence[Sequence[str]],
 ) -> OptimizerState:
@@ -247,13 +247,13 @@ def write_state(
     Args:
         directory: of the checkpoint.
         files: that leaves point into; the first is also that of the groups.
-        taken: the leaves.
+        state_leaves: the leaves.
         groups: settings of the inner optimizer; empty if they were not saved.
         params: the parameters of each group.
     """
     weights = {
         state_path(name, leaf): value
-        for name, leaves in taken.items()
+        for name, leaves in state_leaves.items()
         for leaf, value in leaves.items()
         if isinstance(value, Weight)
     }
@@ -261,7 +261,7 @@ def write_state(
     catalog.paths = {path_name(path): path for path in weights}
     writer = StateWriter(catalog, files[0].source)
     in_group = {name: group for group, names in zip(groups, params, strict=True) for name in names}
-    for name, leaves in taken.items():
+    for name, leaves in state_leaves.items():
         for leaf, value in leaves.items():
             if not isinstance(value, Weight):
                 writer.add_count(state_path(name, leaf), value)

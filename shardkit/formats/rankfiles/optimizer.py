@@ -85,7 +85,7 @@ def open_optimizer_files(
         ResourceError: a file may not be read.
     """
     gathering, named, agreement = TensorCollector(directory), dict[_Key, str](), OptimizerComparison()
-    others: dict[tuple[str, str], object] = {}
+    plain_values: dict[tuple[str, str], object] = {}
     shapes = {parameter.name: parameter.shape for parameter in parameters}
     first: RankStateDict | None = None
     for state in open_each(directory, names, read_states):
@@ -107,12 +107,12 @@ def open_optimizer_files(
         for name, leaves in by_name.items():
             for leaf, value in leaves.items():
                 if not is_tensor(value):
-                    others.setdefault((name, leaf), value)
+                    plain_values.setdefault((name, leaf), value)
     assert first is not None
     agreement.check()
     gathered = gathering.finish()
     writer = StateWriter(gathered.catalog, first.file.source)
-    for (fqn, leaf), value in others.items():
+    for (fqn, leaf), value in plain_values.items():
         writer.add_object(state_path(fqn, leaf), value)
     groups = first.groups or ()
     writer.add_groups(groups, [[named[key] for key in group[PARAMS] if key in named] for group in groups])
@@ -263,7 +263,7 @@ def _open_flat(
     lengths = [_flat_lengths(rank, numbers) for rank in ranks]
     first = lengths[0]
     units = None
-    if first is not None and all(own == first for own in lengths):
+    if first is not None and all(rank_lengths == first for rank_lengths in lengths):
         sizes = [length * len(ranks) for length in first.values()]
         # FSDP1 stores a tied parameter under each of its names, and trains it once.
         units = split_units(sizes, len(ranks), parameters) or split_units(
@@ -371,9 +371,9 @@ def _only_runs(
         return None
     # Any other choice would have a larger module in place of one of these: one around it, of almost its size.
     nested = any(
-        other != run and other.start <= run.start and run.stop <= other.stop
+        candidate != run and candidate.start <= run.start and run.stop <= candidate.stop
         for size, run in zip(sizes, first, strict=True)
-        for other in fitting[size]
+        for candidate in fitting[size]
     )
     return None if nested else first
 
@@ -451,11 +451,11 @@ def names_in_groups(
     """
     if not groups or not all(map(has_names, groups)):
         return None
-    known = {join(clean(parameter.name)): parameter for parameter in parameters}
+    by_name = {join(clean(parameter.name)): parameter for parameter in parameters}
     named: dict[int, str] = {}
     for group in groups:
         for number, name in zip(group[PARAMS], group[_NAMES], strict=True):
-            parameter = known.get(join(clean(name)))
+            parameter = by_name.get(join(clean(name)))
             if parameter is None:
                 return f"it names a parameter that the model does not have: {escape(name)}"
             if shapes.get(number, parameter.shape) != parameter.shape:
@@ -487,11 +487,11 @@ def name_numbers(
     named: dict[int, str] = {}
     for group in groups:
         numbers = [number for number in group if number in shapes]
-        wanted = [shapes[number] for number in numbers]
-        if len(groups) == 1 and wanted == [parameter.shape for parameter in adapters]:
+        state_shapes = [shapes[number] for number in numbers]
+        if len(groups) == 1 and state_shapes == [parameter.shape for parameter in adapters]:
             names = [parameter.name for parameter in adapters]
         else:
-            fitting = _only_names(wanted, parameters)
+            fitting = _only_names(state_shapes, parameters)
             if isinstance(fitting, str):
                 return fitting
             names = fitting
@@ -501,25 +501,25 @@ def name_numbers(
     return named
 
 
-def _only_names(wanted: Sequence[Shape], parameters: Sequence[Parameter]) -> list[str] | str:
+def _only_names(shapes: Sequence[Shape], parameters: Sequence[Parameter]) -> list[str] | str:
     """Return the names of the parameters with these shapes in this order, or why not: none or several choices fit."""
-    first = _first_places(wanted, parameters)
+    first = _first_places(shapes, parameters)
     if first is None:
         return _NO_FIT
-    last = _first_places(wanted[::-1], parameters[::-1]) or []
+    last = _first_places(shapes[::-1], parameters[::-1]) or []
     if first != [len(parameters) - 1 - place for place in reversed(last)]:
         return (
-            f"it has only numbered its parameters, {len(wanted)} of {len(parameters)}, and their shapes fit several "
+            f"it has only numbered its parameters, {len(shapes)} of {len(parameters)}, and their shapes fit several "
             "choices"
         )
     return [parameters[place].name for place in first]
 
 
-def _first_places(wanted: Sequence[Shape], parameters: Sequence[Parameter]) -> list[int] | None:
+def _first_places(shapes: Sequence[Shape], parameters: Sequence[Parameter]) -> list[int] | None:
     """Return the first places in the model's order that fit, None if none do."""
     places: list[int] = []
     place = 0
-    for shape in wanted:
+    for shape in shapes:
         while place < len(parameters) and parameters[place].shape != shape:
             place += 1
         if place == len(parameters):
