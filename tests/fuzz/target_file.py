@@ -128,11 +128,11 @@ def check_bin(data: bytes) -> bool:
 
 def _check_bin_tensor(tensor: BinTensor, size: int) -> None:
     nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
-    assert (tensor.start is None) == (tensor.made is not None)
+    assert (tensor.start is None) == (tensor.decoded is not None)
     if tensor.start is not None:
         assert 0 <= tensor.start <= tensor.start + nbytes <= size
-    elif tensor.made is not None and nbytes <= _MAX_DECODED:
-        decode = tensor.made.decode
+    elif tensor.decoded is not None and nbytes <= _MAX_DECODED:
+        decode = tensor.decoded.decode
         decoded = attempt(lambda: decode(ignore_read))
         assert decoded is None or decoded.nbytes == nbytes
 

@@ -383,7 +383,7 @@ def _catalog(
                 assert not isinstance(tensor, StoredTensor)  # a legacy file's, whose bytes are made
                 file, start = len(catalog.files), 0
                 size = full_region(tensor.shape).num_elements * tensor.dtype.itemsize
-                decoded = replace(whole, name=f"{name}:{tensor.fqn}", size=size, derivation=tensor.made)
+                decoded = replace(whole, name=f"{name}:{tensor.fqn}", size=size, derivation=tensor.decoded)
                 catalog.files.append(decoded)
             places[tensor.fqn] = (tensor.dtype, tensor.shape, file, start)
     for fqn in index.weight_map if index else places:

@@ -185,11 +185,11 @@ def record_length(fd: int, base: int, size: int, name: str) -> int:
     Raises:
         SourceError: no end is found.
     """
-    found = b""
+    window = b""
     for start in range(base, min(size, base + _MAX_RECORD), _READ_BYTES):
-        found = found[-END.size :] + read_exactly(fd, start, min(_READ_BYTES, size - start), name)
-        at = start + min(_READ_BYTES, size - start) - len(found)
-        for match in _END_AS_TEXT.finditer(found):
+        window = window[-END.size :] + read_exactly(fd, start, min(_READ_BYTES, size - start), name)
+        at = start + min(_READ_BYTES, size - start) - len(window)
+        for match in _END_AS_TEXT.finditer(window):
             length = at + match.end() - base
             with suppress(SourceError):
                 read_directory(ZipReader(pread_of(fd), base, length, escape(name)))

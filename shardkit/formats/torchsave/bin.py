@@ -83,7 +83,7 @@ class BinTensor(NamedTuple):
     shape: Shape
     start: int | None
     """First byte in the file, None if the bytes do not lie there as they are."""
-    made: Decoded | None
+    decoded: Decoded | None
     """Gives the bytes if there is no `start`: read-only, row-major, contiguous, little-endian. Else None."""
 
 
@@ -196,12 +196,12 @@ def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> 
     if is_special:
         foreign = [kind for kind in foreign if kind not in _BESIDE_CLASSES and not kind.startswith(needed)]
     if foreign:
-        held = {
+        classes_by_key = {
             ".".join(map(str, key)): class_of(leaf)
             for key, leaf in entries
             if type(leaf) is UnmadeObject and leaf.name in foreign
         }
-        raise foreign_objects(name, path, foreign, held, file.data)
+        raise foreign_objects(name, path, foreign, classes_by_key, file.data)
     if file.num_dropped:
         raise Unsupported(
             f"{escape(name)}: {count(file.num_dropped, 'entry', 'entries')} of its dicts have keys that are neither text nor "
@@ -291,7 +291,7 @@ def screen(pickle: bytes, storages: Mapping[str, ZipEntry], where: str) -> tuple
         SourceError: damaged, or it could cost more to load than a file of its size should.
     """
     tensors = TensorNames(storages)
-    others: dict[str, None] = {}
+    other_names: dict[str, None] = {}
 
     def look_up(module: str, name: str) -> object:
         full = f"{module}.{name}"
@@ -299,11 +299,11 @@ def screen(pickle: bytes, storages: Mapping[str, ZipEntry], where: str) -> tuple
             return _PLAIN[full]
         if _TENSOR_NAMES.fullmatch(full):
             return tensors.look_up(module, name)
-        others[full] = None
+        other_names[full] = None
         return UnmadeObject(full)
 
     _PlainPickle(pickle, look_up, tensors.storage).run(where)
-    return tuple(others)
+    return tuple(other_names)
 
 
 class _PlainPickle(Inert):

@@ -34,7 +34,7 @@ from shardkit.formats.torchsave.record import TensorRecord, is_extent
 class _Wrapper(NamedTuple):
     value: str
     """The attribute that holds the value."""
-    beside: tuple[str, ...]
+    more_attributes: tuple[str, ...]
     """All others that an object may have."""
     whole: str | None = None
     """That with the weight's own shape, if it may be padded; it counts as one of the others."""
@@ -141,9 +141,11 @@ def unwrap(name: str, args: object, attributes: Mapping[str, object]) -> TensorR
     value = attributes.get(wrapper.value)
     if not isinstance(value, TensorRecord):
         return f"{name}, whose {wrapper.value} is no plain tensor"
-    others = [str(key) for key in attributes if key not in (wrapper.value, *wrapper.beside, _IS_PARAMETER)]
-    if others:
-        return f"{name}, with attributes that are not known: {', '.join(others)}"
+    unknown_keys = [
+        str(key) for key in attributes if key not in (wrapper.value, *wrapper.more_attributes, _IS_PARAMETER)
+    ]
+    if unknown_keys:
+        return f"{name}, with attributes that are not known: {', '.join(unknown_keys)}"
     if not isinstance(args, tuple) or args[1:3] != (value.dtype, value.shape):
         return f"{name}, whose {wrapper.value} has another dtype or shape than the object"
     if wrapper.whole is None:
@@ -161,14 +163,14 @@ def describe(name: str, tensors: Sequence[str] | int) -> str:
         name: the class, with its module.
         tensors: names of the plain tensors in it, or how many these are. One alone may be the value.
     """
-    number, made = (
+    number, parts = (
         (tensors, count(tensors, "plain tensor"))
         if isinstance(tensors, int)
         else (len(tensors), ", ".join(tensors))
     )
     is_quantised = number != 1 and not any(part in name for part in _IN_TRAINING)
     by = _QUANTISERS.get(name.partition(".")[0]) if is_quantised else None
-    return f"{name}, which is made of {made or 'no plain tensor'}" + (f": {_QUANTISED} {by}" if by else "")
+    return f"{name}, which is made of {parts or 'no plain tensor'}" + (f": {_QUANTISED} {by}" if by else "")
 
 
 def made_by(module: str, function: str) -> str | None:
@@ -195,8 +197,8 @@ def padding(record: TensorRecord, shape: Shape) -> UnreadableClass | None:
     """
     if record.unpadded is None or record.unpadded[1] == shape:
         return None
-    name, own = record.unpadded
-    return unreadable(name, f"{name}, which is padded from {list(own)} to {list(shape)}")
+    name, unpadded_shape = record.unpadded
+    return unreadable(name, f"{name}, which is padded from {list(unpadded_shape)} to {list(shape)}")
 
 
 def unreadable(
@@ -248,7 +250,7 @@ def refuse_objects(reasons: Mapping[str, str], files: Iterable[SourceFile]) -> N
 
 
 def foreign_objects(
-    name: str, path: str, named: Collection[str], held: Mapping[str, str], data: Collection[str] = ()
+    name: str, path: str, named: Collection[str], classes: Mapping[str, str], data: Collection[str] = ()
 ) -> Unsupported:
     """Return the error for a file whose pickle would import something to be loaded.
 
@@ -256,14 +258,14 @@ def foreign_objects(
         name: how to call the file in messages.
         path: where it is.
         named: the classes and functions, with their modules.
-        held: by key, the class of what lies there, where that is known.
+        classes: by key, the class of what lies there, where that is known.
         data: classes of plain data that it names too.
     """
     shown = few([*map(escape, sorted(named))], _MAX_NAMED)
     return Unsupported(
         f"{escape(name)}: holds more than tensors: its pickle asks for {shown}, which is never run",
         problems=[
-            f"{escape(key) or 'the whole file'}: an object of {escape(what)}" for key, what in held.items()
+            f"{escape(key) or 'the whole file'}: an object of {escape(what)}" for key, what in classes.items()
         ],
         hint=f"ask the authors for safetensors, or {_how_to_save_plain(path, named, data)}",
     )
@@ -276,10 +278,10 @@ def _how_to_save_plain(path: str, named: Collection[str], data: Collection[str])
     """
     if not all(map(_is_data, named)):
         return "convert the file if you trust it"
-    wanted = sorted({*named, *(name for name in data if not name.startswith(_TORCH_ALLOWS))})
-    modules = ", ".join(sorted({"torch", *(name.partition(".")[0] for name in wanted)}))
-    allowed = [f"({name}, {name!r})" for name in wanted]
-    if any(name.startswith("numpy.") for name in wanted):
+    class_names = sorted({*named, *(name for name in data if not name.startswith(_TORCH_ALLOWS))})
+    modules = ", ".join(sorted({"torch", *(name.partition(".")[0] for name in class_names)}))
+    allowed = [f"({name}, {name!r})" for name in class_names]
+    if any(name.startswith("numpy.") for name in class_names):
         allowed.append("*(each for each in vars(numpy.dtypes).values() if isinstance(each, type))")
     stem, suffix = os.path.splitext(path)
     return f"""where these classes can be imported, save its tensors alone, and put that file in its place:

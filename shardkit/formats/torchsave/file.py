@@ -303,19 +303,19 @@ class TensorNames:
 
     def __init__(self, storages: Mapping[str, ZipEntry]) -> None:
         self._storages = storages
-        self._known: dict[tuple[str, str], object] = {}
+        self._values: dict[tuple[str, str], object] = {}
 
     def look_up(self, module: str, name: str) -> object:
         """Return what a name stands for; an `UnmadeObject` for all but a few."""
-        value = self._known.get((module, name))
+        value = self._values.get((module, name))
         if value is None:
-            value = self._known[module, name] = _NAMES.get((module, name)) or _guess(module, name)
+            value = self._values[module, name] = _NAMES.get((module, name)) or _guess(module, name)
         return value
 
     @property
     def opaque(self) -> tuple[str, ...]:
         """What was looked up and stands for nothing but its name."""
-        return tuple(value.name for value in self._known.values() if type(value) is UnmadeObject)
+        return tuple(value.name for value in self._values.values() if type(value) is UnmadeObject)
 
     def storage(self, value: object) -> object:
         """Return what ("storage", class, key, location, number of elements) stands for.
@@ -447,9 +447,9 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> object:
     """(data, requires_grad, hooks[, state]); the state is its attributes, or the pair of these and its slots."""
     if not args:
         return UnreadableTensor("a parameter without data")
-    made = Fields("", ())
-    made.build(args[3] if len(args) > 3 else None)
-    unreadable = quantised_parameter(args[0], made.items)
+    fields = Fields("", ())
+    fields.build(args[3] if len(args) > 3 else None)
+    unreadable = quantised_parameter(args[0], fields.items)
     return args[0] if unreadable is None else UnreadableTensor(*unreadable)
 
 
@@ -459,16 +459,16 @@ def _rebuild_from_type(args: tuple[Any, ...]) -> object:
         return UnreadableTensor("a tensor of an unknown class")
     function, kind, inner, state = args
     if kind.name.startswith("torch.distributed"):
-        made = Fields(kind.name, inner if type(inner) is tuple else ())
-        made.build(state)
+        fields = Fields(kind.name, inner if type(inner) is tuple else ())
+        fields.build(state)
         if kind.name.endswith(".DTensor"):
-            return _dtensor(made)
+            return _dtensor(fields)
         if kind.name.endswith(".ShardedTensor"):
-            return _sharded_tensor(made)
+            return _sharded_tensor(fields)
     if isinstance(function, UnmadeObject) and function.name == _REBUILD_WRAPPER:
-        made = Fields(kind.name, ())
-        made.build(state)
-        value = unwrap(kind.name, inner, made.items)
+        fields = Fields(kind.name, ())
+        fields.build(state)
+        value = unwrap(kind.name, inner, fields.items)
         return UnreadableTensor(value, kind.name) if isinstance(value, str) else value
     plain = function.make(inner) if isinstance(function, UnmadeObject) else None
     if isinstance(plain, TensorRef) and _is_plain(kind.name):
@@ -482,14 +482,14 @@ def _is_plain(name: str) -> bool:
     return name in ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
-def _dtensor(made: Fields) -> object:
+def _dtensor(fields: Fields) -> object:
     """Place a rank's part of a DTensor, from `_local_tensor` and `_spec`."""
-    local, spec = made.items.get("_local_tensor"), made.items.get("_spec")
+    local, spec = fields.items.get("_local_tensor"), fields.items.get("_spec")
     if not isinstance(local, TensorRef):
         what = local.name if isinstance(local, UnmadeObject) else "nothing"
         cls = local.value if isinstance(local, UnreadableTensor) else None
         return UnreadableTensor(f"a DTensor of {what}", cls)
-    shape = made.args[2] if len(made.args) > 2 else None  # (class, dtype, shape, stride, ...)
+    shape = fields.args[2] if len(fields.args) > 2 else None  # (class, dtype, shape, stride, ...)
     if not isinstance(spec, Fields) or not is_extent(shape):
         return UnreadableTensor("a DTensor that does not say what it is part of")
     if (padded := padding(local, shape)) is not None:
@@ -654,12 +654,12 @@ def _are_ints(values: object) -> TypeGuard[Sequence[int]]:
     return isinstance(values, (tuple, list)) and all(type(value) is int for value in values)
 
 
-def _sharded_tensor(made: Fields) -> object:
+def _sharded_tensor(fields: Fields) -> object:
     """Take a rank's shards from the state (shards, metadata, process group, spec, ...)."""
-    state = made.items.get("")
+    state = fields.items.get("")
     shards, metadata = state[:2] if type(state) is tuple and len(state) >= 2 else (None, None)
     shape = metadata.items.get("size") if isinstance(metadata, Fields) else None
-    dtype = made.args[1] if len(made.args) > 1 else None
+    dtype = fields.args[1] if len(fields.args) > 1 else None
     if type(shards) is not list or not is_extent(shape) or type(dtype) is not DType:
         return UnreadableTensor("a ShardedTensor that does not say what it is part of")
     parts = []
@@ -675,11 +675,11 @@ def _sharded_tensor(made: Fields) -> object:
 
 def _ordered_dict(args: tuple[Any, ...]) -> object:
     """OrderedDict() whose items follow, or OrderedDict(list of pairs)."""
-    made: dict[str | int, object] = {}
+    items: dict[str | int, object] = {}
     for pair in args[0] if args and type(args[0]) in (list, tuple) else ():
         if type(pair) in (list, tuple) and len(pair) == 2 and type(pair[0]) is str:
-            made[pair[0]] = pair[1]
-    return made
+            items[pair[0]] = pair[1]
+    return items
 
 
 def _size(args: tuple[Any, ...]) -> object:

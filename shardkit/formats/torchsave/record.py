@@ -60,7 +60,7 @@ class TensorRecord:
     """Bytes of the storage."""
     crc32: int | None
     """CRC-32 of the storage as recorded, None if it was not (0 on data that is not empty)."""
-    beside: tuple[ZipEntry, ...] = ()
+    other_storages: tuple[ZipEntry, ...] = ()
     """Other storages of a record, if its tensor is of a class that keeps more than the value; from the file's start."""
     flipped: tuple[int, ...] = ()
     """Bytes of each element whose highest bit is stored the other way round: a lazily conjugated or negated view."""
@@ -262,10 +262,10 @@ def row_major(path: str, name: str, record: TensorRecord, on_read: OnRead, *, fo
     return gather(data, record)
 
 
-def decoded_file(source: SourceFile, entry: TensorEntry, nbytes: int, made: Decoded) -> SourceFile:
+def decoded_file(source: SourceFile, entry: TensorEntry, nbytes: int, decoded: Decoded) -> SourceFile:
     """Return a file of `nbytes` bytes that exist only after decoding; it has the stamp of its source."""
     name = f"{source.name}:{entry.fqn}"
-    return SourceFile(name=name, path=source.path, size=nbytes, derivation=made, stamp=source.stamp)
+    return SourceFile(name=name, path=source.path, size=nbytes, derivation=decoded, stamp=source.stamp)
 
 
 def gather(storage: memoryview, record: TensorRecord) -> memoryview:

@@ -119,9 +119,9 @@ def _is_known(name: str) -> bool:
 
 def _plain_record(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEntry]) -> TensorRecord:
     """Return the tensor of a `data.pkl` that describes one plain tensor."""
-    others = [name for name in entries if _is_storage(name) and name != _DATA]
-    if others:
-        reader.refuse(f"entry {escape(f'{reader.prefix}/{others[0]}')!r} is unknown or given twice")
+    other_storages = [name for name in entries if _is_storage(name) and name != _DATA]
+    if other_storages:
+        reader.refuse(f"entry {escape(f'{reader.prefix}/{other_storages[0]}')!r} is unknown or given twice")
     tensor, data = parse_tensor(pickle, f"{reader.where}, data.pkl"), entries[_DATA]
     if tensor.data_nbytes != data.nbytes:
         reader.refuse(f"its data has {data.nbytes} bytes, its storage {tensor.data_nbytes}")
@@ -143,7 +143,7 @@ def _value_of(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEntry])
         raise unreadable(str(value.value), value.name, where=reader.where, entries=storages)
     if not isinstance(value, TensorRef):
         reader.refuse("data.pkl holds something other than one tensor")
-    return replace(value, beside=tuple(entry for key, entry in storages.items() if key != value.key))
+    return replace(value, other_storages=tuple(entry for key, entry in storages.items() if key != value.key))
 
 
 def expect_records(fd: int, extents: Iterable[tuple[int, int]]) -> None:
@@ -170,7 +170,7 @@ class RecordScanner:
 
     def __init__(self, window_nbytes: int = _WINDOW) -> None:
         self._window_nbytes = window_nbytes
-        self._known: dict[Hashable, Template] = {}
+        self._templates: dict[Hashable, Template] = {}
         self._fd, self._at, self._window = -1, 0, b""
 
     def open(self, fd: int, start: int = 0, window: bytes = b"") -> None:
@@ -179,7 +179,7 @@ class RecordScanner:
 
     def known(self, kind: Hashable, length: int) -> Template | None:
         """Return the template of a kind and length, None until one such record was read."""
-        return self._known.get((kind, length))
+        return self._templates.get((kind, length))
 
     def read(self, kind: Hashable, offset: int, length: int, *, where: str) -> TensorRecord:
         """Read the description of the record at a byte range of the open file.
@@ -193,7 +193,7 @@ class RecordScanner:
         Raises:
             SourceError, IntegrityError, ResourceError: as `read_entries`.
         """
-        template = self._known.get((kind, length))
+        template = self._templates.get((kind, length))
         if template is not None:
             record = self._compare(template, offset, length)
             if record is not None:
@@ -201,34 +201,34 @@ class RecordScanner:
         record, entries = read_entries(self._pread, offset, length, where=where)
         learned = self._learn(record, entries, offset, length)
         if learned is not None:
-            self._known[kind, length] = learned
+            self._templates[kind, length] = learned
         return record
 
-    def _compare(self, known: Template, offset: int, length: int) -> TensorRecord | None:
+    def _compare(self, template: Template, offset: int, length: int) -> TensorRecord | None:
         """Return the record, or None if it differs from the template."""
-        if self._bytes(offset, len(known.head)) != known.head:
+        if self._bytes(offset, len(template.head)) != template.head:
             return None
-        tail = self._bytes(offset + known.tail_at, length - known.tail_at)
-        for pos, text in known.fixed:
+        tail = self._bytes(offset + template.tail_at, length - template.tail_at)
+        for pos, text in template.fixed:
             if not tail.startswith(text, pos):
                 return None
-        crc = tail[known.crcs[0] : known.crcs[0] + 4]
-        for pos in known.crcs[1:]:
+        crc = tail[template.crcs[0] : template.crcs[0] + 4]
+        for pos in template.crcs[1:]:
             if tail[pos : pos + 4] != crc:
                 return None
-        if known.id_crcs:
-            pos, nbytes = known.id_range
+        if template.id_crcs:
+            pos, nbytes = template.id_range
             id_crc = crc32(tail[pos : pos + nbytes]).to_bytes(4, "little")
-            for pos in known.id_crcs:
+            for pos in template.id_crcs:
                 if tail[pos : pos + 4] not in (id_crc, _NOT_RECORDED):
                     return None
-        return known.record.moved(offset, int.from_bytes(crc, "little"))
+        return template.record.moved(offset, int.from_bytes(crc, "little"))
 
     def _learn(
         self, record: TensorRecord, entries: Mapping[str, ZipEntry], offset: int, length: int
     ) -> Template | None:
         """Return the template that a record gives; None if too much is around the data, or in an unusual order."""
-        if record.beside or record.flipped or record.unpadded:
+        if record.other_storages or record.flipped or record.unpadded:
             return None
         data, ident = entries[_DATA], entries.get(_ID)
         tail_at = data.start + data.nbytes
@@ -363,7 +363,7 @@ class _Order:
             self._buffers.append([view[tail : tail + tails[row]], *([heads[row + 1]] if joined else [])])
             self._touched.append((row, row + 1) if joined else (row,))
         self._rows, self._distances = np.array(rows), np.array(distances)
-        self._wanted = [sum(map(len, buffers)) for buffers in self._buffers]
+        self._read_nbytes = [sum(map(len, buffers)) for buffers in self._buffers]
 
     def compare(self, fd: int, offsets: Array) -> tuple[Array, Array]:
         """Read the bytes around the data of each record, and compare them."""
@@ -373,8 +373,8 @@ class _Order:
         differs = (self._words ^ self._expected) & self._mask
         is_alike = np.bitwise_or.reduceat(differs, self._row_starts) == 0
         any_word: Any = np.ndarray((len(self._buffer) - 3,), "<u4", self._buffer, 0, (1,))
-        crcs, others = any_word[self._crc_at[0]], any_word[self._crc_at[1]]
-        is_alike &= crcs == others
+        crcs, second_crcs = any_word[self._crc_at[0]], any_word[self._crc_at[1]]
+        is_alike &= crcs == second_crcs
         is_alike[unread] = False
         recorded = any_word[self._id_crc_at]
         computed = np.fromiter(map(crc32, self._ids), dtype=np.uint32, count=len(self._ids))
@@ -384,10 +384,10 @@ class _Order:
     def _read(self, fd: int, places: list[int]) -> list[int]:
         """Fill the buffers; return the records that could not be read in full."""
         preadv, unread = storage.preadv, list[int]()
-        reads = zip(places, self._buffers, self._wanted, self._touched, strict=True)
-        for place, buffers, wanted, touched in reads:
+        reads = zip(places, self._buffers, self._read_nbytes, self._touched, strict=True)
+        for place, buffers, nbytes, touched in reads:
             try:
-                if preadv(fd, buffers, place) == wanted:
+                if preadv(fd, buffers, place) == nbytes:
                     continue
             except OSError:
                 pass

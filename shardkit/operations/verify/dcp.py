@@ -297,7 +297,7 @@ class _Folder:
         crc = line.crc32 if line is not None and line.crc32 is not None else record.crc32
         start, nbytes, fqn = record.data_start, record.data_nbytes, place.entry.fqn
         file.stretches.append(Stretch(start, nbytes, fqn, place.region, crc))
-        self._add_storages(file, place, record.beside)
+        self._add_storages(file, place, record.other_storages)
         self._report.chunk(nbytes)
 
     def _add_storages(

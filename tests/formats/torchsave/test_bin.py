@@ -58,13 +58,13 @@ def test_every_kind_of_tensor(tmp_path):
     for found in content.tensors:
         tensor = expected[found.fqn]
         assert (found.shape, f"torch.{found.dtype.name}") == (tuple(tensor.shape), str(tensor.dtype))
-        assert (found.start is None) == (found.made is not None) == (found.fqn in DECODED)
-        if found.made is None:
+        assert (found.start is None) == (found.decoded is not None) == (found.fqn in DECODED)
+        if found.decoded is None:
             with open(path, "rb") as file:
                 file.seek(found.start)
                 assert file.read(tensor.nbytes) == plain_bytes(tensor)
             continue
-        data = found.made.decode(ignore_read)
+        data = found.decoded.decode(ignore_read)
         assert data.readonly
         assert data.contiguous
         assert bytes(data) == plain_bytes(tensor)

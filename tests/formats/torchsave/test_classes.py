@@ -58,9 +58,13 @@ def test_the_table_gives_the_value_of_what_each_class_wrote(records: Path) -> No
 
 
 def test_what_lies_beside_the_value_is_told_for_its_checksum(records: Path) -> None:
-    assert not read(records / FLOAT8).beside
-    assert [each.nbytes for each in read(records / "torchao-0.18-float8-scale-2.pt").beside] == [4]
-    assert [each.nbytes for each in read(records / "torchao-0.5-float8-delayed-12.pt").beside] == [4, 64, 4]
+    assert not read(records / FLOAT8).other_storages
+    assert [each.nbytes for each in read(records / "torchao-0.18-float8-scale-2.pt").other_storages] == [4]
+    assert [each.nbytes for each in read(records / "torchao-0.5-float8-delayed-12.pt").other_storages] == [
+        4,
+        64,
+        4,
+    ]
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
