@@ -202,8 +202,8 @@ def _find(path: str, pattern: re.Pattern[str]) -> dict[int, _Files]:
 
 def _only(by_number: dict[int, _Files]) -> _Files | None:
     """Return the files of the only model or optimizer; None if there are several, or a whole one beside parts."""
-    (files, *others) = by_number.values()
-    return None if others or (None in files and len(files) > 1) else files
+    (files, *more_files) = by_number.values()
+    return None if more_files or (None in files and len(files) > 1) else files
 
 
 def _in_order(files: _Files) -> list[str]:

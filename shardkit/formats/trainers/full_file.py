@@ -89,13 +89,13 @@ def open_full_file(path: str) -> Checkpoint:
 
 def _without_tensors(file: TorchFile, what: str) -> Unsupported:
     """Return the error for a file that is whole, and no model; it names the classes of what is there instead."""
-    held = {
+    classes = {
         ".".join(map(str, key)): class_of(value)
         for key, value in leaves(file.tree)
         if type(value) is UnmadeObject and value.name in file.unknown
     }
-    if held:
-        return foreign_objects(file.name, file.path, file.unknown, held, file.data)
+    if classes:
+        return foreign_objects(file.name, file.path, file.unknown, classes, file.data)
     return Unsupported(f"{escape(file.name)}: {what}", hint="save model.state_dict(), not the model itself")
 
 

@@ -73,12 +73,12 @@ def _padding(path: str) -> Padding | None:
     args = tree.get("args") if isinstance(tree, dict) else None
     if not isinstance(args, Fields):
         return None
-    said = {key: value for key, value in args.items.items() if type(value) is int and value > 0}
-    unit, ranks = said.get("make_vocab_size_divisible_by"), said.get("tensor_model_parallel_size")
+    numbers = {key: value for key, value in args.items.items() if type(value) is int and value > 0}
+    unit, ranks = numbers.get("make_vocab_size_divisible_by"), numbers.get("tensor_model_parallel_size")
     return Padding(
-        rows=said.get("padded_vocab_size"),
+        rows=numbers.get("padded_vocab_size"),
         multiple=unit * ranks if unit and ranks else None,
-        used=said.get("vocab_size"),
+        used=numbers.get("vocab_size"),
     )
 
 

@@ -71,7 +71,7 @@ class TrainerDirectory:
     """For people; None if only the checkpoint inside can tell."""
     weights: tuple[str, ...]
     """Where the checkpoint may lie in it, best first."""
-    beside: tuple[str, ...] = ()
+    neighbours: tuple[str, ...] = ()
     """Patterns of names beside it, one of which must be there; or directories, relative to the one that people name."""
     roots: Roots = field(default_factory=dict)
     """As in `Checkpoint`, if the trainer's own code fixes them."""
@@ -95,7 +95,7 @@ _VEOMNI = TrainerDirectory(
     format="veomni",
     writer="VeOmni",
     weights=("model/ckpt",),
-    beside=("model/optimizer", _VEOMNIS_LAST),
+    neighbours=("model/optimizer", _VEOMNIS_LAST),
     roots={"model": ("model",)},
     assets=("hf_ckpt", "."),
     last=_VEOMNIS_LAST,
@@ -112,7 +112,7 @@ _STRUCTURES = (
         format="mini-trainer",
         writer="mini_trainer",
         weights=("distributed",),
-        beside=("training_state.pt", "optimizer_rank_*.pt", "rng_state_rank_*.pt"),
+        neighbours=("training_state.pt", "optimizer_rank_*.pt", "rng_state_rank_*.pt"),
         roots={"model": ("model",)},
         last="training_state.pt",
     ),
@@ -140,14 +140,14 @@ _STRUCTURES = (
         format="nemo",
         writer="NeMo 2.0",
         weights=("weights",),
-        beside=("context",),
+        neighbours=("context",),
         assets=("context", "context/nemo_tokenizer"),
     ),
     TrainerDirectory(
         format="nemo-automodel",
         writer="NeMo Automodel",
         weights=("model",),
-        beside=("optim", "step_scheduler*", "losses.json"),
+        neighbours=("optim", "step_scheduler*", "losses.json"),
         roots={"model": ()},
         assets=("model/.hf_metadata", "model", "."),
     ),
@@ -156,7 +156,7 @@ _STRUCTURES = (
         format="xtuner",
         writer="XTuner V1",
         weights=("weights", "model"),
-        beside=("trainer_config.json", "train_state.json"),
+        neighbours=("trainer_config.json", "train_state.json"),
         roots={"model": ("model",), "optimizer": ("optimizer",)},
         last="train_state.json",
     ),
@@ -203,7 +203,7 @@ def find_structure(path: str) -> RecognisedDirectory | None:
     if has_any(names, ".metadata", "__*.metadata"):
         return None
     for structure in _STRUCTURES:
-        if structure.beside and not any(_lies_in(path, names, name) for name in structure.beside):
+        if structure.neighbours and not any(_lies_in(path, names, name) for name in structure.neighbours):
             continue
         for below in structure.weights:
             weights = inner(path, below) if below.partition("/")[0] in names else None
@@ -212,9 +212,9 @@ def find_structure(path: str) -> RecognisedDirectory | None:
     return _pair(path, names)
 
 
-def _lies_in(path: str, names: frozenset[str], beside: str) -> bool:
-    first, _, below = beside.partition("/")
-    return inner(path, beside) is not None if below and first in names else has_any(names, beside)
+def _lies_in(path: str, names: frozenset[str], neighbour: str) -> bool:
+    first, _, below = neighbour.partition("/")
+    return inner(path, neighbour) is not None if below and first in names else has_any(names, neighbour)
 
 
 def _pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
@@ -232,7 +232,9 @@ def _pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
     ]
     is_only = len(models) == 1
     paired = [
-        name for name in models if any(is_optimizer_of(other, name, is_only=is_only) for other in optimizers)
+        name
+        for name in models
+        if any(is_optimizer_of(optimizer, name, is_only=is_only) for optimizer in optimizers)
     ]
     steps = {name for name in names.difference(optimizers, paired) if _STEP.search(name)}
     if len(paired) != 1 or any(inner(path, name) is not None for name in steps):
@@ -325,8 +327,8 @@ def open_plain_dcp(directory: str) -> Checkpoint:
             not writer.also or any(map(begins, writer.also))
         ):
             optimizer = next(filter(begins, writer.optimizers), None)
-            known = {"model": writer.model, "optimizer": optimizer}
-            roots = {kind: root for kind, root in known.items() if root is not None}
+            candidates = {"model": writer.model, "optimizer": optimizer}
+            roots = {kind: root for kind, root in candidates.items() if root is not None}
             return replace(
                 checkpoint, writer=writer.name, contents=_with_more(checkpoint.contents, (), roots)
             )
@@ -366,12 +368,12 @@ def _only_optimizer(tops: set[str | int], directory: str) -> Iterator[str]:
 def _beside(path: str, recognised: RecognisedDirectory) -> Iterator[tuple[str, str]]:
     """Yield what lies beside the weights and was not read."""
     above = ""
-    for taken in os.path.relpath(recognised.weights, path).split(os.sep):
+    for segment in os.path.relpath(recognised.weights, path).split(os.sep):
         names = listing(os.path.join(path, above))
-        for name in sorted(names - {taken} - set(matching(names, *_NOT_SHOWN))):
+        for name in sorted(names - {segment} - set(matching(names, *_NOT_SHOWN))):
             reason = "optimizer state" if is_optimizers(name) else "not a part of the weights"
             yield os.path.join(above, name), reason
-        above = os.path.join(above, taken)
+        above = os.path.join(above, segment)
 
 
 def _unfinished(path: str, structure: TrainerDirectory) -> Iterator[str]:

@@ -68,12 +68,12 @@ def open_torch_checkpointing(path: str) -> Checkpoint:
     )
     gathered = gather_files(path, files)
     is_alone = len(names) == 1
-    known = [name for name in names if name in ("model", "optimizer", "ema")]
+    root_names = [name for name in names if name in ("model", "optimizer", "ema")]
     checkpoint = gathered.as_checkpoint(path, "torch-checkpointing", "torch_checkpointing")
     return replace(
         checkpoint,
         contents=Contents(
-            roots={name: () if is_alone else (name,) for name in known}, assets=asset_directories(path)
+            roots={name: () if is_alone else (name,) for name in root_names}, assets=asset_directories(path)
         ),
         remarks=checkpoint.remarks.plus(
             skipped=explained(listing(path) - {file.name for file in files}, _SKIPPED)

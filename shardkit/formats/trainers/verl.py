@@ -126,14 +126,14 @@ def _choose_files(directory: str, world_size: object) -> list[str]:
 
 
 def _open_optimizer(directory: str, names: list[str], model: Gathered) -> OptimizerState | Unmapped:
-    there = listing(directory)
-    ranks = {rank for rank, name in enumerate(names) if name in there}
+    file_names = listing(directory)
+    ranks = {rank for rank, name in enumerate(names) if name in file_names}
     require_ranks(names[0].replace("_rank_0.", "_rank_{}."), ranks, len(names))
     return open_optimizer_files(directory, names, parameters_of(model.catalog, model.plain, model.contents))
 
 
-def _skipped(path: str, home: _RankDirectory, taken: list[str]) -> Iterator[tuple[str, str]]:
-    yield from explained(listing(home.path).difference(taken), _SKIPPED)
+def _skipped(path: str, home: _RankDirectory, read_names: list[str]) -> Iterator[tuple[str, str]]:
+    yield from explained(listing(home.path).difference(read_names), _SKIPPED)
     for role in _ROLES:
         if home.role is not None and role != home.role and inner(path, role) is not None:
             yield role, "another model"
