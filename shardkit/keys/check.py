@@ -70,9 +70,9 @@ def _matches(
     patterns: Mapping[str, str], names: Iterable[str], base: Collection[str] | None
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield each kind of names of which there are any, with those names; the base's names are left out."""
-    left = [name for name in names if base is None or name not in base]
+    extra_names = [name for name in names if base is None or name not in base]
     for what, pattern in patterns.items():
-        matched = [name for name in left if re.search(pattern, name)]
+        matched = [name for name in extra_names if re.search(pattern, name)]
         if matched:
             yield what, matched
 
@@ -82,7 +82,7 @@ def holds_fused_experts(names: Iterable[str]) -> bool:
     return any(map(_FUSED_EXPERTS.search, names))
 
 
-def other_numbers_of_experts(ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> dict[str, int]:
+def other_numbers_of_experts(shapes: Mapping[str, Shape], base: Mapping[str, Shape]) -> dict[str, int]:
     """Return how many experts a base has one by one, by the names of tensors that hold another number of them as one."""
     numbers = dict[str, set[str]]()
     for name in base:
@@ -90,7 +90,7 @@ def other_numbers_of_experts(ours: Mapping[str, Shape], base: Mapping[str, Shape
             numbers.setdefault(match[1], set()).add(match[2])
     return {
         name: len(numbers[match[1]])
-        for name, shape in ours.items()
+        for name, shape in shapes.items()
         if name not in base
         and (match := _STACKED.match(name))
         and match[1] in numbers
@@ -98,12 +98,12 @@ def other_numbers_of_experts(ours: Mapping[str, Shape], base: Mapping[str, Shape
     }
 
 
-def refuse_factors(names: Iterable[str], wanted: Iterable[str] = (), hint: str | None = None) -> None:
+def refuse_factors(names: Iterable[str], model_names: Iterable[str] = (), hint: str | None = None) -> None:
     """Refuse weights that are stored as the factors of orthogonal subspace fine-tuning.
 
     Args:
         names: the names that a model is made from.
-        wanted: names of that model, where they are known. A model that has factors itself takes them as they
+        model_names: names of that model, where they are known. A model that has factors itself takes them as they
             are.
         hint: what to do instead, where more is known than that consolidate folds whole sets.
 
@@ -111,7 +111,7 @@ def refuse_factors(names: Iterable[str], wanted: Iterable[str] = (), hint: str |
         SourceError: there are such factors.
     """
     factors = [name for name in names if _FACTORS.search(name)]
-    if not factors or any(map(_FACTORS.search, wanted)):
+    if not factors or any(map(_FACTORS.search, model_names)):
         return
     modules = {_FACTORS.sub("", name): name for name in reversed(factors)}
     has_high = any("_high" in name for name in factors)
@@ -152,35 +152,35 @@ class BaseComparison:
 
 
 def compare_with_base(
-    ours: Mapping[str, Shape], base: Mapping[str, Shape], *, ties: Iterable[Collection[str]] = ()
+    shapes: Mapping[str, Shape], base: Mapping[str, Shape], *, ties: Iterable[Collection[str]] = ()
 ) -> BaseComparison:
     """Compare the names and shapes to write with those of the base.
 
     Args:
-        ours: shape by output name.
+        shapes: shape by output name.
         base: shape by name in the base.
         ties: groups of names that are one parameter, e.g. [("model.embed_tokens.weight", "lm_head.weight")].
             Another name of its group replaces a name that one side lacks.
     """
     groups = {name: set(group) for group in ties for name in group}
     missing, unexpected, computed = list[str](), list[str](), list[str]()
-    for one, other, lacking in ((base, ours, missing), (ours, base, unexpected)):
-        for name in one:
-            if name not in other and groups.get(name, set()).isdisjoint(other):
-                (computed if is_computed(name, one[name]) else lacking).append(name)
+    for side, other_side, lacking in ((base, shapes, missing), (shapes, base, unexpected)):
+        for name in side:
+            if name not in other_side and groups.get(name, set()).isdisjoint(other_side):
+                (computed if is_computed(name, side[name]) else lacking).append(name)
     return BaseComparison(
         missing=tuple(missing),
         unexpected=tuple(unexpected),
         computed=tuple(computed),
         wrong_shapes=tuple(
             (name, tuple(base[name]), tuple(shape))
-            for name, shape in ours.items()
+            for name, shape in shapes.items()
             if name in base and tuple(base[name]) != tuple(shape)
         ),
     )
 
 
-def torn_parts(missing: Collection[str], held: Collection[str]) -> dict[str, str]:
+def torn_parts(missing: Collection[str], present_names: Collection[str]) -> dict[str, str]:
     """Return the part that each missing name stands in, if others of that part are there.
 
     A part is a whole list of blocks or experts, the outermost; elsewhere the largest module without such a list.
@@ -188,30 +188,32 @@ def torn_parts(missing: Collection[str], held: Collection[str]) -> dict[str, str
 
     Args:
         missing: names of the base that are to come from elsewhere.
-        held: names of the base that are there.
+        present_names: names of the base that are there.
     """
-    paths = {name: split(name) for name in (*missing, *held)}
+    paths = {name: split(name) for name in (*missing, *present_names)}
     above_lists = {path[:stop] for path in paths.values() for stop in range(_first_number(path) + 1)}
-    there = {paths[name][:depth] for name in held for depth in range(len(paths[name]))}
-    parents = {paths[name][:-1] for name in held}
+    present_paths = {paths[name][:depth] for name in present_names for depth in range(len(paths[name]))}
+    parents = {paths[name][:-1] for name in present_names}
     torn = dict[str, str]()
     for name in missing:
         path = paths[name]
         stop = _first_number(path)
         without = (path[:depth] for depth in range(1, len(path)) if path[:depth] not in above_lists)
         part = path[:stop] if stop >= 0 else next(without, path)
-        if part in there or path[:-1] in parents:
-            torn[name] = join(part if part in there else path[:-1])
+        if part in present_paths or path[:-1] in parents:
+            torn[name] = join(part if part in present_paths else path[:-1])
     return torn
 
 
-def whole_parts(missing: Collection[str], held: Collection[str]) -> list[str]:
+def whole_parts(missing: Collection[str], present_names: Collection[str]) -> list[str]:
     """Return globs of missing names, each for the largest module of which nothing is there; arguments as above."""
-    there = {path[:depth] for path in map(split, held) for depth in range(1, len(path))}
+    present_paths = {path[:depth] for path in map(split, present_names) for depth in range(1, len(path))}
     globs = list[str]()
     for name in missing:
         path = split(name)
-        module = next((path[:depth] for depth in range(1, len(path)) if path[:depth] not in there), None)
+        module = next(
+            (path[:depth] for depth in range(1, len(path)) if path[:depth] not in present_paths), None
+        )
         globs.append(escape_glob(name) if module is None else f"{escape_glob(join(module))}.*")
     return list(dict.fromkeys(globs))
 

@@ -159,8 +159,8 @@ def concat(parts: Sequence[Expression], dim: int) -> Expression:
         raise ValueError("nothing to put together")
     num_dims = len(parts[0].shape)
     dim = dim + num_dims if dim < 0 else dim
-    others = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
-    if not 0 <= dim < num_dims or len(others) != 1 or len({len(part.shape) for part in parts}) != 1:
+    other_dims = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+    if not 0 <= dim < num_dims or len(other_dims) != 1 or len({len(part.shape) for part in parts}) != 1:
         raise ValueError(f"{', '.join(str(part.shape) for part in parts)} do not fit along dim {dim}")
     flat = [
         piece
@@ -180,9 +180,9 @@ def _joined(parts: list[Expression], dim: int) -> list[Expression]:
     for part in parts:
         last = joined[-1] if joined else None
         if isinstance(last, Cut) and isinstance(part, Cut) and last.of == part.of:
-            (start, size), (other, more) = last.region, part.region
+            (start, size), (next_start, more) = last.region, part.region
             follows = tuple(o + n * (d == dim) for d, (o, n) in enumerate(zip(start, size, strict=True)))
-            if other == follows and all(
+            if next_start == follows and all(
                 a == b for d, (a, b) in enumerate(zip(size, more, strict=True)) if d != dim
             ):
                 sizes = tuple(a + b * (d == dim) for d, (a, b) in enumerate(zip(size, more, strict=True)))
@@ -284,14 +284,14 @@ def cover(source: Shape, target: Shape, region: Region) -> tuple[Region, Region]
     if 0 in region.sizes:
         return Region((0,) * len(source), (0,) * len(source)), region
     below, above = list[tuple[int, int]](), list[tuple[int, int]]()
-    for ours, theirs in _groups(source, target):
-        mine, other = source[ours], target[theirs]
-        offsets, sizes = region.offsets[theirs], region.sizes[theirs]
-        start = flat_offset(offsets, other)
-        stop = flat_offset([o + n - 1 for o, n in zip(offsets, sizes, strict=True)], other) + 1
+    for source_dims, target_dims in _groups(source, target):
+        source_shape, target_shape = source[source_dims], target[target_dims]
+        offsets, sizes = region.offsets[target_dims], region.sizes[target_dims]
+        start = flat_offset(offsets, target_shape)
+        stop = flat_offset([o + n - 1 for o, n in zip(offsets, sizes, strict=True)], target_shape) + 1
         while True:
-            box, (first, last) = _cover_range(other, start, stop)
-            inner, (start, stop) = _cover_range(mine, first, last)
+            box, (first, last) = _cover_range(target_shape, start, stop)
+            inner, (start, stop) = _cover_range(source_shape, first, last)
             if (start, stop) == (first, last):
                 break
         # A dim that is alone on both sides may be cut anywhere; so may others where the range is what was asked.
@@ -327,16 +327,16 @@ def _groups(source: Shape, target: Shape) -> Iterator[tuple[slice, slice]]:
     a = b = 0
     while a < len(source) or b < len(target):
         first, second = a, b
-        left, right = 1, 1
+        source_size, target_size = 1, 1
         if a < len(source):
-            left, a = source[a], a + 1
+            source_size, a = source[a], a + 1
         if b < len(target):
-            right, b = target[b], b + 1
-        while left != right:
-            if left < right:
-                left, a = left * source[a], a + 1
+            target_size, b = target[b], b + 1
+        while source_size != target_size:
+            if source_size < target_size:
+                source_size, a = source_size * source[a], a + 1
             else:
-                right, b = right * target[b], b + 1
+                target_size, b = target_size * target[b], b + 1
         yield slice(first, a), slice(second, b)
 
 
@@ -555,7 +555,7 @@ def _assemble(whole: Region, parts: Sequence[tuple[Region, Expression]]) -> Expr
             stop = max(stop, region.stops[dim])
         if len(groups) < 2:
             continue
-        made = []
+        sections = []
         for group in groups:
             begin, end = group[0][0].offsets[dim], max(region.stops[dim] for region, _ in group)
             box = Region(
@@ -565,10 +565,10 @@ def _assemble(whole: Region, parts: Sequence[tuple[Region, Expression]]) -> Expr
             part = _assemble(box, group)
             if part is None:
                 return None
-            made.append(part)
-        if sum(part.shape[dim] for part in made) != whole.sizes[dim]:
+            sections.append(part)
+        if sum(part.shape[dim] for part in sections) != whole.sizes[dim]:
             return None
-        return concat(made, dim)
+        return concat(sections, dim)
     return None
 
 
@@ -643,10 +643,10 @@ def _opaque_from_json(content: Any, depth: int) -> Opaque:
         or not all(isinstance(item, list) and len(item) == 2 and isinstance(item[0], str) for item in parts)
     ):
         raise ValueError("not what a converter makes of stored tensors")
-    made = tuple((name, from_json(part, depth + 1)) for name, part in parts)
-    if not any(True for _, part in made for _ in leaves(part)):
+    named_parts = tuple((name, from_json(part, depth + 1)) for name, part in parts)
+    if not any(True for _, part in named_parts for _ in leaves(part)):
         raise ValueError("made of no stored tensor")
-    return Opaque(content["opaque"], content["group"], made, _numbers(content["shape"]))
+    return Opaque(content["opaque"], content["group"], named_parts, _numbers(content["shape"]))
 
 
 def _numbers(values: Any) -> Shape:

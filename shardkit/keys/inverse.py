@@ -35,10 +35,10 @@ def invert(targets: Mapping[str, Expression]) -> dict[str, Expression]:
     """
     boxes: dict[str, dict[Shape, dict[Region, Expression]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for target, made in targets.items():
-        shapes |= {leaf.name: leaf.shape for leaf in leaves(made)}
+    for target, expression in targets.items():
+        shapes |= {leaf.name: leaf.shape for leaf in leaves(expression)}
         try:
-            occurring = list(occurrences(made, Stored(target, made.shape)))
+            occurring = list(occurrences(expression, Stored(target, expression.shape)))
         except ValueError:  # by operations that are not known
             continue
         for name, region, value, view in occurring:
@@ -50,8 +50,8 @@ def invert(targets: Mapping[str, Expression]) -> dict[str, Expression]:
         whole = next((candidate for candidate in wholes if candidate is not None), None)
         if whole is not None:
             back[name] = reshape(whole, shape)
-    wrong = differences({name: substitute(made, targets) for name, made in back.items()}, shapes)
-    return {name: made for name, made in back.items() if name not in wrong}
+    wrong = differences({name: substitute(expression, targets) for name, expression in back.items()}, shapes)
+    return {name: expression for name, expression in back.items() if name not in wrong}
 
 
 def differences(again: Mapping[str, Expression], shapes: Mapping[str, Shape]) -> dict[str, str]:
@@ -62,12 +62,12 @@ def differences(again: Mapping[str, Expression], shapes: Mapping[str, Shape]) ->
         shapes: of that, by name.
     """
     rng, wrong = random.Random(0), dict[str, str]()
-    for name, made in again.items():
-        if made.shape != tuple(shapes[name]):
-            wrong[name] = f"it comes back as {list(made.shape)}, not {list(shapes[name])}"
+    for name, expression in again.items():
+        if expression.shape != tuple(shapes[name]):
+            wrong[name] = f"it comes back as {list(expression.shape)}, not {list(shapes[name])}"
             continue
-        for index in _samples(made.shape, rng):
-            if locate(made, index) not in ((name, index), None):  # None is padding
+        for index in _samples(expression.shape, rng):
+            if locate(expression, index) not in ((name, index), None):  # None is padding
                 wrong[name] = f"its element {list(index)} does not come back"
                 break
     return wrong

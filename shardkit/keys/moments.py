@@ -84,13 +84,13 @@ def _parameter(name: str) -> str | None:
 
 def _paired(moments: Mapping[str, str], shapes: Mapping[str, Shape]) -> dict[str, tuple[Shape, Shape]]:
     """Return (its shape, its parameter's) of each moment whose parameter is there and has a dim."""
-    wanted, roots = frozenset(moments.values()), Counter[str]()
+    parameters, roots = frozenset(moments.values()), Counter[str]()
     for name in shapes:
         segments = name.split(".")
         for depth in range(min(len(segments), _MAX_ROOT)):
-            if ".".join(segments[depth:]) in wanted:
+            if ".".join(segments[depth:]) in parameters:
                 roots[".".join((*segments[:depth], ""))] += 1
-    (root, _), *_others = roots.most_common(1) or [("", 0)]
+    (root, _), *_more = roots.most_common(1) or [("", 0)]
     whole = {name: shapes.get(root + fqn, ()) for name, fqn in moments.items()}
     return {name: (shapes[name], whole[name]) for name in moments if whole[name] and shapes[name]}
 
@@ -98,14 +98,14 @@ def _paired(moments: Mapping[str, str], shapes: Mapping[str, Shape]) -> dict[str
 def _candidates(pairs: Mapping[str, tuple[Shape, Shape]]) -> list[int]:
     """Return the numbers of ranks that shapes hint at, the likeliest first: the last rank has fewer rows, or none."""
     counts = Counter[int]()
-    for own, whole in pairs.values():
-        if 0 < own[0] < whole[0]:
-            counts.update({whole[0] // own[0], -(-whole[0] // own[0])})
+    for shape, whole in pairs.values():
+        if 0 < shape[0] < whole[0]:
+            counts.update({whole[0] // shape[0], -(-whole[0] // shape[0])})
     largest = [max(counts)] if counts else []
     return [k for k, _ in counts.most_common(_MAX_CANDIDATES)] + largest
 
 
-def _is_part(own: Shape, whole: Shape, num_ranks: int) -> bool:
+def _is_part(shape: Shape, whole: Shape, num_ranks: int) -> bool:
     """True if a moment is what one of several ranks holds of a parameter, cut on its first dim like `torch.chunk`."""
     largest = -(-whole[0] // num_ranks) or 1
-    return own[1:] == whole[1:] and own[0] in (largest, whole[0] % largest, 0)
+    return shape[1:] == whole[1:] and shape[0] in (largest, whole[0] % largest, 0)

@@ -91,8 +91,8 @@ def match_prefix(names: Collection[Segments], base: Collection[str]) -> Segments
             start += len(segments[depth]) + 1
     if not counts:
         return None
-    (best, most), *others = counts.most_common()
-    if any(count == most and not _on_one_line(best, other) for other, count in others):
+    (best, most), *rest = counts.most_common()
+    if any(count == most and not _on_one_line(best, prefix) for prefix, count in rest):
         return None
     for depth in range(len(best)):
         if counts[best[:depth]]:

@@ -355,8 +355,8 @@ def _skipped(source: SortedNames, objects: Sequence[str], located: Located) -> t
     for name in objects:
         counts.setdefault(_object_group(located, name), [0, 0])[1] += 1
     groups = [
-        Skipped(kind=kind, path=join(path), num_tensors=tensors, num_objects=others)
-        for (kind, path), (tensors, others) in counts.items()
+        Skipped(kind=kind, path=join(path), num_tensors=num_tensors, num_objects=num_objects)
+        for (kind, path), (num_tensors, num_objects) in counts.items()
     ]
     return tuple(sorted(groups, key=lambda part: (natural(part.path), part.kind)))
 
@@ -421,8 +421,8 @@ class Globs(NamedTuple):
             what = match_nothing("--include and --exclude", len(idle), "no name")
             raise UsageError(what, problems=unmatched(idle, names), hint=GLOBS_HINT)
         if globs and not any(map(self.take, names)):
-            left = f"--include and --exclude leave none of {count(len(names), 'tensor')}"
-            raise UsageError(left, hint=GLOBS_HINT)
+            problem = f"--include and --exclude leave none of {count(len(names), 'tensor')}"
+            raise UsageError(problem, hint=GLOBS_HINT)
 
 
 def _matches(globs: Iterable[str], name: str) -> bool:
@@ -512,9 +512,11 @@ def _strip(prefixes: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
                 break
     idle = [prefix for prefix in prefixes if prefix not in used]
     if idle:
-        known = {join(clean(name)[:depth]) for name in names.values() for depth in range(1, 4)}
+        known_prefixes = {join(clean(name)[:depth]) for name in names.values() for depth in range(1, 4)}
         raise UsageError(
             f"no name begins with {count(len(idle), 'prefix', 'prefixes')} to strip",
-            problems=[f"--strip-prefix {escape(prefix)!r}{suggestion(prefix, known)}" for prefix in idle],
+            problems=[
+                f"--strip-prefix {escape(prefix)!r}{suggestion(prefix, known_prefixes)}" for prefix in idle
+            ],
         )
     return stripped

@@ -117,8 +117,8 @@ _LANGUAGE_MODELS = (
 
 def model_type_of(config: Mapping[str, object] | None) -> str:
     """Return a config's type of model as the table writes it; empty where there is none."""
-    said = config.get("model_type") if config else None
-    return said.replace("-", "_") if isinstance(said, str) else ""
+    model_type = config.get("model_type") if config else None
+    return model_type.replace("-", "_") if isinstance(model_type, str) else ""
 
 
 def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
@@ -127,7 +127,7 @@ def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
     Args:
         config: config.json, or None.
     """
-    model_type, said, part = model_type_of(config), _said(config), text_part(config)
+    model_type, setting, part = model_type_of(config), _said(config), text_part(config)
     if model_type in _ALWAYS_TIED:
         return True
     if model_type in _TIE_OTHER_NAMES:
@@ -136,9 +136,9 @@ def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
         return False
     if model_type in _PART_TIES and part is not None:
         return ties_embeddings(part)
-    if said is None and model_type in _TIED_BY_DEFAULT:
+    if setting is None and model_type in _TIED_BY_DEFAULT:
         return True
-    return bool(said or ties_embeddings(part)) if model_type in _TEXT_MAY_TIE else said
+    return bool(setting or ties_embeddings(part)) if model_type in _TEXT_MAY_TIE else setting
 
 
 def text_part(config: Mapping[str, object] | None) -> Mapping[str, object] | None:
@@ -175,18 +175,18 @@ def tied_names(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, tuple[str, ..
     roles = {name: role for name in shapes if (role := _role_of(name)) is not None}
     for name, role in roles.items():
         keepers = [
-            (other_role, other)
-            for other, other_role in roles.items()
-            if other_role < role and shapes[other] == shapes[name]
+            (other_role, candidate)
+            for candidate, other_role in roles.items()
+            if other_role < role and shapes[candidate] == shapes[name]
         ]
         if keepers:  # an embedding is tied to a shared one only, an output layer to any
             yield (
                 name,
-                tuple(other for _, other in sorted(keepers, key=lambda keeper: keeper[0])),
+                tuple(candidate for _, candidate in sorted(keepers, key=lambda keeper: keeper[0])),
                 role == _HEAD,
             )
-    for other, kept in _tied_biases(shapes):
-        yield other, (kept,), False
+    for copy, kept in _tied_biases(shapes):
+        yield copy, (kept,), False
 
 
 def _tied_biases(names: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -204,7 +204,7 @@ def tie_groups(names: Collection[str]) -> list[tuple[str, ...]]:
         names: names of one model, of any kind.
     """
     groups = [tuple(name for name in names if _role_of(name) is not None)]
-    return [*groups, *((kept, other) for other, kept in _tied_biases(names))]
+    return [*groups, *((kept, copy) for copy, kept in _tied_biases(names))]
 
 
 def stored_ties(
@@ -226,9 +226,7 @@ def stored_ties(
     if has_output:
         head = _HEAD_OF.get(model_type_of(config), _DEFAULT_HEAD)
         group.append(f"{head}.weight")
-        biases = [
-            (one, other) for other, one in _tied_biases({**dict.fromkeys(shapes), f"{head}.bias": None})
-        ]
+        biases = [(one, copy) for copy, one in _tied_biases({**dict.fromkeys(shapes), f"{head}.bias": None})]
         # Where the config does not tell, the output's absence from the files does.
         tied = f"{head}.weight" not in shapes if tied is None else tied
     fitting = tuple(name for name in group if name not in shapes or shapes[name] == shapes[kept])

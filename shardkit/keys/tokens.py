@@ -66,18 +66,18 @@ class TokenRows:
 
 
 def find_token_rows(
-    ours: Mapping[str, Shape], base: Mapping[str, Shape], config: Mapping[str, Any]
+    own_shapes: Mapping[str, Shape], base: Mapping[str, Shape], config: Mapping[str, Any]
 ) -> list[TokenRows]:
     """Return each vocabulary that has other rows in a model than in its base.
 
     Args:
-        ours: by name in the model, or below a wrapper's prefix.
+        own_shapes: by name in the model, or below a wrapper's prefix.
         base: by name in the base.
         config: the base's.
     """
     counts = dict(_counts(config, ()))
     ends: dict[Segments, list[str]] = {}
-    for name in ours:
+    for name in own_shapes:
         for end in filter(None, (_end(name), _role(name))):
             ends.setdefault(end, []).append(name)
     counted = list[_Counted]()
@@ -85,7 +85,7 @@ def find_token_rows(
         dim = _token_dim(name, shape)
         places = () if dim is None else tuple(_places(name, shape[dim], counts))
         if dim is not None and places:
-            counted.append(_Counted(name, shape, dim, places, _rows(name, shape, dim, ours, ends)))
+            counted.append(_Counted(name, shape, dim, places, _rows(name, shape, dim, own_shapes, ends)))
     return [rows for group in _joined(counted) if (rows := _token_rows(group)) is not None]
 
 
@@ -130,10 +130,10 @@ def _token_dim(name: str, shape: Shape) -> int | None:
 def _places(name: str, rows: int, counts: Mapping[ConfigPath, int]) -> Iterator[ConfigPath]:
     """Yield what counts a tensor's rows in the config."""
     segments = split(name)
-    own = next((_OWN_COUNTS[segment] for segment in segments if segment in _OWN_COUNTS), None)
+    key = next((_OWN_COUNTS[segment] for segment in segments if segment in _OWN_COUNTS), None)
     for place, count in counts.items():
         parts = [part.removesuffix("_config") for part in place[:-1]]
-        is_leaf = place[-1] == own if own else place[-1] in _COUNTS and _counts_it(place, segments, counts)
+        is_leaf = place[-1] == key if key else place[-1] in _COUNTS and _counts_it(place, segments, counts)
         if count == rows and is_leaf and all(_is_of(part, segments) for part in parts):
             yield place
 
@@ -165,13 +165,13 @@ def _role(name: str) -> Segments:
 
 
 def _rows(
-    name: str, shape: Shape, dim: int, ours: Mapping[str, Shape], ends: Mapping[Segments, Sequence[str]]
+    name: str, shape: Shape, dim: int, own_shapes: Mapping[str, Shape], ends: Mapping[Segments, Sequence[str]]
 ) -> int | None:
     """Return the rows of the model's tensor that ends as a base's does, or is the same, and has its other dims."""
-    names = [name] if name in ours else ends.get(_end(name)) or ends.get(_role(name), ())
-    alike = [candidate for candidate in names if _without(ours[candidate], dim) == _without(shape, dim)]
+    names = [name] if name in own_shapes else ends.get(_end(name)) or ends.get(_role(name), ())
+    alike = [candidate for candidate in names if _without(own_shapes[candidate], dim) == _without(shape, dim)]
     longest = max((_common(name, candidate) for candidate in alike), default=0)
-    rows = {ours[candidate][dim] for candidate in alike if _common(name, candidate) == longest}
+    rows = {own_shapes[candidate][dim] for candidate in alike if _common(name, candidate) == longest}
     return rows.pop() if len(rows) == 1 else None
 
 
@@ -179,19 +179,19 @@ def _without(shape: Shape, dim: int) -> tuple[int, ...]:
     return (len(shape), *shape[:dim], *shape[dim + 1 :])
 
 
-def _common(one: str, other: str) -> int:
+def _common(first: str, second: str) -> int:
     """Return how many segments two names have in common at their ends."""
-    pairs = zip(reversed(split(one)), reversed(split(other)), strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(split(one)), len(split(other))))
+    pairs = zip(reversed(split(first)), reversed(split(second)), strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(split(first)), len(split(second))))
 
 
 def _joined(counted: Iterable[_Counted]) -> list[list[_Counted]]:
     """Group tensors whose rows the same place counts."""
     groups = list[list[_Counted]]()
     for tensor in counted:
-        near = [group for group in groups if any(set(tensor.places) & set(other.places) for other in group)]
+        near = [group for group in groups if any(set(tensor.places) & set(member.places) for member in group)]
         groups = [group for group in groups if group not in near]
-        groups.append([*(other for group in near for other in group), tensor])
+        groups.append([*(member for group in near for member in group), tensor])
     return groups
 
 

@@ -118,12 +118,12 @@ def is_optimizer_of(name: str, model: str, *, is_only: bool) -> bool:
         model: of the model's: `model_ckpt`, `generator`, `model_step20`.
         is_only: no other model lies beside the two. An optimizer's name that says nothing else fits any model then.
     """
-    own, others = (
+    words, model_words = (
         [word for word in _words(text) if word not in _FILLERS and not _OPTIMIZER_WORD.fullmatch(word)]
         for text in (name, model)
     )
     numbers, its_numbers = (re.findall(r"[0-9]+", text) for text in (name, model))
-    return own == others or (is_only and numbers == its_numbers and not any(map(str.isalpha, own)))
+    return words == model_words or (is_only and numbers == its_numbers and not any(map(str.isalpha, words)))
 
 
 def _words(name: str) -> list[str]:
