@@ -99,7 +99,7 @@ class PeftNames:
     """Is there an adapter, and are the weights there that it was trained on?"""
     adapter: str | None
     """The adapter of the names below; None if names do not give it, as in PEFT's own files."""
-    others: tuple[str, ...]
+    other_adapters: tuple[str, ...]
     """Other adapters."""
     methods: tuple[str, ...]
     """"lora", "dora", "modules_to_save", or the first part of other methods' names."""
@@ -125,24 +125,24 @@ class _AdapterName(NamedTuple):
     rest: Segments
 
 
-def classify_peft(names: Iterable[str], own: Container[str] = ()) -> PeftNames:
+def classify_peft(names: Iterable[str], base_names: Container[str] = ()) -> PeftNames:
     """Sort a model's names into the base's and an adapter's.
 
     Args:
         names: a model's names, e.g. the output names of a selection. `base_model.model.` may be missing.
-        own: names that are the base's whatever they look like: Phi-4-multimodal's files have `lora_A.vision`.
+        base_names: names that are the base's whatever they look like: Phi-4-multimodal's files have `lora_A.vision`.
 
     Raises:
         UsageError: there are several adapters and none is `default`.
     """
     plain, parts = list[str](), list[_AdapterName]()
     for name in names:
-        part = None if name in own else _take_apart(name)
+        part = None if name in base_names else _take_apart(name)
         if part is None:
             plain.append(name)
         else:
             parts.append(part)
-    chosen, others = _choose(parts)
+    chosen, other_adapters = _choose(parts)
     parts = [part for part in parts if part.adapter in (chosen, None) or part.marker == _ORIGINAL]
     modules, tokens = _modules(parts, plain), tuple(_tokens(parts, plain))
     is_whole = any(_BASE in split(name) or _ORIGINAL in split(name) for name in plain)
@@ -153,7 +153,7 @@ def classify_peft(names: Iterable[str], own: Container[str] = ()) -> PeftNames:
     return PeftNames(
         kind="none" if not parts else "base+adapter" if is_whole else "adapter",
         adapter=chosen,
-        others=others,
+        other_adapters=other_adapters,
         methods=_methods(parts),
         adapter_names=_adapter_names(parts, [] if is_whole else plain) if parts else {},
         base_names=_base_names(parts, plain) if is_whole or not parts else {},
@@ -167,18 +167,18 @@ def classify_peft(names: Iterable[str], own: Container[str] = ()) -> PeftNames:
     )
 
 
-def refuse_prompts(names: Iterable[str], wanted: Iterable[str] = ()) -> None:
+def refuse_prompts(names: Iterable[str], model_names: Iterable[str] = ()) -> None:
     """Refuse prompts that PEFT trained: its file has what its own classes compute of them.
 
     Args:
         names: the names in a checkpoint.
-        wanted: names of the model, where they are known. A model that has such names itself takes them as they are.
+        model_names: where they are known. A model that has such names itself takes them as they are.
 
     Raises:
         SourceError: there are such prompts.
     """
     prompts = [escape(name) for name in names if _PROMPT.search(name)]
-    if not any(map(_PROMPT.search, wanted)):
+    if not any(map(_PROMPT.search, model_names)):
         SourceError.raise_for(
             prompts,
             "the checkpoint has a prompt that PEFT trained (prefix tuning, P-tuning, prompt tuning, CPT or Cartridge), "
@@ -266,8 +266,8 @@ def _methods(parts: list[_AdapterName]) -> tuple[str, ...]:
         elif part.marker in _LORA:
             methods["lora"] = None
         elif part.marker != _ORIGINAL:
-            other = _OTHER.fullmatch(part.marker)
-            methods[next(filter(None, other.groups())) if other else part.marker] = None
+            match = _OTHER.fullmatch(part.marker)
+            methods[next(filter(None, match.groups())) if match else part.marker] = None
     return tuple(methods)
 
 
@@ -306,14 +306,14 @@ def names_beside(
 
     Source: peft 0.21, tuners/tuners_utils.py (_get_learnable_bias_state_dict), utils/save_and_load.py.
     """
-    bias, beside = str(settings.get("bias")), dict[str, str]()
+    bias, targets = str(settings.get("bias")), dict[str, str]()
     ends = ".bias" if bias == "all" else f".{_BASE}.bias" if bias.endswith("_only") else None
-    for name, own in peft.base_names.items():
+    for name, name_in_base in peft.base_names.items():
         is_trained = ends is not None and f".{name}".endswith(ends)
-        has_rows = (is_embedding(own) or is_output(own)) and own in base
-        if is_trained or (has_rows and shapes.get(name, base[own]) != base[own]):
-            beside[name] = _in_file(name)
-    return {name: target for name, target in beside.items() if name not in peft.adapter_names}
+        has_rows = (is_embedding(name_in_base) or is_output(name_in_base)) and name_in_base in base
+        if is_trained or (has_rows and shapes.get(name, base[name_in_base]) != base[name_in_base]):
+            targets[name] = _in_file(name)
+    return {name: target for name, target in targets.items() if name not in peft.adapter_names}
 
 
 def _base_names(parts: list[_AdapterName], plain: list[str]) -> dict[str, str]:
@@ -418,9 +418,9 @@ def find_cut(
     Source: peft 0.21, tuners/lora/layer.py (update_layer of Linear, Embedding, _ConvNd and ParamWrapper).
     """
     is_plain = settings.get("peft_type") == "LORA" and _PLAIN_METHODS.issuperset(peft.methods)
-    others = ("use_dora", "megatron_config", *OTHER_ARITHMETIC)
+    keys = ("use_dora", "megatron_config", *OTHER_ARITHMETIC)
     is_plain = is_plain and not any(".lora_" in name for name in peft.unmergeable)
-    if not is_plain or any(map(settings.get, others)) or any(pattern_problems(settings.get("rank_pattern"))):
+    if not is_plain or any(map(settings.get, keys)) or any(pattern_problems(settings.get("rank_pattern"))):
         return []
     lines = (_cut_of(module, shapes, settings, base) for module in peft.modules)
     return [line for line in lines if line is not None]
@@ -473,6 +473,6 @@ def _adapted(
     ]
     if not leaves:
         return shapes.get(module.base or "") or base.get(f"{path}.weight"), 1
-    held = {base[name] for leaf in leaves if (name := f"{path}.{leaf}") in base}
-    numbers = {shape[0] if len(shape) > 2 else 1 for shape in held}
+    target_shapes = {base[name] for leaf in leaves if (name := f"{path}.{leaf}") in base}
+    numbers = {shape[0] if len(shape) > 2 else 1 for shape in target_shapes}
     return None, numbers.pop() if len(numbers) == 1 else None

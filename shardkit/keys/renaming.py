@@ -70,14 +70,14 @@ class _NoWay(Exception):
 
 
 def rename_to_base(
-    ours: Mapping[str, Shape], base: Mapping[str, Shape], *, is_part: bool = False
+    shapes: Mapping[str, Shape], base: Mapping[str, Shape], *, is_part: bool = False
 ) -> dict[str, str] | None:
     """Find out how a model's names become those of its base, one to one and with equal shapes.
 
     Either side may lack a copy of a tied tensor.
 
     Args:
-        ours: shape by name in the model.
+        shapes: shape by name in the model.
         base: shape by name in the base.
         is_part: the base may have more tensors, as the model may be a part of it: below one other prefix. Names that it
             shares with the base stay.
@@ -86,7 +86,7 @@ def rename_to_base(
         Name -> the base's name, for names that change: none if both sides are equal, or no prefixes fit. None if several
         renamings fit.
     """
-    sides = _NamesOfSides(ours, base)
+    sides = _NamesOfSides(shapes, base)
     if not sides.may_fit(is_part=is_part):
         return {}
     try:
@@ -101,9 +101,9 @@ def rename_to_base(
     names = {
         join(path): join((*new, *path[len(group.old) :])) for group, new in chosen for path in group.names
     }
-    outputs = {names.get(name, name) for name in ours}
+    outputs = {names.get(name, name) for name in shapes}
     is_whole = is_part or outputs >= base.keys() - sides.base_copies
-    return names if is_whole and len(outputs) == len(ours) else {}
+    return names if is_whole and len(outputs) == len(shapes) else {}
 
 
 def find_rules(names: Mapping[str, str]) -> tuple[KeyRule, ...]:
@@ -143,12 +143,12 @@ def apply_key_rules(rules: Iterable[KeyRule], names: Mapping[str, str]) -> dict[
         rules: as `find_rules` gives them.
         names: a model's names, by anything.
     """
-    known, changed = {rule.old: rule.new for rule in rules}, dict(names)
+    by_prefix, changed = {rule.old: rule.new for rule in rules}, dict(names)
     for key, name in names.items():
         stops = [0, *(place for place, letter in enumerate(name, 1) if letter == "."), len(name)]
-        old = next((name[:stop] for stop in stops if name[:stop] in known), None)
+        old = next((name[:stop] for stop in stops if name[:stop] in by_prefix), None)
         if old is not None:
-            changed[key] = known[old] + name[len(old) :]
+            changed[key] = by_prefix[old] + name[len(old) :]
             if not changed[key]:
                 return dict(names)
     return changed if len(set(changed.values())) == len(changed) else dict(names)
@@ -157,12 +157,12 @@ def apply_key_rules(rules: Iterable[KeyRule], names: Mapping[str, str]) -> dict[
 class _NamesOfSides:
     """The names of both sides, and those of the base by what a renaming keeps."""
 
-    def __init__(self, ours: Mapping[str, Shape], base: Mapping[str, Shape]) -> None:
-        self.ours, self.base = ours, base
-        self.our_copies = frozenset(name for name, _, _ in tied_names(ours))
+    def __init__(self, shapes: Mapping[str, Shape], base: Mapping[str, Shape]) -> None:
+        self.shapes, self.base = shapes, base
+        self.our_copies = frozenset(name for name, _, _ in tied_names(shapes))
         self.base_copies = frozenset(name for name, _, _ in tied_names(base))
-        self.left = {name for name in ours if name not in base}
-        self.free = {name for name in base if name not in ours}
+        self.unmatched = {name for name in shapes if name not in base}
+        self.free = {name for name in base if name not in shapes}
         self._by_kind: dict[object, list[Segments]] = {}
         self._tries = 0
         for name in sorted(self.free):
@@ -171,35 +171,37 @@ class _NamesOfSides:
 
     def may_fit(self, *, is_part: bool) -> bool:
         """True if as many tensors of each kind need a name as the base has to give, or fewer for a part; quick."""
-        if not self.left or not self.free or any(name.endswith(".") for name in self.left):
+        if not self.unmatched or not self.free or any(name.endswith(".") for name in self.unmatched):
             return False
-        if any(tuple(self.base[name]) != tuple(self.ours[name]) for name in self.ours.keys() - self.left):
+        if any(
+            tuple(self.base[name]) != tuple(self.shapes[name]) for name in self.shapes.keys() - self.unmatched
+        ):
             return False
-        kinds = Counter(_kind(name, self.ours[name], False) for name in self.left - self.our_copies)
-        theirs = Counter(_kind(name, self.base[name], False) for name in self.free - self.base_copies)
-        return kinds == theirs or (is_part and kinds <= theirs)
+        kinds = Counter(_kind(name, self.shapes[name], False) for name in self.unmatched - self.our_copies)
+        base_kinds = Counter(_kind(name, self.base[name], False) for name in self.free - self.base_copies)
+        return kinds == base_kinds or (is_part and kinds <= base_kinds)
 
     def targets(self, level: Sequence[Segments], depth: int) -> list[Segments]:
         """Return every prefix of the base that has all these names below it, without their own prefix."""
         first = next((path for path in level if join(path) not in self.our_copies), level[0])
         name, rest = join(first), first[depth:]
         fitting = []
-        for other in self._by_kind.get(_kind(name, self.ours[name], name in self.our_copies), ()):
+        for candidate in self._by_kind.get(_kind(name, self.shapes[name], name in self.our_copies), ()):
             self._tries += 1
             if self._tries > _MAX_TRIES:
                 raise _NoWay
-            if other[len(other) - len(rest) :] == rest:
-                new = other[: len(other) - len(rest)]
+            if candidate[len(candidate) - len(rest) :] == rest:
+                new = candidate[: len(candidate) - len(rest)]
                 if all(self._fits(path, (*new, *path[depth:])) for path in level):
                     fitting.append(new)
         return fitting
 
     def _fits(self, path: Segments, target: Segments) -> bool:
         self._tries += 1
-        name, other = join(path), join(target)
-        if other not in self.free:
-            return name in self.our_copies and other not in self.base
-        return tuple(self.ours[name]) == tuple(self.base[other])
+        name, target_name = join(path), join(target)
+        if target_name not in self.free:
+            return name in self.our_copies and target_name not in self.base
+        return tuple(self.shapes[name]) == tuple(self.base[target_name])
 
 
 def _kind(name: str, shape: Shape, is_copy: bool) -> object:
@@ -218,9 +220,9 @@ def _groups(sides: _NamesOfSides) -> list[_PrefixGroup]:
 
     def whole(level: list[Segments], depth: int) -> bool:
         names = set(map(join, level))
-        if names.isdisjoint(sides.left):
+        if names.isdisjoint(sides.unmatched):
             return True
-        targets = sides.targets(level, depth) if names <= sides.left else []
+        targets = sides.targets(level, depth) if names <= sides.unmatched else []
         if targets:
             is_copy = names <= sides.our_copies
             groups.append(_PrefixGroup(tuple(level), level[0][:depth], targets, is_copy))
@@ -228,14 +230,14 @@ def _groups(sides: _NamesOfSides) -> list[_PrefixGroup]:
 
     def single(path: Segments) -> None:
         name = join(path)
-        if name not in sides.left:
+        if name not in sides.unmatched:
             return
         targets, is_copy = sides.targets([path], len(path) - 1), name in sides.our_copies
         if not targets and not is_copy:
             raise _NoWay
         groups.append(_PrefixGroup((path,), path[:-1], targets, is_copy))
 
-    _walk(map(split, sides.ours), whole, single)
+    _walk(map(split, sides.shapes), whole, single)
     return groups
 
 
@@ -247,19 +249,21 @@ def _choose(
     Raises:
         _NoWay: two groups have only one place.
     """
-    taken, chosen = set[str](), list[tuple[_PrefixGroup, Segments]]()
+    taken_places, chosen = set[str](), list[tuple[_PrefixGroup, Segments]]()
     for of_copies in (False, True):  # copies take what the others leave
         pending = [group for group in groups if group.is_copy == of_copies]
         while pending:
             waiting = []
             for group in pending:
-                open_to = [new for new in group.targets if taken.isdisjoint(_places(sides, group, new))]
+                open_to = [
+                    new for new in group.targets if taken_places.isdisjoint(_places(sides, group, new))
+                ]
                 if not open_to and not of_copies:
                     raise _NoWay
                 if len(open_to) > 1:
                     waiting.append(group)
                 elif open_to:
-                    taken.update(_places(sides, group, open_to[0]))
+                    taken_places.update(_places(sides, group, open_to[0]))
                     chosen.append((group, open_to[0]))
             if len(waiting) == len(pending):
                 return None
@@ -371,10 +375,10 @@ def _as_base(
     """Return the base's names where only prefixes or its age differ, and whether several renamings fit."""
     spelled = {modern_name(name): name for name in base}
     modern = {stored: modern_name(name) for stored, name in names.items()}
-    theirs = {name: base[old] for name, old in spelled.items()}
-    ours = {name: shapes[stored] for stored, name in modern.items()}
-    fit = rename_to_base(ours, theirs, is_part=is_part) or rename_to_base(
-        _needed(ours), _needed(theirs), is_part=is_part
+    modern_base = {name: base[old] for name, old in spelled.items()}
+    modern_shapes = {name: shapes[stored] for stored, name in modern.items()}
+    fit = rename_to_base(modern_shapes, modern_base, is_part=is_part) or rename_to_base(
+        _needed(modern_shapes), _needed(modern_base), is_part=is_part
     )
 
     def name_of(stored: str) -> str:

@@ -38,8 +38,8 @@ def test_names_that_the_base_stores_are_the_models_own() -> None:
     native = [
         f"{Q}.{end}.weight" for end in ("base_layer", "lora_A.vision", "lora_B.vision", "lora_A.speech")
     ]
-    assert classify_peft(native, own=native).kind == "none"
-    found = classify_peft([*native, *LORA[1:]], own=native)
+    assert classify_peft(native, base_names=native).kind == "none"
+    found = classify_peft([*native, *LORA[1:]], base_names=native)
     assert list(found.adapter_names) == LORA[1:]
 
 
@@ -105,7 +105,7 @@ def test_a_module_trained_in_full_replaces_the_original() -> None:
 
 def test_several_adapters() -> None:
     second = [name.replace("default", "other") for name in LORA[1:]]
-    assert classify_peft([*LORA, *second]).others == ("other",)
+    assert classify_peft([*LORA, *second]).other_adapters == ("other",)
     third = [name.replace("default", "third") for name in LORA[1:]]
     with pytest.raises(UsageError, match="none is called default"):
         classify_peft([LORA[0], *second, *third])
