@@ -61,20 +61,20 @@ def bind_in_form(
     *,
     side: RuleSide,
     padding: Padding | None = None,
-    wanted: Iterable[str] = (),
+    model_names: Iterable[str] = (),
 ) -> AppliedRules:
     """Do what `bind_names` does, with a rule set in the form that the model's names have.
 
     Args:
         rules, shapes, config, side: as for `bind_names`.
         padding: what is known of a padded vocabulary.
-        wanted: names of the model that is to be filled, where they are known.
+        model_names: names of the model that is to be filled, where they are known.
 
     Raises:
         UsageError, LayoutError: as for `bind_names`.
     """
     if side == "hub":
-        return bind_names(_one_by_one(rules, wanted), shapes, config, side=side)
+        return bind_names(_one_by_one(rules, model_names), shapes, config, side=side)
     rules, notes = in_form(rules, shapes, config, padding)
     return replace(bind_names(rules, shapes, config, side=side), notes=notes)
 
@@ -184,24 +184,24 @@ def find_shipped(name: str) -> RuleSet | None:
     return next((rules for rules in shipped() if rules.name == name), None)
 
 
-def load_rules(given: str | os.PathLike[str]) -> RuleSet:
+def load_rules(name_or_path: str | os.PathLike[str]) -> RuleSet:
     """Return a rule set: a file's, or one that shardkit brings along.
 
     Args:
-        given: path of a TOML file, or the name of a shipped set.
+        name_or_path: path of a TOML file, or the name of a shipped set.
 
     Raises:
         UsageError: there is neither, or the file has mistakes; lists all.
         SourceError, ResourceError: the file cannot be read.
     """
-    name = os.fspath(given)
+    name = os.fspath(name_or_path)
     if not storage.lexists(name):
         rule_set = find_shipped(name)
         if rule_set is not None:
             return rule_set
-        known = [rules.name for rules in shipped()]
+        shipped_names = [rules.name for rules in shipped()]
         raise UsageError(
-            f"{escape(name)}: no such file, and no rule set of that name{suggestion(name, known)}",
+            f"{escape(name)}: no such file, and no rule set of that name{suggestion(name, shipped_names)}",
             problems=[f"{rules.name}: {rules.title}" for rules in shipped()],
             hint=f"give the path of a TOML file ({page('keys.md')}), or one of these names",
         )
@@ -235,15 +235,15 @@ def choose_shipped(
     fitting, reasons = list[tuple[RuleSet, AppliedRules]](), list[str]()
     model_type = (config or {}).get("model_type")
     forms = [_one_by_one(rules, shapes) if side == "model" else rules for rules in shipped()]
-    known = [rules for rules in forms if _knows_all(rules, shapes, side)]
-    if not known:
+    candidates = [rules for rules in forms if _knows_all(rules, shapes, side)]
+    if not candidates:
         return Choice((), tuple(_near(forms, shapes, model_type)) if side == "model" else ())
-    config = config_for(known, config)
+    config = config_for(candidates, config)
     model_type = (config or {}).get("model_type")
-    if model_type is None and len(known) > 1:
-        titles = " and ".join(rules.title for rules in known)
+    if model_type is None and len(candidates) > 1:
+        titles = " and ".join(rules.title for rules in candidates)
         return Choice((), (f"{titles} have these names: a config.json tells which it is",))
-    for rules in _for_type(known, model_type):
+    for rules in _for_type(candidates, model_type):
         if foreign := _foreign(rules, model_type):
             reasons.append(foreign)
             continue
@@ -286,9 +286,13 @@ def foreign_type(rules: RuleSet, config: Mapping[str, Any] | None) -> tuple[str,
 
 
 def _knows_all(rules: RuleSet, names: Iterable[str], side: RuleSide) -> bool:
-    known, patterns = list(names), _patterns_of(rules, side)
-    has_required = side == "hub" or _has_required(rules, known)
-    return has_required and bool(known) and all(any(p.fullmatch(name) for p in patterns) for name in known)
+    all_names, patterns = list(names), _patterns_of(rules, side)
+    has_required = side == "hub" or _has_required(rules, all_names)
+    return (
+        has_required
+        and bool(all_names)
+        and all(any(p.fullmatch(name) for p in patterns) for name in all_names)
+    )
 
 
 def known_names(rules: RuleSet, names: Collection[str]) -> frozenset[str]:
@@ -303,8 +307,8 @@ def _patterns_of(rules: RuleSet, side: RuleSide) -> list[re.Pattern[str]]:
 
 
 def _has_required(rules: RuleSet, names: Iterable[str]) -> bool:
-    known = list(names)
-    return all(any(map(regex_of(pattern).fullmatch, known)) for pattern in rules.requires)
+    all_names = list(names)
+    return all(any(map(regex_of(pattern).fullmatch, all_names)) for pattern in rules.requires)
 
 
 def _near(forms: Sequence[RuleSet], names: Iterable[str], model_type: object) -> list[str]:

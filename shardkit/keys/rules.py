@@ -152,7 +152,7 @@ class RuleSet:
 class AppliedRules:
     """Rules applied to the tensors at hand."""
 
-    made: Mapping[str, Expression]
+    expressions: Mapping[str, Expression]
     """Name on the other side -> what it is made of."""
     dropped: tuple[str, ...] = ()
     """Names that rules leave out."""
@@ -243,8 +243,8 @@ def _rule(table: Any, number: int, *, is_optional: bool) -> Rule:
     steps = _steps(table.get("steps_to_hub" if steps_from == "model" else "steps", []), problems)
     many, one = (hub, model) if steps_from == "hub" else (model, hub)
     if len(one) > 1:
-        other = "steps" if steps_from == "model" else "steps_to_hub"
-        problems.append(f"steps lead from one tensor or several to one: write {other} instead")
+        other_key = "steps" if steps_from == "model" else "steps_to_hub"
+        problems.append(f"steps lead from one tensor or several to one: write {other_key} instead")
     stacked = [step.value for step in steps if step.kind == "stack"]
     if not drops and hub and model:
         outer, inner = _variables(one), _variables(many) - _variables(one)
@@ -334,28 +334,28 @@ def _number_problems(numbers: Mapping[str, Any]) -> Iterator[str]:
         if not _is_number(value):
             yield f"numbers.{escape(key)}: expected a number, a key of config.json, or a list of them"
             continue
-        for said in value if isinstance(value, list) else [value]:
+        for item in value if isinstance(value, list) else [value]:
             try:
-                _check_number(said)
+                _check_number(item)
             except ValueError as error:
                 yield f"numbers.{escape(key)}: {error}"
 
 
-def _check_number(said: int | str) -> None:
+def _check_number(formula: int | str) -> None:
     """Raise ValueError for what is no number, name or arithmetic on them."""
-    left: list[ast.expr] = [] if isinstance(said, int) else [_parsed(said)]
-    while left:
-        match left.pop():
+    nodes: list[ast.expr] = [] if isinstance(formula, int) else [_parsed(formula)]
+    while nodes:
+        match nodes.pop():
             case ast.BinOp(a, operator, b) if type(operator) in _ARITHMETIC:
-                left += [a, b]
+                nodes += [a, b]
             case ast.Constant(value=int()) | ast.Name() | ast.Attribute():
                 pass
             case _:
-                raise ValueError(_not_a_number(said))
+                raise ValueError(_not_a_number(formula))
 
 
-def _not_a_number(said: object) -> str:
-    return f"{escape(str(said))} is not a number, a name or arithmetic on them"
+def _not_a_number(value: object) -> str:
+    return f"{escape(str(value))} is not a number, a name or arithmetic on them"
 
 
 def _is_number(value: Any) -> bool:
@@ -396,30 +396,30 @@ class ConfigNumbers:
         self._numbers, self._config = numbers, config
         self._busy: set[str] = set()
 
-    def value(self, said: Any) -> int:
+    def value(self, formula: Any) -> int:
         """Return a number that is given as such, by name, or as arithmetic.
 
         Raises:
             ValueError: nothing tells it.
         """
-        if isinstance(said, int) and not isinstance(said, bool):
-            return said
-        if not isinstance(said, str):
-            raise ValueError(f"{escape(str(said))} is not a number")
-        return self._of(_parsed(said), said)
+        if isinstance(formula, int) and not isinstance(formula, bool):
+            return formula
+        if not isinstance(formula, str):
+            raise ValueError(f"{escape(str(formula))} is not a number")
+        return self._of(_parsed(formula), formula)
 
-    def _of(self, node: ast.expr, said: str) -> int:
+    def _of(self, node: ast.expr, formula: str) -> int:
         match node:
             case ast.Constant(value=int() as number) if not isinstance(number, bool):
                 return number
             case ast.BinOp(left, operator, right) if type(operator) in _ARITHMETIC:
-                a, b = self._of(left, said), self._of(right, said)
+                a, b = self._of(left, formula), self._of(right, formula)
                 if type(operator) in (ast.FloorDiv, ast.Mod) and b == 0:
-                    raise ValueError(f"{escape(said)} divides by zero")
+                    raise ValueError(f"{escape(formula)} divides by zero")
                 return int(_ARITHMETIC[type(operator)](a, b))
             case ast.Name() | ast.Attribute():
                 return self._named(ast.unparse(node))
-        raise ValueError(_not_a_number(said))
+        raise ValueError(_not_a_number(formula))
 
     def _named(self, name: str) -> int:
         if name in self._numbers and name not in self._busy:
@@ -457,20 +457,20 @@ _ARITHMETIC: Mapping[type, Any] = {
 
 
 @cache
-def _parsed(said: str) -> ast.expr:
-    if len(said) > 200:
+def _parsed(formula: str) -> ast.expr:
+    if len(formula) > 200:
         raise ValueError("a number of more than 200 characters")
     try:
-        return ast.parse(said, mode="eval").body
+        return ast.parse(formula, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(_not_a_number(said)) from None
+        raise ValueError(_not_a_number(formula)) from None
 
 
-def _sizes(said: Sequence[Any], total: int, env: ConfigNumbers) -> list[int]:
+def _sizes(formulas: Sequence[Any], total: int, env: ConfigNumbers) -> list[int]:
     """Return sizes whose product is `total`; one of them may be -1."""
-    sizes = [-1 if given == -1 else env.value(given) for given in said]
-    known = prod(size for size in sizes if size != -1)
-    return [total // max(known, 1) if size == -1 else size for size in sizes]
+    sizes = [-1 if formula == -1 else env.value(formula) for formula in formulas]
+    product = prod(size for size in sizes if size != -1)
+    return [total // max(product, 1) if size == -1 else size for size in sizes]
 
 
 def _dim(value: Any, shape: Shape) -> int:
@@ -511,8 +511,8 @@ def _forward(steps: Sequence[Step], parts: _PartsByKey, stacked: list[str], env:
                 else part
                 for place, part in enumerate(parts)
             ]
-    (made,) = (tensor for part in parts for tensor in part.values())
-    return made
+    (result,) = (tensor for part in parts for tensor in part.values())
+    return result
 
 
 def _stacked(
@@ -625,8 +625,12 @@ def _taken_apart(parts: _PartsByKey, step: Step, number: int, env: ConfigNumbers
     apart: _PartsByKey = [{} for _ in range(number)]
     for key, whole in part.items():
         dim = _dim(step.value, whole.shape)
-        total, said = whole.shape[dim], step.options.get("sizes")
-        sizes = [env.value(given) for given in said] if said is not None else [total // number] * number
+        total, formulas = whole.shape[dim], step.options.get("sizes")
+        sizes = (
+            [env.value(formula) for formula in formulas]
+            if formulas is not None
+            else [total // number] * number
+        )
         if len(sizes) != number or sum(sizes) != total:
             raise ValueError(f"dim {dim} of {list(whole.shape)} is not {' + '.join(map(str, sizes))}")
         start = 0
@@ -670,12 +674,12 @@ def bind_names(
         LayoutError: tensors that no rule is about, two tensors that would be one, numbers that are not known, shapes
             that do not fit, tensors that do not come back; all of them.
     """
-    made, dropped, problems, sources = dict[str, Expression](), list[str](), list[str](), dict[str, Rule]()
+    outputs, dropped, problems, sources = dict[str, Expression](), list[str](), list[str](), dict[str, Rule]()
     owners: dict[str, Rule] = {}
     used = set[int]()
     matches = _matches(rules, shapes, side, owners, problems, made_by)
     env = ConfigNumbers(rules.numbers, config)
-    other: RuleSide = "model" if side == "hub" else "hub"
+    other_side: RuleSide = "model" if side == "hub" else "hub"
     for match in matches:
         rule = match.rule
         used.add(rule.number)  # where a tie stands for its name, it is the owner of none
@@ -683,38 +687,38 @@ def bind_names(
             dropped += [name for name, _ in match.names]
             continue
         try:
-            expressions = _made(match, shapes, side, other, env)
+            expressions = _made(match, shapes, side, other_side, env)
         except (ValueError, TypeError) as error:
             problems.append(f"{rule}: {escape(match.names[0][0])}: {error}")
             continue
         for name, expression in expressions.items():
-            if name in made:
+            if name in outputs:
                 problems.append(f"{escape(name)}: made twice, by {sources[name]} and by {rule}")
-            made[name], sources[name] = expression, rule
+            outputs[name], sources[name] = expression, rule
     used.update(rule.number for rule in owners.values())
     idle = [rule for rule in rules.rules if rule.number not in used and not rule.is_optional]
     problems += [f"{rule}: matches nothing" for rule in idle]
-    left = [name for name in shapes if name not in owners]
+    names_left = [name for name in shapes if name not in owners]
     if rules.keeps_others:
-        twice = [name for name in left if name in made]
+        twice = [name for name in names_left if name in outputs]
         problems += [f"{escape(name)}: made by {sources[name]}, and there already" for name in twice]
-        made |= {name: Stored(name, tuple(shapes[name])) for name in left}
-        left = []
-    known = [pattern for rule in rules.rules for pattern in rule.patterns(side)]
+        outputs |= {name: Stored(name, tuple(shapes[name])) for name in names_left}
+        names_left = []
+    known_patterns = [pattern for rule in rules.rules for pattern in rule.patterns(side)]
     problems += [
         f"{escape(name)} {list(shapes[name])}: no rule is about it"
-        + (suggestion(NUMBER.sub("{i}", name), known) if place < _MAX_SUGGESTIONS else "")
-        for place, name in enumerate(left)
+        + (suggestion(NUMBER.sub("{i}", name), known_patterns) if place < _MAX_SUGGESTIONS else "")
+        for place, name in enumerate(names_left)
     ]
     if made_by is None and not problems:
-        problems += _lost(rules, made, sources, shapes, dropped, config, side)
+        problems += _lost(rules, outputs, sources, shapes, dropped, config, side)
     (UsageError if idle else LayoutError).raise_for(
         problems,
         f"the key rules of {escape(rules.title)} do not fit: {count(len(problems), 'problem')}",
         hint="inspect with --tensors lists names and shapes; optional = true lets a rule match nothing, drop = true "
         "leaves tensors out",
     )
-    return AppliedRules(made=made, dropped=tuple(dropped))
+    return AppliedRules(expressions=outputs, dropped=tuple(dropped))
 
 
 def _matches(
@@ -750,7 +754,7 @@ def _matches(
                 if name in owners:
                     problems.append(f"{escape(name)}: {owners[name]} and {rule} are about it")
                 owners[name] = rule
-            lacking = [pattern for pattern, held in zip(patterns, by_pattern, strict=True) if not held]
+            lacking = [pattern for pattern, matched in zip(patterns, by_pattern, strict=True) if not matched]
             if lacking:
                 shown = [_filled(pattern, common) for pattern in lacking]
                 problems.append(f"{rule}: {listed(shown)} is missing")
@@ -759,7 +763,7 @@ def _matches(
 
 
 def _made(
-    match: _Match, shapes: Mapping[str, Shape], side: RuleSide, other: RuleSide, env: ConfigNumbers
+    match: _Match, shapes: Mapping[str, Shape], side: RuleSide, other_side: RuleSide, env: ConfigNumbers
 ) -> dict[str, Expression]:
     """Apply a rule to the tensors that it is about; return the expressions."""
     rule = match.rule
@@ -772,20 +776,20 @@ def _made(
             )
             key = tuple(int(values[variable]) for variable in stacked)
             parts[place][key] = Stored(name, tuple(shapes[name]))
-        (pattern,) = rule.patterns(other)
+        (pattern,) = rule.patterns(other_side)
         return {_filled(pattern, match.outer): _forward(rule.steps, parts, list(stacked), env)}
     ((name, values),) = match.names
     apart = _backward(rule, Stored(name, tuple(shapes[name])), env)
     return {
         _filled(pattern, {**values, **dict(zip(stacked, map(str, key), strict=True))}): expression
-        for pattern, part in zip(rule.patterns(other), apart, strict=True)
+        for pattern, part in zip(rule.patterns(other_side), apart, strict=True)
         for key, expression in part.items()
     }
 
 
 def _lost(
     rules: RuleSet,
-    made: Mapping[str, Expression],
+    expressions: Mapping[str, Expression],
     made_by: Mapping[str, Rule],
     shapes: Mapping[str, Shape],
     dropped: Sequence[str],
@@ -793,14 +797,14 @@ def _lost(
     side: RuleSide,
 ) -> Iterator[str]:
     """Yield a line for each tensor that does not come back when the rules are applied the other way."""
-    other: RuleSide = "model" if side == "hub" else "hub"
-    made_shapes = {name: expression.shape for name, expression in made.items()}
+    other_side: RuleSide = "model" if side == "hub" else "hub"
+    made_shapes = {name: expression.shape for name, expression in expressions.items()}
     try:
-        back = bind_names(rules, made_shapes, config, side=other, made_by=made_by)
+        back = bind_names(rules, made_shapes, config, side=other_side, made_by=made_by)
     except (LayoutError, UsageError) as error:
         yield from (f"on the way back: {problem}" for problem in error.problems)
         return
-    again = {name: substitute(expression, made) for name, expression in back.made.items()}
+    again = {name: substitute(expression, expressions) for name, expression in back.expressions.items()}
     for name in shapes:
         if name in dropped:
             continue

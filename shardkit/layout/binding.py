@@ -186,16 +186,16 @@ def person(rules: RuleSet) -> Provider:
         for side in sides:
             try:
                 applied = bind_in_form(
-                    rules, have.shapes, config, side=side, padding=have.padding, wanted=want
+                    rules, have.shapes, config, side=side, padding=have.padding, model_names=want
                 )
             except (LayoutError, UsageError) as error:
                 errors.append(error)
                 continue
-            if side == sides[-1] or any(name in want for name in applied.made):
+            if side == sides[-1] or any(name in want for name in applied.expressions):
                 return replace(
                     binding,
-                    made=applied.made,
-                    by=dict.fromkeys(applied.made, "person"),
+                    made=applied.expressions,
+                    by=dict.fromkeys(applied.expressions, "person"),
                     rules=rules,
                     dropped=applied.dropped,
                     notes=applied.notes,
@@ -313,8 +313,8 @@ def _by_shipped(binding: Binding, have: TensorsAtHand) -> Binding:
     ((rules, applied),) = choice.fitting
     return replace(
         answered,
-        made={name: substitute(made, at_hand) for name, made in applied.made.items()},
-        by=dict.fromkeys(applied.made, "shipped"),
+        made={name: substitute(made, at_hand) for name, made in applied.expressions.items()},
+        by=dict.fromkeys(applied.expressions, "shipped"),
         rules=rules,
         dropped=applied.dropped,
         notes=applied.notes,

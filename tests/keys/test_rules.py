@@ -37,7 +37,7 @@ def moved(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     model_type, shapes = SETS[name]
     values = numbered(shapes)
     binding = bind_names(found(name), shapes, config(model_type), side="hub")
-    return values, {target: evaluate(made, values) for target, made in binding.made.items()}
+    return values, {target: evaluate(made, values) for target, made in binding.expressions.items()}
 
 
 def test_every_shipped_set_is_tried() -> None:
@@ -51,7 +51,7 @@ def test_what_goes_there_comes_back_and_the_set_is_chosen_by_itself(name: str) -
     shapes = {target: value.shape for target, value in theirs.items()}
     choice = choose_shipped(shapes, config(model_type), side="model")
     assert [rules.name for rules, _ in choice.fitting] == [name]
-    back = {target: evaluate(made, theirs) for target, made in choice.fitting[0][1].made.items()}
+    back = {target: evaluate(made, theirs) for target, made in choice.fitting[0][1].expressions.items()}
     expected = dict(values)
     if "lm_head.weight" in back.keys() - values.keys():  # tied
         expected["lm_head.weight"] = values["model.embed_tokens.weight"]
@@ -144,7 +144,7 @@ def test_olmo_cores_experts_lie_one_below_the_other() -> None:
 def test_stacked_experts_move_as_they_lie() -> None:
     model_type, shapes = SETS["torchtitan-qwen3"]
     binding = bind_names(found("torchtitan-qwen3"), shapes, config(model_type), side="hub")
-    assert all(piece.is_box for made in binding.made.values() for piece in pieces(made))
+    assert all(piece.is_box for made in binding.expressions.values() for piece in pieces(made))
 
 
 HEAD = 'format = 1\nname = "mine"\n'
@@ -154,7 +154,7 @@ ONE = HEAD + '[[rule]]\nhub = "a.{i}.w"\nmodel = "b.{i}.v"\n'
 def bound(
     text: str, shapes: dict[str, tuple[int, ...]], side: Any = "hub", config: Any = None
 ) -> dict[str, Any]:
-    return dict(bind_names(parse_rules(text.encode(), "mine.toml"), shapes, config, side=side).made)
+    return dict(bind_names(parse_rules(text.encode(), "mine.toml"), shapes, config, side=side).expressions)
 
 
 def problems(
@@ -352,9 +352,9 @@ def test_megatrons_layers_and_padding_have_several_forms(name: str, one_by_one: 
     ((rules, binding),) = choose_shipped(shapes, config(SETS[name][0]), side="model").fitting
     assert rules.name == name
     assert all(
-        np.array_equal(evaluate(made, theirs), values[target]) for target, made in binding.made.items()
+        np.array_equal(evaluate(made, theirs), values[target]) for target, made in binding.expressions.items()
     )
-    assert binding.made.keys() == values.keys()
+    assert binding.expressions.keys() == values.keys()
     assert binding.notes == (
         (f"{rows - 40} rows of padding cut: 40 of {rows} are tokens",) if rows > 40 else ()
     )
@@ -366,7 +366,7 @@ def test_a_model_with_its_layers_one_by_one_is_filled(name: str) -> None:
     values, theirs = moved(name)
     theirs = layers_one_by_one(theirs)
     model_type, shapes = SETS[name]
-    made = bind_in_form(found(name), shapes, config(model_type), side="hub", wanted=theirs).made
+    made = bind_in_form(found(name), shapes, config(model_type), side="hub", model_names=theirs).expressions
     assert made.keys() == theirs.keys()
     assert all(np.array_equal(evaluate(each, values), theirs[target]) for target, each in made.items())
 
@@ -394,7 +394,9 @@ def test_what_is_no_padding_of_the_configs_tokens_stays(
         for name, value in moved("megatron-llama")[1].items()
     }
     binding = bind_in_form(found("megatron-llama"), shapes, config("qwen2"), side="model", padding=padding)
-    assert {binding.made[name].shape[0] for name in ("model.embed_tokens.weight", "lm_head.weight")} == {kept}
+    assert {
+        binding.expressions[name].shape[0] for name in ("model.embed_tokens.weight", "lm_head.weight")
+    } == {kept}
     assert binding.notes == (
         (f"{rows - kept} rows of padding cut: {kept} of {rows} are tokens",) if rows > kept else ()
     )
@@ -467,8 +469,10 @@ def test_megatrons_layers_may_have_experts_or_not(has_te: bool) -> None:
     assert rules.name == "megatron-qwen-moe"
     experts = ("model.layers.0.mlp.experts", "model.layers.0.mlp.gate.")
     expected = {name: value for name, value in values.items() if not name.startswith(experts)} | dense
-    assert binding.made.keys() == expected.keys()
-    assert all(np.array_equal(evaluate(made, theirs), expected[name]) for name, made in binding.made.items())
+    assert binding.expressions.keys() == expected.keys()
+    assert all(
+        np.array_equal(evaluate(made, theirs), expected[name]) for name, made in binding.expressions.items()
+    )
 
 
 @pytest.mark.parametrize("name", ["megatron-mixtral", "megatron-qwen-moe"])
@@ -478,5 +482,5 @@ def test_megatrons_experts_without_transformer_engine(name: str) -> None:
     shapes = {target: value.shape for target, value in theirs.items()}
     ((_, binding),) = choose_shipped(shapes, config(SETS[name][0]), side="model").fitting
     assert all(
-        np.array_equal(evaluate(made, theirs), values[target]) for target, made in binding.made.items()
+        np.array_equal(evaluate(made, theirs), values[target]) for target, made in binding.expressions.items()
     )

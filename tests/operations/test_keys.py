@@ -53,7 +53,7 @@ def make(name: str, place: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     (hub / "config.json").write_text(json.dumps({**config(model_type), "tie_word_embeddings": False}))
     rules = find_shipped(name)
     assert rules is not None
-    made = bind_names(rules, shapes, config(model_type), side="hub").made
+    made = bind_names(rules, shapes, config(model_type), side="hub").expressions
     theirs = {
         key: torch.from_numpy(np.ascontiguousarray(evaluate(each, values))) for key, each in made.items()
     }
