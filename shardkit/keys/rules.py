@@ -412,8 +412,8 @@ class ConfigNumbers:
         match node:
             case ast.Constant(value=int() as number) if not isinstance(number, bool):
                 return number
-            case ast.BinOp(left, operator, right) if type(operator) in _ARITHMETIC:
-                a, b = self._of(left, formula), self._of(right, formula)
+            case ast.BinOp(first, operator, second) if type(operator) in _ARITHMETIC:
+                a, b = self._of(first, formula), self._of(second, formula)
                 if type(operator) in (ast.FloorDiv, ast.Mod) and b == 0:
                     raise ValueError(f"{escape(formula)} divides by zero")
                 return int(_ARITHMETIC[type(operator)](a, b))

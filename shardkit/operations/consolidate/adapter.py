@@ -177,8 +177,8 @@ def _adapter_notes(
     if extra_names:
         kinds = "biases that were trained, or rows of a vocabulary that is not the base's"
         yield f"in the adapter's file, as PEFT saves them: {listed(list(extra_names.values()))} ({kinds})"
-    if peft.others:
-        yield f"the adapter {escape(peft.adapter or '')} was taken; also there: {', '.join(map(escape, peft.others))}"
+    if peft.other_adapters:
+        yield f"the adapter {escape(peft.adapter or '')} was taken; also there: {', '.join(map(escape, peft.other_adapters))}"
     if settings is not None and not settings.is_whole:
         yield f"{ADAPTER_CONFIG} was made from {settings.origin} and the names of the tensors: check it"
 
