@@ -245,18 +245,18 @@ class BucketOutput:
         self._check_under_way()
         self._objects.delete(map(self._job.note, numbers))
 
-    def commit(self, beside: str) -> None:
-        """Give the finished files, and those in the directory `beside`, their names."""
+    def commit(self, scratch: str) -> None:
+        """Give the finished files, and those in the directory `scratch`, their names."""
         check_complete(self.path, self._job.record, self._finished())
         replaced = self._replaced_data()
-        paths = [os.path.join(here, name) for here, _, names in storage.walk(beside) for name in names]
-        sources = {os.path.relpath(path, beside): path for path in paths}
+        paths = [os.path.join(here, name) for here, _, names in storage.walk(scratch) for name in names]
+        sources = {os.path.relpath(path, scratch): path for path in paths}
         waiting = [name for name in self._job.names() if self._job.place(name) != name]
         if not self._overwrite:
             at_once(lambda name: self._check_free(name, self._objects.head(name)), waiting)
         elif waiting or not all(self._job.owns(name) or name == self._marker for name in sources):
             self._check_may_replace()
-        with _scratch_errors(beside):
+        with _scratch_errors(scratch):
             marker = b"".join(_pieces(sources.pop(self._marker)))
             at_once(lambda name: self._send_beside(sources[name], name), sources, NUM_SENDS)
         lost: FileNotFoundError | None = None
@@ -281,11 +281,11 @@ class BucketOutput:
         if result == "same":
             raise JobEnded(self.path, is_committed=True)
 
-    def keep(self, beside: str) -> None:
-        """Send the files in the directory `beside` but the marker, and leave all where it is. The job ends."""
-        for here, _, names in storage.walk(beside):
+    def keep(self, scratch: str) -> None:
+        """Send the files in the directory `scratch` but the marker, and leave all where it is. The job ends."""
+        for here, _, names in storage.walk(scratch):
             for path in sorted(os.path.join(here, name) for name in names):
-                if (name := os.path.relpath(path, beside)) != self._marker:
+                if (name := os.path.relpath(path, scratch)) != self._marker:
                     self._send(path, name)
         stores.forget()
         self._remove_home()

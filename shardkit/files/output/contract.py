@@ -4,7 +4,7 @@ An output is whole or absent, and an output that is replaced is the old one or t
 
     begin(record)                          create the job, or join it
     scratch() -> add(scratch, 0, note)     one finished file, then its note
-    commit(beside)                         everything gets its name at one moment
+    commit(scratch)                        everything gets its name at one moment
 
 Several processes may work on a job at once, on several hosts. What one has finished counts for all.
 """
@@ -184,8 +184,8 @@ class JobOutput(Protocol):
     def forget(self, numbers: Iterable[int]) -> None:
         """Remove notes, so that their files are written again. Durable when this returns."""
 
-    def commit(self, beside: str) -> None:
-        """Give the finished files, and those in the directory `beside`, their names. Durable when this returns.
+    def commit(self, scratch: str) -> None:
+        """Give the finished files, and those in the directory `scratch`, their names. Durable when this returns.
 
         Raises:
             IncompleteError: files are missing.

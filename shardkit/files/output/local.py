@@ -225,11 +225,11 @@ class LocalOutput:
                     storage.unlink(os.path.join(self._done, f"{number}.json"))
             storage.sync_directory(self._done)
 
-    def commit(self, beside: str) -> None:
+    def commit(self, scratch: str) -> None:
         """See `JobOutput.commit`."""
         with self._in_job(), _locked(self._work):
             check_complete(self.path, self.record, self._finished())
-            self._adopt(beside)
+            self._adopt(scratch)
             self._check_replaceable(self.data)
             storage.sync_directories(self.data)
             self._work = _rename(self.path, self._work, "commit")
@@ -237,18 +237,18 @@ class LocalOutput:
             self._publish_own()
         self._leave()
 
-    def keep(self, beside: str) -> str:
+    def keep(self, scratch: str) -> str:
         """Give the output another name, where the destination may not be replaced. The job ends.
 
         Args:
-            beside: as for `commit`, which may have moved the files already.
+            scratch: as for `commit`, which may have moved the files already.
 
         Returns:
             Its path, beside the destination.
         """
         with self._in_job(), _locked(self._work):
             if self._stage != "claimed":
-                self._adopt(beside)
+                self._adopt(scratch)
             storage.sync_directories(self.data)
             for number in itertools.count(1):
                 kept = f"{self.path}-new{number if number > 1 else ''}"
@@ -755,10 +755,10 @@ def is_free(path: str) -> bool:
     return True
 
 
-def _is_same(path: str, other: str | int) -> bool:
+def _is_same(path: str, path_or_descriptor: str | int) -> bool:
     """True if a path leads to the same file or directory as another path, or as a descriptor."""
     try:
-        second = storage.fstat(other) if isinstance(other, int) else storage.lstat(other)
+        second = storage.fstat(path_or_descriptor) if isinstance(path_or_descriptor, int) else storage.lstat(path_or_descriptor)
         return os.path.samestat(storage.lstat(path), second)
     except OSError as error:
         if error.errno in (*_GONE, errno.EBADF):  # EBADF: this process has left the job

@@ -409,7 +409,7 @@ def _of_records(source: Source, wanted: list[str]) -> _StoredModel:
         has_hub_names=presharded.said.hub_names is None,
         further_names=frozenset(presharded.ties),
         select=select,
-        open_chunks=lambda wanted, _: presharded.open_chunks(wanted),
+        open_chunks=lambda regions, _: presharded.open_chunks(regions),
         identity=lambda _: presharded.said.crc32,
         sampled_files=_A_HANDFUL,
         has_all_checksums=presharded.said.digest == "crc32",  # its CRC-32 is of those of the chunk lists
