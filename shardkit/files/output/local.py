@@ -758,7 +758,11 @@ def is_free(path: str) -> bool:
 def _is_same(path: str, path_or_descriptor: str | int) -> bool:
     """True if a path leads to the same file or directory as another path, or as a descriptor."""
     try:
-        second = storage.fstat(path_or_descriptor) if isinstance(path_or_descriptor, int) else storage.lstat(path_or_descriptor)
+        second = (
+            storage.fstat(path_or_descriptor)
+            if isinstance(path_or_descriptor, int)
+            else storage.lstat(path_or_descriptor)
+        )
         return os.path.samestat(storage.lstat(path), second)
     except OSError as error:
         if error.errno in (*_GONE, errno.EBADF):  # EBADF: this process has left the job

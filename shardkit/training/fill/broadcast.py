@@ -80,13 +80,13 @@ def fill_broadcast(
         if supply.weights is not None:
             if sources[rank] == rank:
                 supply = replace(supply, weights=supply.weights.located())
-            wanted = match(shards, supply)
-            rows = [_row(items[0]) for items in _by_tensor(wanted).values()]
+            parts = match(shards, supply)
+            rows = [_row(items[0]) for items in _by_tensor(parts).values()]
     rows = broadcast_json(rows, min(sources), phase=_PHASE)
     with agreed("comparing the source with the model"):
         if supply.weights is None:
-            wanted = match(shards, replace(supply, weights=_described(rows)))
-        tensors = _in_rows_order(wanted, rows)
+            parts = match(shards, replace(supply, weights=_described(rows)))
+        tensors = _in_rows_order(parts, rows)
     mine = {
         number: kept
         for number, items in enumerate(tensors)
@@ -131,21 +131,21 @@ def _described(rows: Sequence[Any]) -> Weights:
     return Weights(path="the source", catalog=catalog, names=names, identity="")
 
 
-def _by_tensor(wanted: Sequence[Wanted]) -> dict[str, list[Wanted]]:
+def _by_tensor(parts: Sequence[Wanted]) -> dict[str, list[Wanted]]:
     """Return the parts of each tensor, by FQN: one, or several of a packed dim."""
     by_tensor: dict[str, list[Wanted]] = {}
-    for item in wanted:
+    for item in parts:
         by_tensor.setdefault(item.shard.fqn, []).append(item)
     return by_tensor
 
 
-def _in_rows_order(wanted: Sequence[Wanted], rows: Sequence[Any]) -> list[list[Wanted]]:
+def _in_rows_order(parts: Sequence[Wanted], rows: Sequence[Any]) -> list[list[Wanted]]:
     """Return this rank's parts of each tensor, in the order of the messages.
 
     Raises:
         LayoutError: this rank's model has others, or wants other dtypes.
     """
-    by_fqn = _by_tensor(wanted)
+    by_fqn = _by_tensor(parts)
     differ = {fqn for fqn, *_ in rows} ^ by_fqn.keys()
     differ |= {row[0] for row in rows if row[0] in by_fqn and _row(by_fqn[row[0]][0]) != row}
     LayoutError.raise_for(
@@ -282,18 +282,23 @@ def send_parts(
         What went wrong here, instead of raising it: the others must not wait.
     """
     rank, _ = world()
-    held = {number: [item.region for item in items] for number, items in mine.items()}
+    local_regions = {number: [item.region for item in items] for number, items in mine.items()}
     with torch.no_grad(), one_thread_each(True):
         if sources[rank] != rank:
-            return _Receiver(sources[rank], sent, mine, filled).run(held)
+            return _Receiver(sources[rank], sent, mine, filled).run(local_regions)
         assert reader is not None
-        receivers = [other for other, source in enumerate(sources) if source == rank and other != rank]
+        receivers = [
+            target_rank
+            for target_rank, source in enumerate(sources)
+            if source == rank and target_rank != rank
+        ]
         before = reader.worker.filled.read_bytes
         sender = _Sender(reader, sent, mine, filled)
-        regions = {rank: held, **sender.receive_regions(receivers)}
+        regions = {rank: local_regions, **sender.receive_regions(receivers)}
         for message in build_messages(sent):
             layouts = {
-                other: packed_layout(message.bands, sent, of_rank) for other, of_rank in regions.items()
+                target_rank: packed_layout(message.bands, sent, of_rank)
+                for target_rank, of_rank in regions.items()
             }
             needed = {part.number for parts, _ in layouts.values() for part in parts}
             content = sender.read(
@@ -410,7 +415,7 @@ class _Sender:
             }
         return regions
 
-    def read(self, bands: Sequence[Band], own: Sequence[PackedPart]) -> _BandValues:
+    def read(self, bands: Sequence[Band], local_parts: Sequence[PackedPart]) -> _BandValues:
         """Return bands, at most `BAND_NBYTES` together, as they are sent, and keep this rank's own parts of them."""
         content = self._room(bands)
         if self.error is not None or not bands:
@@ -423,7 +428,7 @@ class _Sender:
             ]
             self._reader.worker.run(neighbours(sorted(reads, key=lambda read: read.first)))
             self._reader.worker.finish()
-            for part in own:
+            for part in local_parts:
                 items = self._mine[part.number]
                 _into(items, part.box).copy_(_cut(content, part))
                 self._filled.elements[items[0].shard.fqn] += part.box.num_elements

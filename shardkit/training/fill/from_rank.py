@@ -88,28 +88,28 @@ def check_sources(source: object) -> None:
     if isinstance(source, RankSource):
         rank = source.rank
         mine = [rank if type(rank) is int else repr(rank), source.has_state]
-    told = gather_json(mine, phase="opening the source")
-    if not any(told):
+    answers = gather_json(mine, phase="opening the source")
+    if not any(answers):
         return
     hint = "rank R: shardkit.from_rank(state_dict, rank=R); all others: shardkit.from_rank(None, rank=R)"
-    if not all(told) or any(named[0] != told[0][0] for named in told):
+    if not all(answers) or any(named[0] != answers[0][0] for named in answers):
         raise UsageError(
             "the ranks do not name the same holder of the state dict",
             problems=[
                 f"rank {here}: {f'from_rank(..., rank={named[0]})' if named else 'another kind of source'}"
-                for here, named in enumerate(told)
+                for here, named in enumerate(answers)
             ],
             hint=hint,
         )
-    rank = told[0][0]
-    if type(rank) is not int or not 0 <= rank < len(told):
+    rank = answers[0][0]
+    if type(rank) is not int or not 0 <= rank < len(answers):
         raise UsageError(
-            f"from_rank: rank={escape(str(rank))} is none of the {count(len(told), 'rank')}", hint=hint
+            f"from_rank: rank={escape(str(rank))} is none of the {count(len(answers), 'rank')}", hint=hint
         )
     wrong = [
         f"rank {here}: "
         + ("a state dict; it would be ignored" if has else "None, though it is the rank that is named")
-        for here, (_, has) in enumerate(told)
+        for here, (_, has) in enumerate(answers)
         if has != (here == rank)
     ]
     UsageError.raise_for(wrong, f"from_rank: rank {rank}, and no other, gives the state dict", hint=hint)
@@ -143,10 +143,10 @@ def _catalog(state: Mapping[str, Any], label: str) -> Catalog:
         hint="give whole plain tensors: gather DTensors with full_tensor(), dequantise, densify",
     )
     numbers: dict[object, int] = {}
-    others = []
+    skipped_names = []
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
-            others.append(name)
+            skipped_names.append(name)
             continue
         tensor, dtype = value.detach(), BY_NAME[str(value.dtype).removeprefix("torch.")]
         region = full_region(tuple(tensor.shape))
@@ -156,12 +156,12 @@ def _catalog(state: Mapping[str, Any], label: str) -> Catalog:
         place = memory if nbytes else name
         if place not in numbers:
             numbers[place] = len(catalog.files)
-            made = Decoded(_decoder(tensor, name))
-            catalog.files.append(SourceFile(name=name, path=label, size=nbytes, derivation=made))
+            derivation = Decoded(_decoder(tensor, name))
+            catalog.files.append(SourceFile(name=name, path=label, size=nbytes, derivation=derivation))
         catalog.add_tensor(name, dtype, region.sizes, iter(((numbers[place], 0, nbytes, region),)))
-    catalog.objects = tuple(others)
-    if others:
-        catalog.notes = (f"left out of {label}, because they are not tensors: {listed(others)}",)
+    catalog.objects = tuple(skipped_names)
+    if skipped_names:
+        catalog.notes = (f"left out of {label}, because they are not tensors: {listed(skipped_names)}",)
     return catalog
 
 

@@ -36,7 +36,7 @@ class PreshardedSource:
 
     catalog: Catalog
     """Every tensor and every file; no chunk: `open_chunks` finds those."""
-    said: manifest.Presharded
+    content: manifest.Presharded
     """The manifest; it has the catalog's files in the same order."""
     layout: Layout
     """Of every tensor, its other names aside."""
@@ -49,48 +49,48 @@ class PreshardedSource:
     derived: Mapping[str, Expression]
     """What names are made of in the Hub's files, where that is another form."""
 
-    def open_chunks(self, wanted: Mapping[str, Sequence[Region]] | None = None) -> Catalog:
+    def open_chunks(self, regions_by_name: Mapping[str, Sequence[Region]] | None = None) -> Catalog:
         """Return the catalog with the chunks in which some regions lie.
 
         Args:
-            wanted: regions of tensors, in elements; None is all of them.
+            regions_by_name: regions of tensors, in elements; None is all of them.
 
         Raises:
             IntegrityError: manifest, chunk lists and files are not of one run, or a file is not whole.
             SourceError: a chunk list cannot be read.
         """
-        if wanted is not None:
+        if regions_by_name is not None:
             by_record: dict[str, list[Region]] = {}
-            for fqn, regions in wanted.items():
+            for fqn, regions in regions_by_name.items():
                 by_record.setdefault(self.ties.get(fqn, fqn), []).extend(regions)
-            wanted = by_record
-        files = self.said.files
-        numbers = range(len(files)) if wanted is None else self._files_of(wanted)
+            regions_by_name = by_record
+        files = self.content.files
+        numbers = range(len(files)) if regions_by_name is None else self._files_of(regions_by_name)
         lists = _read_lists(self.catalog.directory, {n: files[n] for n in numbers})
         catalog = self._with_chunks(lists)
-        self._check(catalog, wanted)
-        for other, name in self.ties.items():
-            catalog.tensors[other] = replace(catalog.tensors[name], fqn=other)
+        self._check(catalog, regions_by_name)
+        for tied_name, name in self.ties.items():
+            catalog.tensors[tied_name] = replace(catalog.tensors[name], fqn=tied_name)
         return catalog
 
-    def _files_of(self, wanted: Mapping[str, Sequence[Region]]) -> list[int]:
+    def _files_of(self, regions_by_name: Mapping[str, Sequence[Region]]) -> list[int]:
         """Return the files in which regions lie; layers are alike, so that few are looked for twice."""
         num_shards = self.layout.mesh.pp * self.layout.mesh.num_shards
-        if num_shards > 2 * len(self.said.files):  # a number in a small file could keep us for hours
+        if num_shards > 2 * len(self.content.files):  # a number in a small file could keep us for hours
             raise IntegrityError(
-                f"{escape(self.catalog.directory)}: {manifest.NAME} lists {count(len(self.said.files), 'file')} for "
+                f"{escape(self.catalog.directory)}: {manifest.NAME} lists {count(len(self.content.files), 'file')} for "
                 f"{count(num_shards, 'shard')}",
                 hint="copy the directory again, or preshard again",
             )
         by_name = {file.name: number for number, file in enumerate(self.catalog.files)}
-        numbers, known = set[int](), set[object]()
-        for fqn, regions in wanted.items():
+        numbers, seen = set[int](), set[object]()
+        for fqn, regions in regions_by_name.items():
             shape, placements = self.catalog.tensors[fqn].shape, self.layout.tensors[fqn].placements
             mesh = self.meshes[fqn]
             for region in regions:
-                if (shape, placements, region, mesh) in known:
+                if (shape, placements, region, mesh) in seen:
                     continue
-                known.add((shape, placements, region, mesh))
+                seen.add((shape, placements, region, mesh))
                 for rank, owned in mesh.owners(shape, placements):
                     number = by_name.get(f"__{rank}_0.distcp")
                     if number is not None and intersect(owned, region) is not None:
@@ -125,13 +125,13 @@ class PreshardedSource:
             )
         return catalog
 
-    def _check(self, catalog: Catalog, wanted: Mapping[str, Sequence[Region]] | None) -> None:
+    def _check(self, catalog: Catalog, regions_by_name: Mapping[str, Sequence[Region]] | None) -> None:
         """Compare the chunks with what should lie in them."""
         problems = []
-        for fqn in self.layout.tensors if wanted is None else wanted:
+        for fqn in self.layout.tensors if regions_by_name is None else regions_by_name:
             entry = catalog.tensors[fqn]
             chunks = catalog.chunks.regions(entry.chunk_ids)
-            for region in (None,) if wanted is None else wanted[fqn]:
+            for region in (None,) if regions_by_name is None else regions_by_name[fqn]:
                 region = full_region(entry.shape) if region is None else region
                 parts = [part for chunk in chunks if (part := intersect(chunk, region)) is not None]
                 stored = sum(part.num_elements for part in parts)
@@ -164,17 +164,17 @@ def open_presharded(directory: str) -> PreshardedSource | None:
         SourceError: the manifest makes no sense, or the run that wrote the directory did not end.
     """
     directory = home_of(directory)
-    said = manifest.read(directory)
-    if not isinstance(said, manifest.Presharded):
+    content = manifest.read(directory)
+    if not isinstance(content, manifest.Presharded):
         return None
-    there = set(names_in(directory))
-    if METADATA not in there:
+    present_names = set(names_in(directory))
+    if METADATA not in present_names:
         raise SourceError(
             f"{escape(directory)} has {manifest.NAME} and no {METADATA}, which is written last",
             hint="copy all of the directory; or preshard again",
         )
     try:
-        source = _opened(directory, said)
+        source = _opened(directory, content)
     except (ValueError, LayoutError) as error:
         raise SourceError(
             f"{escape(os.path.join(directory, manifest.NAME))} does not describe shards as this version does",
@@ -182,7 +182,7 @@ def open_presharded(directory: str) -> PreshardedSource | None:
             hint="preshard again",
         ) from error
     names = (name for file in source.catalog.files for name in (file.name, chunk_list.name_for(file.name)))
-    missing = [escape(name) for name in names if name not in there]
+    missing = [escape(name) for name in names if name not in present_names]
     IntegrityError.raise_for(
         missing,
         f"{escape(directory)}: {count(len(missing), 'file')} missing that {manifest.NAME} lists",
@@ -191,27 +191,27 @@ def open_presharded(directory: str) -> PreshardedSource | None:
     return source
 
 
-def _opened(directory: str, said: manifest.Presharded) -> PreshardedSource:
+def _opened(directory: str, content: manifest.Presharded) -> PreshardedSource:
     catalog = Catalog(format="dcp", directory=directory)
-    for file in said.files:
+    for file in content.files:
         path = os.path.join(directory, file.name)
         catalog.files.append(SourceFile(name=file.name, path=path, size=file.size))
     if len({file.name for file in catalog.files}) != len(catalog.files):
         raise ValueError("files: a file is listed twice")
-    layout = recorded_layout(said)
-    for fqn, tensor in said.tensors.items():
+    layout = recorded_layout(content)
+    for fqn, tensor in content.tensors.items():
         catalog.add_tensor(fqn, BY_NAME[tensor.dtype], tensor.shape, iter(()))
-    ties = _ties(said.ties, layout.tensors)
-    for other, name in ties.items():
-        catalog.tensors[other] = replace(catalog.tensors[name], fqn=other)
+    ties = _ties(content.ties, layout.tensors)
+    for tied_name, name in ties.items():
+        catalog.tensors[tied_name] = replace(catalog.tensors[name], fqn=tied_name)
     return PreshardedSource(
         catalog=catalog,
-        said=said,
+        content=content,
         layout=layout,
         ties=ties,
         meshes={fqn: layout.mesh_of(fqn) for fqn in layout.tensors},
-        key_rules=read_key_rules(said) or source_key_rules(said) or (),
-        derived=read_derived(said),
+        key_rules=read_key_rules(content) or source_key_rules(content) or (),
+        derived=read_derived(content),
     )
 
 
@@ -223,10 +223,10 @@ def _ties(groups: Sequence[Sequence[str]], tensors: Mapping[str, object]) -> dic
             raise ValueError(
                 f"ties: {escape(group[0]) if group else 'an empty group'} is none of the tensors"
             )
-        name, *others = group
-        for other in others:
-            if other in tensors or name_of.setdefault(other, name) != name:
-                raise ValueError(f"ties: {escape(other)} has bytes of its own, or of two tensors")
+        name, *tied_names = group
+        for tied_name in tied_names:
+            if tied_name in tensors or name_of.setdefault(tied_name, name) != name:
+                raise ValueError(f"ties: {escape(tied_name)} has bytes of its own, or of two tensors")
     return name_of
 
 

@@ -118,11 +118,11 @@ class Weights:
     opened: dict[str, int] | None = None
     """Descriptors by path, for `open_chunks` and whoever reads then; None keeps none."""
 
-    def located(self, wanted: Mapping[str, Sequence[Region]] | None = None) -> Weights:
+    def located(self, regions_by_name: Mapping[str, Sequence[Region]] | None = None) -> Weights:
         """Return these weights with the chunks in which some regions lie.
 
         Args:
-            wanted: regions of tensors, in elements, by stored name; None is everything.
+            regions_by_name: regions of tensors, in elements, by stored name; None is everything.
 
         Raises:
             IntegrityError, SourceError: the record of where they lie is damaged or missing.
@@ -134,16 +134,18 @@ class Weights:
             return replace(self, catalog=bind(self.catalog, self.made_of, self.convert), made_of={})
         # All have an entry, also where this rank reads nothing of them: the ranks count together what they compared.
         stored: dict[str, list[Region]] = {name: [] for name in self.catalog.tensors}
-        if wanted is None:
-            wanted = {name: [full_region(entry.shape)] for name, entry in self.catalog.tensors.items()}
-        for name, regions in wanted.items():
+        if regions_by_name is None:
+            regions_by_name = {
+                name: [full_region(entry.shape)] for name, entry in self.catalog.tensors.items()
+            }
+        for name, regions in regions_by_name.items():
             if name not in self.made_of:
                 stored.setdefault(name, []).extend(regions)
                 continue
-            made = self.made_of[name]
-            are_boxes = all(piece.is_box for piece in pieces(made))
-            for region in regions if are_boxes else [full_region(made.shape)]:
-                for part, below in read_regions(made, region):
+            expression = self.made_of[name]
+            are_boxes = all(piece.is_box for piece in pieces(expression))
+            for region in regions if are_boxes else [full_region(expression.shape)]:
+                for part, below in read_regions(expression, region):
                     stored.setdefault(part, []).append(below)
         opened = replace(self, catalog=self.open_chunks(stored, self.opened), open_chunks=None)
         return opened.located()
@@ -152,17 +154,17 @@ class Weights:
         """Return the stored names that the model is filled from."""
         used = set[str]()
         for name in self.names.values():
-            made = self.made_of.get(name)
-            used.update([name] if made is None else [leaf.name for leaf in leaves(made)])
+            expression = self.made_of.get(name)
+            used.update([name] if expression is None else [leaf.name for leaf in leaves(expression)])
         return used
 
     def entry(self, name: str) -> TensorEntry:
         """Return a tensor of `names`' values; that of one which is not stored itself has no chunks."""
-        made = self.made_of.get(name)
-        if made is None:
+        expression = self.made_of.get(name)
+        if expression is None:
             return self.catalog.tensors[name]
-        dtype = self.catalog.tensors[next(leaves(made)).name].dtype
-        return TensorEntry(fqn=name, dtype=dtype, shape=made.shape, first_chunk=0, num_chunks=0)
+        dtype = self.catalog.tensors[next(leaves(expression)).name].dtype
+        return TensorEntry(fqn=name, dtype=dtype, shape=expression.shape, first_chunk=0, num_chunks=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,11 +231,11 @@ class Filled:
     checked: CheckedSource = field(default_factory=CheckedSource)
     """How much all ranks together compared with the checksums in the source."""
 
-    def add(self, other: Filled) -> None:
+    def add(self, filled: Filled) -> None:
         """Add the counts of another."""
-        self.elements.update(other.elements)
-        self.read_bytes += other.read_bytes
-        self.checked = CheckedSource.of_all([self.checked, other.checked])
+        self.elements.update(filled.elements)
+        self.read_bytes += filled.read_bytes
+        self.checked = CheckedSource.of_all([self.checked, filled.checked])
 
     def problems(self, shards: Iterable[LocalShard]) -> Iterator[str]:
         """Yield a problem for each parameter and persistent buffer that has not been filled exactly once.
@@ -242,9 +244,9 @@ class Filled:
             shards: everything that this rank holds.
         """
         for shard in shards:
-            held, filled = shard.num_elements, self.elements[shard.fqn]
-            if shard.persistent and filled != held:
-                yield f"{escape(shard.fqn)}: {filled} of {held} elements were filled"
+            num_elements, filled = shard.num_elements, self.elements[shard.fqn]
+            if shard.persistent and filled != num_elements:
+                yield f"{escape(shard.fqn)}: {filled} of {num_elements} elements were filled"
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -279,7 +281,7 @@ def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
     """
     weights = supply.weights
     assert weights is not None
-    wanted: list[Wanted] = []
+    parts: list[Wanted] = []
     problems: list[str] = []
     for shard in shards:
         if not shard.persistent or any(name in supply.initialised for name in shard.names):
@@ -300,9 +302,9 @@ def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
                 f"{escape(shard.fqn)}: {shard.dtype} in the model, {entry.dtype.name} in the source"
             )
         else:
-            wanted += _want(shard, entry)
+            parts += _want(shard, entry)
     LayoutError.raise_for(problems, f"{escape(weights.path)} does not fit the model")
-    return wanted
+    return parts
 
 
 def converts(source: DType, target: torch.dtype) -> bool:
@@ -343,14 +345,14 @@ def plan_reads(
     """
     name = entry.fqn if fqn is None else fqn
     table, itemsize = catalog.chunks, entry.dtype.itemsize
-    for row, held in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
-        part = intersect(region, held)
+    for row, chunk in zip(entry.chunk_ids, table.regions(entry.chunk_ids), strict=True):
+        part = intersect(region, chunk)
         if part is None:
             continue
-        inner, view = relative_to(part, held.offsets), target[window(relative_to(part, region.offsets))]
-        for box in _boxes(inner, held.sizes, READ_NBYTES // itemsize):
+        inner, view = relative_to(part, chunk.offsets), target[window(relative_to(part, region.offsets))]
+        for box in _boxes(inner, chunk.sizes, READ_NBYTES // itemsize):
             piece = view[window(relative_to(box, inner.offsets))]
-            yield Read(table.file[row], table.start[row], held.sizes, box, entry.dtype, piece, name)
+            yield Read(table.file[row], table.start[row], chunk.sizes, box, entry.dtype, piece, name)
 
 
 def _is_straight(target: torch.Tensor, dtype: DType) -> bool:

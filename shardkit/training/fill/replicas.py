@@ -34,12 +34,12 @@ def regions_of(mine: Sequence[Wanted]) -> dict[str, list[Region]]:
 class Shared(NamedTuple):
     """A part that several ranks hold, and which of them reads it."""
 
-    wanted: Wanted
+    part: Wanted
     reader: int
     """Its place among the replicas."""
 
 
-def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared]]:
+def divide(parts: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared]]:
     """Divide what this rank holds into what it reads itself and what one replica reads for all of them.
 
     Every rank that holds a part below 64 KiB reads it. Each larger part goes to the replica that has the
@@ -50,11 +50,11 @@ def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared]]:
         What this rank reads, and what is read once.
     """
     _, world_size = world()
-    plain_is_shared = world_size > 1 and _same_plain(wanted)
+    plain_is_shared = world_size > 1 and _same_plain(parts)
     loads: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
     mine: list[Wanted] = []
     shared: list[Shared] = []
-    for item in wanted:
+    for item in parts:
         replicas, nbytes = item.shard.replicas, item.target.nbytes
         count = replicas.count
         if replicas.mesh is None:
@@ -73,9 +73,9 @@ def divide(wanted: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared]]:
     return mine, shared
 
 
-def _same_plain(wanted: Sequence[Wanted]) -> bool:
+def _same_plain(parts: Sequence[Wanted]) -> bool:
     """True if all ranks hold the same plain tensors; pipeline stages do not."""
-    plain = [[item.shard.fqn, *item.shard.shape] for item in wanted if item.shard.replicas.mesh is None]
+    plain = [[item.shard.fqn, *item.shard.shape] for item in parts if item.shard.replicas.mesh is None]
     return len(set(gather_json(crc32(json.dumps(plain).encode()), phase="comparing the ranks' models"))) == 1
 
 
@@ -122,14 +122,14 @@ def _steps(item: Wanted, reader: int) -> list[tuple[dist.ProcessGroup | None, in
         return [(None, reader)]
     here = mesh.get_coordinate()
     assert here is not None
-    there: dict[int, int] = {}
+    reader_place: dict[int, int] = {}
     for axis in reversed(axes):
-        reader, there[axis] = divmod(reader, mesh.size(axis))
+        reader, reader_place[axis] = divmod(reader, mesh.size(axis))
     steps: list[tuple[dist.ProcessGroup | None, int]] = []
     for place, axis in enumerate(axes):
-        if all(here[later] == there[later] for later in axes[place + 1 :]) and mesh.size(axis) > 1:
+        if all(here[later] == reader_place[later] for later in axes[place + 1 :]) and mesh.size(axis) > 1:
             group = mesh.get_group(axis)
-            steps.append((group, dist.get_global_rank(group, there[axis])))
+            steps.append((group, dist.get_global_rank(group, reader_place[axis])))
     return steps
 
 

@@ -147,21 +147,21 @@ def find_targets(
     """
     if not has_factors(source):
         return ()
-    wanted = [fqn for fqn, tensor in names.items() if tensor.persistent]
-    stored, _ = _select(source, wanted)
+    fqns = [fqn for fqn, tensor in names.items() if tensor.persistent]
+    stored, _ = _select(source, fqns)
     shapes = {below: source.catalog.tensors[name].shape for name, below in stored.items()}
     targets = {target.weight: target for target in stored_targets(shapes).values()}
     dense = {name: shape for name, shape in shapes.items() if factor_of(name) is None}
     dense |= {name: (target.rows, target.columns) for name, target in targets.items()}
-    match = match_names(dense, wanted, model=model)
+    match = match_names(dense, fqns, model=model)
     by_fqn = {fqn: targets[name] for fqn, name in match.names.items() if name in targets}
-    known = {target.path for target in by_fqn.values()}
+    matched_paths = {target.path for target in by_fqn.values()}
     LayoutError.raise_for(
-        [f"{escape(target.path)}" for target in targets.values() if target.path not in known],
+        [f"{escape(target.path)}" for target in targets.values() if target.path not in matched_paths],
         f"{escape(source.path)} has OSFT factors of weights that the model does not have",
         hint="is it this model's source?",
     )
-    return tuple(replace(by_fqn[fqn], path=fqn.removesuffix(".weight")) for fqn in wanted if fqn in by_fqn)
+    return tuple(replace(by_fqn[fqn], path=fqn.removesuffix(".weight")) for fqn in fqns if fqn in by_fqn)
 
 
 def first_dtype(source: Source) -> str | None:
@@ -247,37 +247,37 @@ def find_weights(
         ResourceError: it cannot be read.
     """
     source = source.plain({tensor.dtype for tensor in names.values() if tensor.dtype.is_floating_point})
-    wanted = {fqn: None for fqn, tensor in names.items() if tensor.persistent}
+    fqns = {fqn: None for fqn, tensor in names.items() if tensor.persistent}
     for group in ties:
-        wanted.update(dict.fromkeys(group if any(name in wanted for name in group) else ()))
-    stored = _stored(source, [] if rules is not None else list(wanted))
-    own = transformers_model(model)
+        fqns.update(dict.fromkeys(group if any(name in fqns for name in group) else ()))
+    stored = _stored(source, [] if rules is not None else list(fqns))
+    inner_model = transformers_model(model)
     below = {short: name for name, short in stored.names.items()}
     have = TensorsAtHand(
         shapes={short: source.catalog.tensors[name].shape for short, name in below.items()},
         side=None,
-        config=stored.config or (None if own is None else own.config.to_dict()),
+        config=stored.config or (None if inner_model is None else inner_model.config.to_dict()),
         padding=None if source.checkpoint is None else source.checkpoint.contents.padding,
     )
     ask = partial(
         match_names,
-        wanted=wanted,
+        wanted=fqns,
         computed=[fqn for fqn, tensor in names.items() if not tensor.persistent],
         model=model,
     )
-    binding = bind(have, wanted, [*([person(rules)] if rules is not None else []), class_says(ask)])
-    made, match = _once(binding, source, stored.derived)
-    made = {fqn: under_names(expression, below) for fqn, expression in made.items()}
+    binding = bind(have, fqns, [*([person(rules)] if rules is not None else []), class_says(ask)])
+    expressions, match = _once(binding, source, stored.derived)
+    expressions = {fqn: under_names(expression, below) for fqn, expression in expressions.items()}
     match = _as_stored(match, below if rules is None else {})
-    parts = (leaf.name for expression in made.values() for leaf in leaves(expression))
+    parts = (leaf.name for expression in expressions.values() for leaf in leaves(expression))
     catalog = stored.select(list(dict.fromkeys(parts)))
-    catalog_names, made_of = as_tensors(made, stored.names)
+    catalog_names, made_of = as_tensors(expressions, stored.names)
     return Weights(
         path=source.path,
         catalog=catalog,
         names=catalog_names,
         made_of=made_of,
-        convert=None if own is None else OwnCode(lambda: own),
+        convert=None if inner_model is None else OwnCode(lambda: inner_model),
         identity=_digest(stored.identity(catalog)),
         sampled_files=stored.sampled_files,
         has_all_checksums=stored.has_all_checksums,
@@ -285,8 +285,8 @@ def find_weights(
         unused=match.unused,
         match=match,
         quantised=stored.quantised or why_scales(match.unused) or _why_scaled(source, match.unused),
-        notes=(*stored.notes, *binding.warnings, *_match_notes(made, match)),
-        naming=_naming(stored, made, ties),
+        notes=(*stored.notes, *binding.warnings, *_match_notes(expressions, match)),
+        naming=_naming(stored, expressions, ties),
         assets=stored.assets,
         open_chunks=stored.open_chunks,
     )
@@ -312,23 +312,23 @@ def _once(
         source: that has them.
         derived: what names below the root were made of in the Hub's files, as a manifest says.
     """
-    match, made = binding.asked or ClassNames(), dict(binding.made)
+    match, expressions = binding.asked or ClassNames(), dict(binding.made)
     if source.checkpoint is not None and source.checkpoint.hub is not None:
-        return made, match
+        return expressions, match
     fused, failed = dict(match.fused), dict(match.failed)
     for fqn, expression in binding.made.items():
-        held = [*leaves(expression)]
-        if not isinstance(expression, Opaque) or held[0].name not in (expression.target, fqn):
+        parts = [*leaves(expression)]
+        if not isinstance(expression, Opaque) or parts[0].name not in (expression.target, fqn):
             continue
-        if held[0].name in derived:
-            made[fqn] = held[0]
+        if parts[0].name in derived:
+            expressions[fqn] = parts[0]
         elif source.presharded is None:
             failed[fqn] = (
                 "may be as in the Hub's files or as in the model: only transformers' own code tells the two apart"
             )
-            fused |= dict.fromkeys((leaf.name for leaf in held), fqn)
-            del made[fqn]
-    return made, replace(match, fused=fused, failed=failed)
+            fused |= dict.fromkeys((leaf.name for leaf in parts), fqn)
+            del expressions[fqn]
+    return expressions, replace(match, fused=fused, failed=failed)
 
 
 def _as_stored(match: ClassNames, names: Mapping[str, str]) -> ClassNames:
@@ -342,28 +342,30 @@ def _as_stored(match: ClassNames, names: Mapping[str, str]) -> ClassNames:
     )
 
 
-def _match_notes(made: Mapping[str, Expression], match: ClassNames) -> Iterator[str]:
+def _match_notes(expressions: Mapping[str, Expression], match: ClassNames) -> Iterator[str]:
     if match.ignored:
         yield f"left out of the source, the model computes them: {listed(match.ignored)}"
-    if converted := [fqn for fqn, expression in made.items() if not isinstance(expression, Stored)]:
-        parts = {leaf.name for fqn in converted for leaf in leaves(made[fqn])}
+    if converted := [fqn for fqn, expression in expressions.items() if not isinstance(expression, Stored)]:
+        parts = {leaf.name for fqn in converted for leaf in leaves(expressions[fqn])}
         yield f"fused {count(len(parts), 'tensor')} of the source into {len(converted)}, as from_pretrained does"
     if renamed := {name for name in match.names.values() if match.names.get(name) != name}:
         yield f"{count(len(renamed), 'tensor')} of the source found under other names than the model's"
 
 
 def _naming(
-    stored: _StoredModel, made: Mapping[str, Expression], ties: Iterable[Collection[str]]
+    stored: _StoredModel, expressions: Mapping[str, Expression], ties: Iterable[Collection[str]]
 ) -> HubNaming | None:
     hub, rules, derived = stored.hub_names, None, stored.derived
-    plain = {fqn: expression.name for fqn, expression in made.items() if isinstance(expression, Stored)}
+    plain = {
+        fqn: expression.name for fqn, expression in expressions.items() if isinstance(expression, Stored)
+    }
     if hub is not None:
         rules = key_rules({fqn: hub[name] for fqn, name in plain.items()})
         if not rules and stored.may_have_own_names and not stored.has_hub_names:
             rules = None
         if not stored.may_have_own_names:
-            others = {fqn: under_names(made[fqn], hub) for fqn in made if fqn not in plain}
-            derived = {**derived, **others}
+            converted = {fqn: under_names(expressions[fqn], hub) for fqn in expressions if fqn not in plain}
+            derived = {**derived, **converted}
     if rules is None and not derived:
         return None
     tied = (fqn for group in ties for fqn in group if fqn in plain)
@@ -374,21 +376,21 @@ def _naming(
     )
 
 
-def _stored(source: Source, wanted: list[str]) -> _StoredModel:
-    if wanted:
+def _stored(source: Source, fqns: list[str]) -> _StoredModel:
+    if fqns:
         # First: otherwise the error would be that names fit nothing.
-        refuse_factors(source.catalog.tensors, wanted)
+        refuse_factors(source.catalog.tensors, fqns)
     if source.checkpoint is None:
-        return _of_records(source, wanted)
+        return _of_records(source, fqns)
     if source.checkpoint.hub is not None:
         return _of_hub(source.checkpoint.hub)
-    return _of_checkpoint(source, source.checkpoint, wanted)
+    return _of_checkpoint(source, source.checkpoint, fqns)
 
 
-def _of_records(source: Source, wanted: list[str]) -> _StoredModel:
+def _of_records(source: Source, fqns: list[str]) -> _StoredModel:
     """Describe a pre-sharded directory, or the memory of a rank."""
     catalog, presharded = source.catalog, source.presharded
-    names, notes = _select(source, wanted)
+    names, notes = _select(source, fqns)
     select = partial(subset, catalog)
     if presharded is None:
         return _StoredModel(
@@ -406,13 +408,13 @@ def _of_records(source: Source, wanted: list[str]) -> _StoredModel:
         hub_names=apply_key_rules(presharded.key_rules, names),
         derived=presharded.derived,
         may_have_own_names=True,  # `reshard` writes what preshard does, under a model's names
-        has_hub_names=presharded.said.hub_names is None,
+        has_hub_names=presharded.content.hub_names is None,
         further_names=frozenset(presharded.ties),
         select=select,
         open_chunks=lambda regions, _: presharded.open_chunks(regions),
-        identity=lambda _: presharded.said.crc32,
+        identity=lambda _: presharded.content.crc32,
         sampled_files=_A_HANDFUL,
-        has_all_checksums=presharded.said.digest == "crc32",  # its CRC-32 is of those of the chunk lists
+        has_all_checksums=presharded.content.digest == "crc32",  # its CRC-32 is of those of the chunk lists
         assets=() if assets is None else (assets,),  # `reshard` takes them along
         notes=tuple(_other_versions(presharded)),
     )
@@ -420,11 +422,13 @@ def _of_records(source: Source, wanted: list[str]) -> _StoredModel:
 
 def _other_versions(presharded: PreshardedSource) -> Iterator[str]:
     """Say so where the layout was traced with another major version of a package than this job has."""
-    traced = presharded.said.layout.traced_with
-    for name, there in (("torch", traced.torch), ("transformers", traced.transformers)) if traced else ():
+    traced = presharded.content.layout.traced_with
+    for name, recorded_version in (
+        (("torch", traced.torch), ("transformers", traced.transformers)) if traced else ()
+    ):
         here = package_version(name)
-        if here is not None and major(here) != major(there):
-            yield f"pre-sharded with {name} {escape(there)}, and this job has {escape(here)}: modules may differ"
+        if here is not None and major(here) != major(recorded_version):
+            yield f"pre-sharded with {name} {escape(recorded_version)}, and this job has {escape(here)}: modules may differ"
 
 
 def _of_hub(model: OpenedHubModel) -> _StoredModel:
@@ -450,8 +454,8 @@ def _of_hub(model: OpenedHubModel) -> _StoredModel:
     )
 
 
-def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) -> _StoredModel:
-    names, notes = _select(source, wanted)
+def _of_checkpoint(source: Source, checkpoint: Checkpoint, fqns: list[str]) -> _StoredModel:
+    names, notes = _select(source, fqns)
     config = next((read_config(directory) for directory in checkpoint.contents.assets), None)
     recorded, dcp, save = recorded_rules(checkpoint), checkpoint.dcp, checkpoint.catalog.metadata_crc32
     has_records = dcp is not None and dcp.has_records
@@ -461,7 +465,9 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, wanted: list[str]) ->
         names=names,
         hub_names=None if recorded is None else apply_key_rules(recorded.rules, names),
         derived=saved_derived(checkpoint),
-        further_names=frozenset(name for _, *others in recorded_names(checkpoint).ties for name in others),
+        further_names=frozenset(
+            name for _, *tied_names in recorded_names(checkpoint).ties for name in tied_names
+        ),
         select=partial(_selected, checkpoint) if not has_records else partial(subset, checkpoint.catalog),
         open_chunks=partial(_open_chunks, checkpoint) if has_records else None,
         identity=lambda catalog: [save, _rows(catalog)],
@@ -480,26 +486,30 @@ def _selected(checkpoint: Checkpoint, names: Collection[str]) -> Catalog:
 
 
 def _open_chunks(
-    checkpoint: Checkpoint, wanted: Mapping[str, Sequence[Region]], opened: dict[str, int] | None
+    checkpoint: Checkpoint, regions_by_name: Mapping[str, Sequence[Region]], opened: dict[str, int] | None
 ) -> Catalog:
     """Return a catalog with the records of some regions: a rank that opens those of all ranks opens a thousand files."""
     assert checkpoint.dcp is not None
     # What decoding proves is counted by one rank for all, which has to have all records that extensions were put through.
     has_all = bool(checkpoint.dcp.transforms) and world()[0] == 0
-    catalog = checkpoint.dcp.select(wanted) if has_all else checkpoint.dcp.select_within(wanted, opened)
+    catalog = (
+        checkpoint.dcp.select(regions_by_name)
+        if has_all
+        else checkpoint.dcp.select_within(regions_by_name, opened)
+    )
     add_checksums(catalog, checkpoint.path)
     return catalog
 
 
-def _select(source: Source, wanted: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _select(source: Source, fqns: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return stored name -> name below the root for the weights of a checkpoint's model, and notes."""
-    catalog, bases = source.catalog, [base for base in map(base_name, wanted) if base is not None]
+    catalog, bases = source.catalog, [base for base in map(base_name, fqns) if base is not None]
     selection = select_model(
         catalog.tensors,
         catalog.objects,
         catalog.paths,
         source.checkpoint.contents.roots if source.checkpoint is not None else {},
-        base_names=list(dict.fromkeys((*wanted, *bases))),
+        base_names=list(dict.fromkeys((*fqns, *bases))),
     )
     return selection.names, (
         *selection.notes,
@@ -569,9 +579,9 @@ def _below(form: HubNaming, prefix: str, names: Collection[str]) -> HubNaming | 
         return None
     if any(not name.startswith(prefix) or base_name(name) != name for name in names):
         return None
-    own = {name: name.removeprefix(prefix) for name in names}
+    short_names = {name: name.removeprefix(prefix) for name in names}
     return HubNaming(
-        key_rules(apply_key_rules([KeyRule(old, new, 0) for old, new in form.key_rules], own)),
-        {f"{prefix}{fqn}": made for fqn, made in form.derived.items()},
+        key_rules(apply_key_rules([KeyRule(old, new, 0) for old, new in form.key_rules], short_names)),
+        {f"{prefix}{fqn}": expression for fqn, expression in form.derived.items()},
         [f"{prefix}{fqn}" for fqn in form.tied],
     )

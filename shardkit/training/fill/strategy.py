@@ -52,10 +52,10 @@ class ReadOptions:
     """Compare what is read with the checksums in the source."""
 
     def __post_init__(self) -> None:
-        for name, known in (("strategy", get_args(Strategy)), ("source_rank", get_args(SourceRank))):
+        for name, choices in (("strategy", get_args(Strategy)), ("source_rank", get_args(SourceRank))):
             value = getattr(self, name)
-            if value not in known:
-                raise UsageError(f"{name} must be one of {', '.join(known)}, not {escape(str(value))!r}")
+            if value not in choices:
+                raise UsageError(f"{name} must be one of {', '.join(choices)}, not {escape(str(value))!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +103,8 @@ def _locate(
     weights = supply.weights
     assert weights is not None
     with agreed(_FITTING):
-        wanted = match(shards, supply)
-    regions = regions_of(divide(wanted)[0])
+        parts = match(shards, supply)
+    regions = regions_of(divide(parts)[0])
     return look_where_possible(
         lambda: weights.located(regions),
         lambda error: isinstance(error, (SourceError, ResourceError)),
@@ -130,8 +130,8 @@ def fill_shards(shards: Sequence[LocalShard], plan: FillPlan) -> Filled:
     weights = plan.located or plan.supply.weights
     assert weights is not None
     with agreed(_FITTING):
-        wanted = match(shards, replace(plan.supply, weights=weights))
-    mine, shared = divide(wanted)
+        parts = match(shards, replace(plan.supply, weights=weights))
+    mine, shared = divide(parts)
     with agreed("reading shards from storage"):
         weights = weights.located(regions_of(mine))
         catalog = weights.catalog
@@ -182,29 +182,29 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
     group = ""
     if options.source_rank != "global":
         group = _node() if options.source_rank == "node" else _replica(shards)
-    asked = f"{options.strategy}, {options.source_rank}, check_source={options.check_source}"
+    options_text = f"{options.strategy}, {options.source_rank}, check_source={options.check_source}"
     for compares_bytes in (False, True):
         with agreed(_COMPARING) as exchanged:
-            exchanged.mine = [*_identity(supply, options, compares_bytes=compares_bytes), group, asked]
-        told = [_Sight(*answer) for answer in exchanged.of_all]
+            exchanged.mine = [*_identity(supply, options, compares_bytes=compares_bytes), group, options_text]
+        sights = [_Sight(*answer) for answer in exchanged.of_all]
         # In stores the same weights may be of several versions: in two regions.
         if (
-            not any(answer.is_version for answer in told)
-            or len({answer.identity for answer in told} - {None}) == 1
+            not any(answer.is_version for answer in sights)
+            or len({answer.identity for answer in sights} - {None}) == 1
         ):
             break
-    _refuse_other_options(told)
-    if options.strategy != "broadcast" and _all_read(told, options.strategy):
+    _refuse_other_options(sights)
+    if options.strategy != "broadcast" and _all_read(sights, options.strategy):
         return None
-    return _sources(told, options.source_rank)
+    return _sources(sights, options.source_rank)
 
 
 @shown_once()
-def _refuse_other_options(told: Sequence[_Sight]) -> None:
-    if any(answer.options != told[0].options for answer in told):
+def _refuse_other_options(sights: Sequence[_Sight]) -> None:
+    if any(answer.options != sights[0].options for answer in sights):
         raise UsageError(
             "the ranks do not have the same strategy, source_rank and check_source",
-            problems=[f"rank {rank}: {answer.options}" for rank, answer in enumerate(told)],
+            problems=[f"rank {rank}: {answer.options}" for rank, answer in enumerate(sights)],
         )
 
 
@@ -227,37 +227,41 @@ def _identity(
 
 
 @shown_once()
-def _all_read(told: Sequence[_Sight], strategy: Strategy) -> bool:
+def _all_read(sights: Sequence[_Sight], strategy: Strategy) -> bool:
     """True if all ranks can read the same weights; otherwise raise, unless some may read for the others."""
-    blind = [rank for rank, answer in enumerate(told) if answer.identity is None]
-    others = [rank for rank, answer in enumerate(told) if answer.identity not in (None, told[0].identity)]
-    if not blind and not others:
-        say(f"weights: direct: all {len(told)} ranks see the same weights")
+    blind = [rank for rank, answer in enumerate(sights) if answer.identity is None]
+    differing_ranks = [
+        rank for rank, answer in enumerate(sights) if answer.identity not in (None, sights[0].identity)
+    ]
+    if not blind and not differing_ranks:
+        say(f"weights: direct: all {len(sights)} ranks see the same weights")
         return True
-    problems = [f"rank {rank}: {_first_line(told[rank].reason)}" for rank in blind]
-    problems = problems or [f"rank {rank}: other weights than rank 0" for rank in others]
-    if strategy == "direct" or len(blind) == len(told):
+    problems = [f"rank {rank}: {_first_line(sights[rank].reason)}" for rank in blind]
+    problems = problems or [f"rank {rank}: other weights than rank 0" for rank in differing_ranks]
+    if strategy == "direct" or len(blind) == len(sights):
         raise SourceError(
-            f"{len(problems)} of {len(told)} ranks cannot read the source by themselves",
+            f"{len(problems)} of {len(sights)} ranks cannot read the source by themselves",
             problems=problems,
             hint="make it readable on every node, or use strategy='broadcast'"
-            if len(blind) < len(told)
+            if len(blind) < len(sights)
             else None,
         )
-    say(f"weights: broadcast, not direct: {problems[0]}", logging.WARNING if others else logging.INFO)
+    say(
+        f"weights: broadcast, not direct: {problems[0]}", logging.WARNING if differing_ranks else logging.INFO
+    )
     return False
 
 
 @shown_once()
-def _sources(told: Sequence[_Sight], source_rank: SourceRank) -> list[int]:
+def _sources(sights: Sequence[_Sight], source_rank: SourceRank) -> list[int]:
     """Return the source rank of every rank: the first of its group that can open the source."""
     source_of: dict[str, int] = {}
-    for rank, answer in enumerate(told):
+    for rank, answer in enumerate(sights):
         if answer.identity is not None:
             source_of.setdefault(answer.group, rank)
     problems = [
         f"rank {rank}: {_first_line(answer.reason)}"
-        for rank, answer in enumerate(told)
+        for rank, answer in enumerate(sights)
         if answer.group not in source_of
     ]
     SourceError.raise_for(
@@ -266,13 +270,13 @@ def _sources(told: Sequence[_Sight], source_rank: SourceRank) -> list[int]:
         hint="source_rank='global' needs only one rank that can" if source_of else None,
     )
     first = min(source_of.values())
-    others = [rank for rank in source_of.values() if told[rank].identity != told[first].identity]
+    differing_ranks = [rank for rank in source_of.values() if sights[rank].identity != sights[first].identity]
     SourceError.raise_for(
-        [f"rank {rank}: other weights than rank {first}" for rank in others],
+        [f"rank {rank}: other weights than rank {first}" for rank in differing_ranks],
         "source ranks see different weights",
         hint="copy the same weights to every node, or use source_rank='global'",
     )
-    return [source_of[answer.group] for answer in told]
+    return [source_of[answer.group] for answer in sights]
 
 
 def _first_line(reason: str | None) -> str:
