@@ -55,17 +55,17 @@ def current_device(kind: str) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def device_for(group: dist.ProcessGroup | None = None, wanted: torch.device | None = None) -> torch.device:
+def device_for(group: dist.ProcessGroup | None = None, preferred: torch.device | None = None) -> torch.device:
     """Return where tensors must lie for a group's collectives.
 
     Args:
         group: None for all ranks.
-        wanted: taken if the group supports it. Otherwise the CPU is taken if the group supports that, and
+        preferred: taken if the group supports it. Otherwise the CPU is taken if the group supports that, and
             else the current device of the group's kind.
     """
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
-    if wanted is not None and wanted.type in kinds:
-        return wanted
+    if preferred is not None and preferred.type in kinds:
+        return preferred
     return current_device("cpu" if "cpu" in kinds else kinds[0])
 
 
@@ -128,8 +128,8 @@ def gather_masks(names: Collection[str], order: Sequence[str], *, phase: str) ->
     """
     mine = "".join("1" if name in names else "0" for name in order)
     plain = [crc32("\n".join(order).encode()), f"{int(mine or '0', 2):x}"]
-    told = gather_json(plain, phase=phase)
-    return [Mask(other, f"{int(bits, 16):0{len(order)}b}") for other, bits in told]
+    answers = gather_json(plain, phase=phase)
+    return [Mask(checksum, f"{int(bits, 16):0{len(order)}b}") for checksum, bits in answers]
 
 
 def broadcast_json(value: Any, source: int, *, phase: str = "sending") -> Any:
@@ -197,12 +197,12 @@ def agree(
     """
     if isinstance(error, LostRank):
         raise error
-    told = gather_json([None if error is None else _describe(error), value], group, phase=phase)
-    failures = [failure for failure, _ in told]
-    if error is not None and (len(told) == 1 or not isinstance(error, Exception)):
+    answers = gather_json([None if error is None else _describe(error), value], group, phase=phase)
+    failures = [failure for failure, _ in answers]
+    if error is not None and (len(answers) == 1 or not isinstance(error, Exception)):
         raise error
     if any(failure is not None for failure in failures):
-        ranks = dist.get_process_group_ranks(group) if len(told) > 1 else [0]
+        ranks = dist.get_process_group_ranks(group) if len(answers) > 1 else [0]
         here = ranks.index(world()[0])
         shower = min(
             (rank for rank, failure in zip(ranks, failures, strict=True) if failure),
@@ -211,7 +211,7 @@ def agree(
         together = _together(failures, ranks)
         together.shown_by = None if ranks[here] == shower else shower
         raise together from _cause(error, failures, here)
-    return [value for _, value in told]
+    return [value for _, value in answers]
 
 
 def _cause(error: BaseException | None, failures: Sequence[object], here: int) -> BaseException | None:
@@ -315,23 +315,25 @@ def _describe(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _together(told: Sequence[dict[str, Any] | None], ranks: Sequence[int]) -> ShardkitError:
+def _together(descriptions: Sequence[dict[str, Any] | None], ranks: Sequence[int]) -> ShardkitError:
     """Return one error for those that the ranks told."""
     distinct: dict[str, list[int]] = {}
-    for rank, failure in zip(ranks, told, strict=True):
+    for rank, failure in zip(ranks, descriptions, strict=True):
         if failure is not None:
             distinct.setdefault(json.dumps(failure), []).append(rank)
     failures = [(json.loads(text), numbered(who)) for text, who in distinct.items()]
     kinds = [_kind(failure["kinds"]) for failure, _ in failures]
     lineage: Sequence[type[ShardkitError]] = kinds[0].__mro__
-    common = next(kind for kind in lineage if all(issubclass(other, kind) for other in kinds))
+    common = next(kind for kind in lineage if all(issubclass(each_kind, kind) for each_kind in kinds))
     problems: list[str] = []
     for failure, who in failures:
         if len(failures) > 1 or not failure["problems"]:
             problems.append(f"{who}: {failure['message']}")
         problems += (f"{who}: {problem}" for problem in failure["problems"])
     failed = sum(map(len, distinct.values()))
-    message = failures[0][0]["message"] if len(failures) == 1 else f"{failed} of {len(told)} ranks failed"
+    message = (
+        failures[0][0]["message"] if len(failures) == 1 else f"{failed} of {len(descriptions)} ranks failed"
+    )
     hint = next((failure["hint"] for failure, _ in failures if failure["hint"]), None)
     return common(message, problems=problems, hint=hint)
 

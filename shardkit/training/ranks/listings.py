@@ -43,25 +43,27 @@ def share_listings(
     rank, size = world()
     if size == 1:
         return
-    given = [os.fspath(path) for path in paths if isinstance(path, (str, os.PathLike))] if rank == 0 else []
+    source_paths = (
+        [os.fspath(path) for path in paths if isinstance(path, (str, os.PathLike))] if rank == 0 else []
+    )
     with (
         agreed(_OPENING) as exchanged,
         contextlib.suppress(ShardkitError, OSError),
         shared_reads.noted() as notes,
     ):
-        exchanged.mine = any(map(is_looked_at, given))
+        exchanged.mine = any(map(is_looked_at, source_paths))
         if exchanged.mine:
             look()
-        for path in given:
+        for path in source_paths:
             if (folder := cached_model(path, revision, variant)) is not None:
                 exchanged.mine = True
                 open_model(folder, variant=variant)
     if not exchanged.of_all[0]:
         return
-    said = [stores.known(), home.known(), notes.plain()] if rank == 0 else None
-    known, homes, reads = broadcast_json(said, 0, phase=_OPENING)
+    listings = [stores.known(), home.known(), notes.plain()] if rank == 0 else None
+    store_listings, homes, reads = broadcast_json(listings, 0, phase=_OPENING)
     if rank != 0:
-        stores.learn(known)
+        stores.learn(store_listings)
         home.learn(homes)
         shared_reads.learn(reads)
 

@@ -411,18 +411,18 @@ def materialise(model: nn.Module, device: torch.device | None = None) -> None:
         )
 
 
-def allocate(wanted: Iterable[tuple[str, torch.Tensor, torch.device, FSDPShard | None]]) -> None:
+def allocate(tensors: Iterable[tuple[str, torch.Tensor, torch.device, FSDPShard | None]]) -> None:
     """Give memory to those tensors that are parameters on meta.
 
     Args:
-        wanted: name for messages, tensor, device, and how FSDP2 holds it.
+        tensors: name for messages, tensor, device, and how FSDP2 holds it.
 
     Raises:
         LayoutError: as for `materialise`; lists all parameters.
     """
     problems: list[str] = []
     with torch.no_grad():
-        for name, whole, device, managed in wanted:
+        for name, whole, device, managed in tensors:
             if whole.is_meta and isinstance(whole, nn.Parameter):
                 try:
                     _allocate(whole, managed, device)

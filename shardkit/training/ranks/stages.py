@@ -19,13 +19,15 @@ _PHASE = "comparing the ranks' models"
 def with_ties(shards: Iterable[LocalShard], ties: Iterable[Sequence[str]]) -> list[LocalShard]:
     """Return shards with all names of their ties, those too that are on another stage."""
     groups = {name: group for group in ties for name in group}
-    own = list(shards)
-    held = {name for shard in own for name in shard.names}
+    local_shards = list(shards)
+    local_names = {name for shard in local_shards for name in shard.names}
     return [
-        replace(shard, names=(*shard.names, *(other for other in group if other not in held)))
+        replace(
+            shard, names=(*shard.names, *(tied_name for tied_name in group if tied_name not in local_names))
+        )
         if (group := next((groups[name] for name in shard.names if name in groups), None)) is not None
         else shard
-        for shard in own
+        for shard in local_shards
     ]
 
 
@@ -57,20 +59,20 @@ def on_other_ranks(shards: Sequence[LocalShard], expected: Mapping[str, Expected
         shards: of this rank.
         expected: what was prepared, by name, in the same order on all ranks.
     """
-    held = {name: shard for shard in shards for name in shard.names}
-    if all(gather_json(expected.keys() <= held.keys(), phase=_PHASE)):
+    by_name = {name: shard for shard in shards for name in shard.names}
+    if all(gather_json(expected.keys() <= by_name.keys(), phase=_PHASE)):
         return frozenset()
-    masks = [mask.bits for mask in gather_masks(held, tuple(expected), phase=_PHASE)]
+    masks = [mask.bits for mask in gather_masks(by_name, tuple(expected), phase=_PHASE)]
     # Each rank tells whom it shares a tensor with, in places of `expected`: those who lack it are the wrong ones.
-    wanted = {
+    mesh_ranks = {
         index: shard.whole.device_mesh.mesh.flatten().tolist()
         for index, fqn in enumerate(expected)
-        if (shard := held.get(fqn)) is not None and isinstance(shard.whole, DTensor)
+        if (shard := by_name.get(fqn)) is not None and isinstance(shard.whole, DTensor)
     }
-    torn = {index for index, ranks in wanted.items() if any(masks[other][index] == "0" for other in ranks)}
+    torn = {index for index, ranks in mesh_ranks.items() if any(masks[rank][index] == "0" for rank in ranks)}
     wrong = {index for indices in gather_json(sorted(torn), phase=_PHASE) for index in indices}
     return frozenset(
         fqn
         for index, fqn in enumerate(expected)
-        if fqn not in held and index not in wrong and any(bits[index] == "1" for bits in masks)
+        if fqn not in by_name and index not in wrong and any(bits[index] == "1" for bits in masks)
     )
