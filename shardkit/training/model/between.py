@@ -40,8 +40,10 @@ def keep_changes(model: nn.Module) -> None:
     for place in _changed(model, ctx):
         ctx.buffers[place.fqn] = place.tensor.detach().to("cpu", copy=True)
     hidden: list[Hidden] = _PREPARED[ctx]
-    known = {id(entry.tensor()) for entry in hidden}
-    hidden += [entry for entry in find_hidden(model, []) if entry.fqn and id(entry.tensor()) not in known]
+    hidden_ids = {id(entry.tensor()) for entry in hidden}
+    hidden += [
+        entry for entry in find_hidden(model, []) if entry.fqn and id(entry.tensor()) not in hidden_ids
+    ]
 
 
 def say_put_back(model: nn.Module, ctx: ModelInitializationContext) -> None:
@@ -66,12 +68,17 @@ def say_put_back(model: nn.Module, ctx: ModelInitializationContext) -> None:
 def _changed(model: nn.Module, ctx: ModelInitializationContext) -> Iterator[ModuleTensor]:
     """Yield buffers that nobody reads from the source and whose values are not those that they had; rounded ones are."""
     for place in buffer_places(model, once=True):
-        held, computed = place.tensor, ctx.buffers.get(place.fqn)
-        if computed is None or held.is_meta or isinstance(held, DTensor) or held.shape != computed.shape:
+        buffer, computed = place.tensor, ctx.buffers.get(place.fqn)
+        if (
+            computed is None
+            or buffer.is_meta
+            or isinstance(buffer, DTensor)
+            or buffer.shape != computed.shape
+        ):
             continue
         if place.persistent and place.fqn not in ctx.initialised:
             continue
-        if not same_bits(held.detach().cpu(), computed.to(held.dtype)):
+        if not same_bits(buffer.detach().cpu(), computed.to(buffer.dtype)):
             yield place
 
 
@@ -90,7 +97,7 @@ def refuse_other_context(model: nn.Module, ctx: ModelInitializationContext) -> N
         UsageError: it has modules of another prepared model, and none of this one.
     """
     modules = {id(module) for module in model.modules()}
-    shares = [not modules.isdisjoint(map(id, other.model.modules())) for other in (ctx, *_PREPARED)]
+    shares = [not modules.isdisjoint(map(id, prepared.model.modules())) for prepared in (ctx, *_PREPARED)]
     if not shares[0] and any(shares):
         raise UsageError(
             f"this model was prepared with another context than {ctx!r}",
@@ -101,8 +108,10 @@ def refuse_other_context(model: nn.Module, ctx: ModelInitializationContext) -> N
 def check_hidden(model: nn.Module, ctx: ModelInitializationContext) -> None:
     """Refuse a model that holds tensors on meta which nothing fills, as `refuse_hidden` does."""
     release(model)
-    others = (prepared.model for prepared in _PREPARED if prepared is not ctx and prepared.model is not model)
-    elsewhere = {id(parameter) for other in others for parameter in other.parameters()}
+    other_models = (
+        prepared.model for prepared in _PREPARED if prepared is not ctx and prepared.model is not model
+    )
+    elsewhere = {id(parameter) for other_model in other_models for parameter in other_model.parameters()}
     refuse_hidden(model, _PREPARED.get(ctx, ()), elsewhere)  # type: ignore[no-untyped-call]
 
 
@@ -127,7 +136,7 @@ def compare_parameters(
     tied = [names for names, _ in parameters if sum(name in ctx.expected for name in names) > 1]
     order = tuple(trains)
     masks = gather_masks([name for name in order if trains[name]], order, phase=_PHASE)
-    told = gather_json([ctx.weights is not None, tied], phase=_PHASE)
+    answers = gather_json([ctx.weights is not None, tied], phase=_PHASE)
     with agreed(_PHASE):
         _refuse_frozen_apart(order, masks)
         # The first rank that sees the source reads, for all that have the tie.
@@ -135,19 +144,19 @@ def compare_parameters(
             names
             for names in tied
             if world()[0]
-            == next((rank for rank, (sees, ties) in enumerate(told) if sees and list(names) in ties), None)
+            == next((rank for rank, (sees, ties) in enumerate(answers) if sees and list(names) in ties), None)
         ]
         diverged = [] if ctx.weights is None else diverged_ties(mine, ctx.weights)
         LayoutError.raise_for(
-            [f"{escape(first)} and {escape(other)}" for first, other, _ in diverged],
+            [f"{escape(first)} and {escape(second)}" for first, second, _ in diverged],
             "parameters were tied after prepare, and the source has two values for them: one would be lost",
             hint="tie them in the function that builds the model, or in its config, if the source has one value; else "
             "leave them apart",
         )
     for names in tied:
-        made = [name for name in names if name in ctx.initialised]
-        is_read = any(name in ctx.expected and name not in made for name in names)
-        ctx.initialised -= frozenset(made if is_read else made[1:])
+        initialised = [name for name in names if name in ctx.initialised]
+        is_read = any(name in ctx.expected and name not in initialised for name in names)
+        ctx.initialised -= frozenset(initialised if is_read else initialised[1:])
 
 
 def _refuse_frozen_apart(order: Sequence[str], masks: Sequence[Mask]) -> None:

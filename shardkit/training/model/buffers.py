@@ -49,11 +49,11 @@ _GIVE_FUNCTION = (
 
 def filled(like: torch.Tensor, byte: int) -> torch.Tensor:
     """Return memory on the CPU for a tensor on meta, every byte of it `byte`."""
-    made = torch.empty_like(like, device="cpu", requires_grad=False)
+    tensor = torch.empty_like(like, device="cpu", requires_grad=False)
     # 0x2A is neither False nor True.
-    memory: Any = made.untyped_storage()
+    memory: Any = tensor.untyped_storage()
     memory.fill_(byte & 1 if like.dtype == torch.bool else byte)
-    return made
+    return tensor
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -148,23 +148,25 @@ def unlike_computed(model: nn.Module, computed: Mapping[str, torch.Tensor]) -> l
         model: wrapped or not.
         computed: from `class_buffers`.
     """
-    held = {
+    buffers = {
         place.fqn: place.tensor
         for place in buffer_places(model, once=True)
         if not place.tensor.is_meta and not isinstance(place.tensor, DTensor)
     }
-    unlike = [fqn for fqn, value in computed.items() if fqn in held and not _are_close(held[fqn], value)]
+    unlike = [
+        fqn for fqn, value in computed.items() if fqn in buffers and not _are_close(buffers[fqn], value)
+    ]
     originals = {fqn: "{}{}original_{}".format(*fqn.rpartition(".")) for fqn in unlike}
-    return [fqn for fqn in unlike if originals[fqn] not in held or originals[fqn] in unlike]
+    return [fqn for fqn in unlike if originals[fqn] not in buffers or originals[fqn] in unlike]
 
 
-def _are_close(held: torch.Tensor, computed: torch.Tensor) -> bool:
+def _are_close(buffer: torch.Tensor, computed: torch.Tensor) -> bool:
     """True for values that differ by rounding to 16 bits at most, and for a buffer that has grown."""
-    if held.shape != computed.shape:
+    if buffer.shape != computed.shape:
         return True
-    if not held.is_floating_point() or not computed.is_floating_point():
-        return torch.equal(held.cpu(), computed)
-    return torch.allclose(held.cpu().float(), computed.float(), rtol=0.02, atol=1e-6, equal_nan=True)
+    if not buffer.is_floating_point() or not computed.is_floating_point():
+        return torch.equal(buffer.cpu(), computed)
+    return torch.allclose(buffer.cpu().float(), computed.float(), rtol=0.02, atol=1e-6, equal_nan=True)
 
 
 def _put(place: ModuleTensor, value: torch.Tensor) -> None:
@@ -279,9 +281,9 @@ def restore_buffers(model: nn.Module, values: Mapping[str, torch.Tensor], device
             kept.append(old)
         if new is not old:
             setattr(place.module, place.name, new)
-            for other, held in list(vars(place.module).items()):
-                if held is old:
-                    setattr(place.module, other, new)
+            for attribute, value in list(vars(place.module).items()):
+                if value is old:
+                    setattr(place.module, attribute, new)
 
 
 def memory_for_buffers(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
@@ -314,10 +316,10 @@ def equalise_buffers(model: nn.Module) -> list[str]:
     if not differing:
         return []
     say(f"buffers differed between ranks and are now those of rank 0: {listed(differing)}", logging.WARNING)
-    held = {place.fqn: place.tensor for place in buffer_places(model)}
+    buffers = {place.fqn: place.tensor for place in buffer_places(model)}
     with wire("sending buffers"):
         for fqn in differing:
-            value = held[fqn]
+            value = buffers[fqn]
             sent = value.detach().to(device_for(None, value.device), copy=True).contiguous()
             dist.broadcast(flat_bytes(sent), 0)
             with torch.no_grad():
@@ -335,12 +337,12 @@ def _differing(model: nn.Module) -> list[str]:
             if not isinstance(place.tensor, DTensor) and not place.tensor.is_meta:
                 content = memory_of(place.tensor.detach().cpu().contiguous())
                 exchanged.mine[place.fqn] = [len(content), crc32(content)]
-    first, *others = exchanged.of_all
+    first, *other_ranks = exchanged.of_all
     return [
         fqn
         for fqn in first
-        if all(fqn in other and other[fqn][0] == first[fqn][0] for other in others)
-        and any(other[fqn] != first[fqn] for other in others)
+        if all(fqn in digests and digests[fqn][0] == first[fqn][0] for digests in other_ranks)
+        and any(digests[fqn] != first[fqn] for digests in other_ranks)
     ]
 
 
@@ -354,21 +356,21 @@ def retie(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
     Raises:
         LayoutError: ties that cannot be mended, because each end is sharded by itself or in another way.
     """
-    held: dict[str, ModuleTensor] = {}
+    parameters: dict[str, ModuleTensor] = {}
     for place in places(model):
         if place.kind == "parameter":
-            held.setdefault(place.fqn, place)
+            parameters.setdefault(place.fqn, place)
     managed = {id(shard.param) for shard in fsdp_shards(model)}
     problems: list[str] = []
-    for first, *others in ties:
-        for other in others:
-            if first not in held or other not in held:
+    for first, *tied_names in ties:
+        for tied_name in tied_names:
+            if first not in parameters or tied_name not in parameters:
                 continue
-            kept, place = held[first].tensor, held[other]
+            kept, place = parameters[first].tensor, parameters[tied_name]
             if place.tensor is kept:
                 continue
             if id(place.tensor) in managed or not _same_place(place.tensor, kept):
-                problems.append(f"{escape(other)} and {escape(first)}")
+                problems.append(f"{escape(tied_name)} and {escape(first)}")
             else:
                 setattr(place.module, place.name, kept)
     LayoutError.raise_for(

@@ -109,27 +109,31 @@ def _refuse_own_way(inner: Any) -> None:
     from transformers import PreTrainedModel
 
     methods = ("resize_token_embeddings", "_resize_token_embeddings", "_get_resized_embeddings")
-    own = [name for name in methods if getattr(type(inner), name) is not getattr(PreTrainedModel, name)]
-    if own:
+    overridden = [
+        name for name in methods if getattr(type(inner), name) is not getattr(PreTrainedModel, name)
+    ]
+    if overridden:
         raise LayoutError(
-            f"{type(inner).__name__} resizes its embeddings in a way of its own ({own[0]})",
+            f"{type(inner).__name__} resizes its embeddings in a way of its own ({overridden[0]})",
             hint="resize it with transformers and save it, then give that as the source",
         )
 
 
 def _refuse_other_rows(inner: nn.Module, old: int, longer: list[nn.Parameter]) -> None:
     """Refuse a model in which something else has a row for each token: that would stay short."""
-    known = {id(param) for param in longer}
-    others = [
+    longer_ids = {id(param) for param in longer}
+    per_token_names = [
         clean_name(name)
         for name, param in inner.named_parameters()
-        if id(param) not in known and param.ndim == 1 and param.shape[0] == old
+        if id(param) not in longer_ids and param.ndim == 1 and param.shape[0] == old
     ]
     # If a width happened to equal the vocabulary's, many tensors would have it, not a bias or two.
-    others += [clean_name(name) for name, buffer in inner.named_buffers() if buffer.shape[-1:] == (old,)]
+    per_token_names += [
+        clean_name(name) for name, buffer in inner.named_buffers() if buffer.shape[-1:] == (old,)
+    ]
     LayoutError.raise_for(
-        [escape(name) for name in others],
-        f"{count(len(others), 'tensor')} beside the embeddings seem to have an element for each token",
+        [escape(name) for name in per_token_names],
+        f"{count(len(per_token_names), 'tensor')} beside the embeddings seem to have an element for each token",
         hint="resize the model with transformers and save it, then give that as the source",
     )
 
@@ -207,7 +211,7 @@ def build_model(
             has memory already.
         LayoutError: the model cannot be built, nothing computes some buffers, or parameters have no shape.
     """
-    wanted, moved = parse_dtype(dtype), [] if moved is None else moved
+    float_dtype, moved = parse_dtype(dtype), [] if moved is None else moved
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if isinstance(what, nn.Module):
@@ -216,13 +220,13 @@ def build_model(
             directory = home or find_config(os.fspath(what), None)
             model = _from_config(
                 directory,
-                wanted,
+                float_dtype,
                 init_buffers,
                 moved,
                 trust_remote_code=trust_remote_code,
                 dequantize=dequantize,
             )
-            wanted = wanted or _own_dtype(model)
+            float_dtype = float_dtype or _own_dtype(model)
             files = (read_json(directory, name) for name in (GENERATION_CONFIG, CONFIG))
             set_generation_config(model, directory, *files)
         elif callable(what):
@@ -233,16 +237,16 @@ def build_model(
                 hint="give a function that returns the model, a directory or repo id, or a model on meta",
             )
     _refuse_wrapped(model)
-    _check_parameters(model, given=model is what)
+    _check_parameters(model, is_given=model is what)
     if model is what:
         compute_buffers(model, init_buffers)
     else:
         compute_buffers(model, init_buffers, hint=_BUILD_WITH_MEMORY)
     _buffers_to_cpu(model)
-    if wanted is not None:
+    if float_dtype is not None:
         # A model that transformers built from its config already has that dtype.
         is_built = isinstance(what, (str, os.PathLike))
-        _set_dtypes(model, built_dtypes(model, wanted) if is_built else class_dtypes(model, wanted))
+        _set_dtypes(model, built_dtypes(model, float_dtype) if is_built else class_dtypes(model, float_dtype))
     return model
 
 
@@ -253,8 +257,12 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         UsageError: it is not the name of one.
     """
     if isinstance(dtype, str):
-        known = CASTS.get(short_dtype(dtype)) or BY_NAME.get(dtype)
-        dtype = getattr(torch, known.name) if known is not None and known.is_convertible else dtype
+        dtype_entry = CASTS.get(short_dtype(dtype)) or BY_NAME.get(dtype)
+        dtype = (
+            getattr(torch, dtype_entry.name)
+            if dtype_entry is not None and dtype_entry.is_convertible
+            else dtype
+        )
     if dtype is None or (isinstance(dtype, torch.dtype) and _is_convertible(dtype)):
         return dtype
     raise UsageError(
@@ -302,9 +310,9 @@ def _to_meta(param: nn.Parameter, replaced: WeakIdKeyDictionary) -> nn.Parameter
     if param.is_meta or isinstance(param, nn.parameter.UninitializedParameter):
         return param
     if param in replaced:
-        known = replaced[param]
-        assert isinstance(known, nn.Parameter)
-        return known
+        meta_parameter = replaced[param]
+        assert isinstance(meta_parameter, nn.Parameter)
+        return meta_parameter
     memoryless = torch.empty_like(param.detach(), device="meta")
     twin = nn.Parameter(memoryless, requires_grad=param.requires_grad)
     twin.__class__ = type(param)
@@ -382,12 +390,12 @@ def _what_it_is(path: str) -> tuple[str, str | None]:
     if not is_directory and (form := other_form([os.path.basename(path)])) is not None:
         return form, None
     try:
-        taken = stands_for(path).path
+        checkpoint_path = stands_for(path).path
     except UsageError:
         return "a directory of several checkpoints", None
     except ShardkitError:
         return "no checkpoint", None
-    if taken != path:
+    if checkpoint_path != path:
         return "a run's directory", f'shardkit.resolve_checkpoint("{escape(path)}").path'
     row = recognise(path)
     if row is None:
@@ -476,8 +484,11 @@ def set_generation_config(
 
 def is_derived(generation: Any) -> bool:
     """True for a generation config that was made of a model's config, by transformers, and is as it was made."""
-    made = getattr(generation, "_original_object_hash", None)
-    return bool(getattr(generation, "_from_model_config", False)) and made in (None, hash(generation))
+    original_hash = getattr(generation, "_original_object_hash", None)
+    return bool(getattr(generation, "_from_model_config", False)) and original_hash in (
+        None,
+        hash(generation),
+    )
 
 
 def _without_quantisation(config: Any, directory: str, *, dequantize: bool) -> None:
@@ -527,11 +538,11 @@ def _refuse_wrapped(model: nn.Module) -> None:
     )
 
 
-def _check_parameters(model: nn.Module, *, given: bool) -> None:
+def _check_parameters(model: nn.Module, *, is_given: bool) -> None:
     """Refuse parameters that cannot be sharded or already have memory; move overlooked ones to meta."""
     refuse_lazy(model)
     real = {name: param for name, param in model.named_parameters() if not param.is_meta}
-    if given and real:
+    if is_given and real:
         raise UsageError(
             f"the model has memory for {len(real)} parameters already: every rank would hold all of it",
             problems=[

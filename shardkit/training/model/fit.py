@@ -78,10 +78,13 @@ class ModelInitializationContext:
 
     def __repr__(self) -> str:
         """Say in one line what there is: the default would print the model and every tensor."""
-        made, source = len(self.initialised), "no source" if self.source is None else escape(str(self.source))
+        num_initialised, source = (
+            len(self.initialised),
+            "no source" if self.source is None else escape(str(self.source)),
+        )
         return (
             f"<prepared {type(self.model).__name__} from {source}: {count(len(self.expected), 'tensor')}"
-            f"{f', {made} of them initialised' if made else ''}>"
+            f"{f', {num_initialised} of them initialised' if num_initialised else ''}>"
         )
 
 
@@ -145,9 +148,9 @@ def check_fit(
         for fqn, tensor in expected.items()
         if tensor.persistent and not any(name in weights.names for name in names[fqn])
     ]
-    known = {*computed, *(weights.match.made if initialises else ())}
-    made = [fqn for fqn in absent if not known.isdisjoint(names[fqn])]
-    lacking = [fqn for fqn in absent if fqn not in made]
+    computable_names = {*computed, *(weights.match.made if initialises else ())}
+    computed_fqns = [fqn for fqn in absent if not computable_names.isdisjoint(names[fqn])]
+    lacking = [fqn for fqn in absent if fqn not in computed_fqns]
     initialised = _choose(sides, lacking, missing)
     may_leave_out = missing != "error" or (weights.match.is_transformers and not lacking)
     unused = [name for name in weights.unused if name not in elsewhere]
@@ -168,11 +171,11 @@ def check_fit(
         notes.append(
             f"not in the source, initialised: {count(len(initialised), 'tensor')}: {listed(initialised)}"
         )
-    if made:
-        notes.append(f"not in the source, the model computes them: {listed(made)}")
+    if computed_fqns:
+        notes.append(f"not in the source, the model computes them: {listed(computed_fqns)}")
     if unused:
         notes.append(f"in the source, not in the model: {listed(unused)}")
-    return ModelFit(initialised=frozenset((*initialised, *made)), grown=rows, notes=tuple(notes))
+    return ModelFit(initialised=frozenset((*initialised, *computed_fqns)), grown=rows, notes=tuple(notes))
 
 
 def check_ties(ties: Iterable[Sequence[str]], weights: Weights) -> None:
@@ -182,7 +185,7 @@ def check_ties(ties: Iterable[Sequence[str]], weights: Weights) -> None:
         LayoutError: they differ, so that one of them would be lost.
         IntegrityError, ResourceError: a file cannot be read as described.
     """
-    problems = [f"{escape(first)} and {escape(other)}" for first, other, _ in diverged_ties(ties, weights)]
+    problems = [f"{escape(first)} and {escape(second)}" for first, second, _ in diverged_ties(ties, weights)]
     LayoutError.raise_for(
         problems,
         f"the model ties names whose values in {escape(weights.path)} differ: one of them would be lost",
@@ -205,7 +208,7 @@ def check_untied(broken: Iterable[BrokenTie], weights: Weights | None) -> None:
     """
     apart = [tie for tie in broken if weights is None or not diverged_ties([tie], weights)]
     LayoutError.raise_for(
-        [f"{escape(other)} and {escape(kept)}" for kept, other in apart],
+        [f"{escape(alias)} and {escape(kept)}" for kept, alias in apart],
         "the model's class ties parameters that are several in this model: they would train apart",
         hint="call model.tie_weights() before the model is wrapped, and wrap tied modules in one unit; if they are"
         " meant to be two, set model.config.tie_word_embeddings = False",
@@ -226,12 +229,18 @@ def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple
     unlike = []
     for group in ties:
         stored = {weights.names[name]: name for name in reversed(group) if name in weights.names}
-        first, *others = dict.fromkeys(weights.names[name] for name in group if name in weights.names) or [""]
-        if not others:
+        first, *other_names = dict.fromkeys(
+            weights.names[name] for name in group if name in weights.names
+        ) or [""]
+        if not other_names:
             continue
-        whole = {name: [full_region(weights.entry(name).shape)] for name in (first, *others)}
+        whole = {name: [full_region(weights.entry(name).shape)] for name in (first, *other_names)}
         catalog = weights.located(whole).catalog
-        unlike += [(first, other, stored[other]) for other in others if not same_bytes(catalog, first, other)]
+        unlike += [
+            (first, other_name, stored[other_name])
+            for other_name in other_names
+            if not same_bytes(catalog, first, other_name)
+        ]
     return unlike
 
 
@@ -245,18 +254,20 @@ def _lost_blocks(unused: Iterable[str], used: Iterable[str], lacking: Iterable[s
         used: stored names that it is filled from.
         lacking: FQNs that the source lacks.
     """
-    known = {_blocks(name) for name in used}
+    used_blocks = {_blocks(name) for name in used}
     are_renamed = any(_blocks(fqn) is not None for fqn in lacking)
     by_name = {name: _blocks(name) for name in unused}
     return {
-        name for name, blocks in by_name.items() if blocks is not None and (are_renamed or blocks in known)
+        name
+        for name, blocks in by_name.items()
+        if blocks is not None and (are_renamed or blocks in used_blocks)
     }
 
 
 def _blocks(name: str) -> str | None:
     """Return the path of the outermost list of numbered modules that a tensor is in."""
-    found = IN_BLOCK.search(name)
-    return None if found is None else name[: found.start()]
+    match = IN_BLOCK.search(name)
+    return None if match is None else name[: match.start()]
 
 
 def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> None:
@@ -316,12 +327,14 @@ def _choose(sides: _ModelAndSource, lacking: Sequence[str], missing: Missing) ->
 def _problems(sides: _ModelAndSource, lacking: Sequence[str], unexpected: Sequence[str]) -> list[str]:
     unused, problems = sides.weights.unused, []
     shapes = {fqn: sides.expected[fqn].shape for fqn in lacking}
-    for what, names, held, others in (
+    for what, names, name_shapes, candidates in (
         ("missing", lacking, shapes, unused),
         ("unexpected", unexpected, unused, lacking),
     ):
-        closest = suggestions(names, others)
-        problems += [f"{what}: {escape(name)} {list(held[name])}{closest.get(name, '')}" for name in names]
+        closest = suggestions(names, candidates)
+        problems += [
+            f"{what}: {escape(name)} {list(name_shapes[name])}{closest.get(name, '')}" for name in names
+        ]
     return problems
 
 
@@ -342,8 +355,8 @@ def _compare(sides: _ModelAndSource, grown: Mapping[str, int]) -> tuple[dict[str
                 shapes = f"{list(tensor.shape)} in the model, {list(entry.shape)} in the source"
                 wrong.append(f"shape: {shown}: {shapes}")
             if not converts(entry.dtype, tensor.dtype):
-                wanted = str(tensor.dtype).removeprefix("torch.")
-                wrong.append(f"dtype: {shown}: {wanted} in the model, {entry.dtype.name} in the source")
+                model_dtype = str(tensor.dtype).removeprefix("torch.")
+                wrong.append(f"dtype: {shown}: {model_dtype} in the model, {entry.dtype.name} in the source")
     return rows, wrong
 
 

@@ -71,11 +71,11 @@ def find_hidden(model: nn.Module, moved: Sequence[nn.Parameter] | None) -> list[
             somebody else, who may fill it. None if nobody watched.
     """
     named = {id(place.tensor): place.fqn for place in places(model)}
-    own = {id(parameter) for parameter in moved or ()}
+    moved_ids = {id(parameter) for parameter in moved or ()}
     hidden = {
         id(tensor): Hidden(weakref.ref(tensor), where, named.get(id(tensor), ""))
         for where, tensor, in_module in held_beside(model)
-        if id(tensor) in named or moved is None or not in_module or id(tensor) in own
+        if id(tensor) in named or moved is None or not in_module or id(tensor) in moved_ids
     }
     for parameter in moved or ():
         if parameter.is_meta and id(parameter) not in named:
@@ -87,7 +87,7 @@ def find_hidden(model: nn.Module, moved: Sequence[nn.Parameter] | None) -> list[
 def _unused(model: nn.Module) -> set[int]:
     """Return the ids of tensors on meta in copies that no code runs."""
     copies = (vars(module)[_COPY] for module in model.modules() if _COPY in vars(module))
-    return {id(held.value) for held in _search((_Reached("", copy, False) for copy in copies), set())}
+    return {id(item.value) for item in _search((_Reached("", copy, False) for copy in copies), set())}
 
 
 def has_hidden(model: nn.Module) -> bool:
@@ -112,10 +112,10 @@ def refuse_hidden(model: nn.Module, hidden: Sequence[Hidden], elsewhere: Collect
     if not any(_is_left(entry, elsewhere) for entry in hidden):
         return
     gc.collect()  # what refers to itself in a circle dies now
-    left = [entry for entry in hidden if _is_left(entry, elsewhere)]
-    reached = {id(held.value): held.where for held in held_beside(model)}
-    stale = [entry for entry in left if entry.fqn and _id(entry) in reached]
-    never = [entry for entry in left if not entry.fqn]
+    remaining = [entry for entry in hidden if _is_left(entry, elsewhere)]
+    reached = {id(item.value): item.where for item in held_beside(model)}
+    stale = [entry for entry in remaining if entry.fqn and _id(entry) in reached]
+    never = [entry for entry in remaining if not entry.fqn]
     if not stale and not never:
         return
     reached = {**_in_globals(model), **reached}
@@ -172,28 +172,30 @@ def _folded(lines: Iterable[str]) -> list[str]:
 def _in_globals(model: nn.Module) -> dict[int, str]:
     """Return where tensors on meta lie to which the globals of the model's own code lead, by id."""
     names = dict.fromkeys(kind.__module__ for module in model.modules() for kind in type(module).__mro__)
-    own = [name for name in names if name.partition(".")[0] not in _LIBRARIES and name in sys.modules]
+    module_names = [
+        name for name in names if name.partition(".")[0] not in _LIBRARIES and name in sys.modules
+    ]
     roots = (
         _Reached(f"{key} of {name}", value, False)
-        for name in own
+        for name in module_names
         for key, value in vars(sys.modules[name]).items()
     )
-    return {id(held.value): held.where for held in _search(roots, set())}
+    return {id(item.value): item.where for item in _search(roots, set())}
 
 
 def _search(roots: Iterable[_Reached], seen: set[int]) -> Iterator[_Reached]:
     """Yield tensors on meta in objects and in what these hold, the nearest first."""
     waiting = deque(roots)
     while waiting and len(seen) < _MOST_OBJECTS:
-        held = waiting.popleft()
-        kind = type(held.value)
-        if _is_empty(held.value) or id(held.value) in seen or issubclass(kind, _CLOSED):
+        item = waiting.popleft()
+        kind = type(item.value)
+        if _is_empty(item.value) or id(item.value) in seen or issubclass(kind, _CLOSED):
             continue
-        seen.add(id(held.value))
+        seen.add(id(item.value))
         if not issubclass(kind, torch.Tensor):
-            waiting.extend(_parts(held.where, held.value))
-        elif held.value.is_meta:
-            yield held
+            waiting.extend(_parts(item.where, item.value))
+        elif item.value.is_meta:
+            yield item
 
 
 def _is_empty(value: Any) -> bool:

@@ -50,25 +50,27 @@ def initialise(ctx: ModelInitializationContext, fqns: Collection[str]) -> Iterat
     Raises:
         LayoutError: parameters that nothing initialises; lists those of a module.
     """
-    left = set(fqns)
+    remaining = set(fqns)
     modules = dict(ctx.blueprint.named_modules()) if ctx.blueprint is not None else {}
     for path, module in modules.items():
         names = {
             fqn: name
             for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
-            if (fqn := full_name(path, name)) in left
+            if (fqn := full_name(path, name)) in remaining
         }
-        left -= names.keys()
+        remaining -= names.keys()
         if names:
-            made = _make(modules, path, ctx.seed)
+            values = _make(modules, path, ctx.seed)
             for fqn, name in names.items():
-                yield fqn, made.pop(name)
+                yield fqn, values.pop(name)
     for fqn in ctx.buffers:
-        if fqn in left:
-            left.discard(fqn)
+        if fqn in remaining:
+            remaining.discard(fqn)
             yield fqn, ctx.buffers[fqn]
-    problems = list(map(escape, sorted(left)))
-    LayoutError.raise_for(problems, f"{count(len(left), 'tensor')} to be initialised are not in the model")
+    problems = list(map(escape, sorted(remaining)))
+    LayoutError.raise_for(
+        problems, f"{count(len(remaining), 'tensor')} to be initialised are not in the model"
+    )
 
 
 def new_rows(ctx: ModelInitializationContext, fqn: str) -> torch.Tensor:
@@ -112,8 +114,8 @@ def not_repeated(blueprint: nn.Module, writes: Mapping[str, int], fqns: Collecti
     missed: list[str] = []
     modules = dict(blueprint.named_modules())
     for path, module in modules.items():
-        own = dict(module.named_parameters(recurse=False))
-        named = {full_name(path, name): param for name, param in own.items()}
+        parameters = dict(module.named_parameters(recurse=False))
+        named = {full_name(path, name): param for name, param in parameters.items()}
         named = {fqn: param for fqn, param in named.items() if fqn in fqns and writes.get(fqn)}
         if not named or any(is_transformers(modules[outer]) for outer in around(path)):
             continue
@@ -150,14 +152,14 @@ def _may_be_unwritten(tensor: torch.Tensor) -> bool:
 def _run(modules: dict[str, nn.Module], path: str, seed: int, byte: int) -> dict[str, torch.Tensor]:
     """Initialise a module's own parameters over memory filled with one byte; all others stay on meta."""
     module = modules[path]
-    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     try:
-        for name, param in own.items():
+        for name, param in parameters.items():
             setattr(module, name, nn.Parameter(filled(param, byte), requires_grad=param.requires_grad))
         with _seeded(seed, _seed_name(path)), torch.no_grad():
             for step in _steps(modules, path):
                 step()
-        return {name: getattr(module, name).detach() for name in own}
+        return {name: getattr(module, name).detach() for name in parameters}
     except LayoutError:
         raise
     except Exception as error:  # the model's own code, which may need what is on meta
@@ -167,7 +169,7 @@ def _run(modules: dict[str, nn.Module], path: str, seed: int, byte: int) -> dict
             hint="give a source that has its weights",
         ) from error
     finally:
-        for name, param in own.items():
+        for name, param in parameters.items():
             setattr(module, name, param)
 
 
@@ -212,9 +214,9 @@ def _steps(modules: dict[str, nn.Module], path: str) -> Iterator[Callable[[], ob
 def _holder(outwards: Iterable[nn.Module]) -> Any:
     """Return the nearest module whose `_init_weights` takes a module; transformers models come first."""
     having = [module for module in outwards if callable(getattr(type(module), "_init_weights", None))]
-    known = next(filter(is_transformers, having), None)
-    if known is not None:
-        return known
+    transformers_module = next(filter(is_transformers, having), None)
+    if transformers_module is not None:
+        return transformers_module
     return next((module for module in having if _required(module._init_weights) == 1), None)
 
 

@@ -66,21 +66,21 @@ def states_to_read(model: nn.Module, weights: Weights | None) -> tuple[list[Loca
     if weights is not None:
         entries = {fqn: weights.entry(weights.names[fqn]) for fqn in expected if fqn in weights.names}
         described = {fqn: (entry.dtype.name, entry.shape) for fqn, entry in entries.items()}
-    told = gather_json(described, phase="comparing the source with the model")
+    answers = gather_json(described, phase="comparing the source with the model")
     if described is None:
-        described = next((answer for answer in told if answer is not None), {})
-    shards, left = [], []
+        described = next((answer for answer in answers if answer is not None), {})
+    shards, skipped_fqns = [], []
     for fqn, (name, shape) in described.items():
         dtype = torch_dtype(BY_NAME[name])
         if fqn in expected and dtype == expected[fqn].dtype != torch.uint8:
             shards.append(LocalShard.plain((fqn,), torch.empty(tuple(shape), dtype=dtype), _KIND))
         else:
-            left.append(fqn)
-    if not left:
+            skipped_fqns.append(fqn)
+    if not skipped_fqns:
         return shards, None
     note = (
-        f"{count(len(left), 'extra state')} of the source not given to {'its' if len(left) == 1 else 'their'} "
-        f"set_extra_state, which may unpickle bytes: {listed(left)}; load it yourself if you trust the source"
+        f"{count(len(skipped_fqns), 'extra state')} of the source not given to {'its' if len(skipped_fqns) == 1 else 'their'} "
+        f"set_extra_state, which may unpickle bytes: {listed(skipped_fqns)}; load it yourself if you trust the source"
     )
     say(f"weights: {note}")
     return shards, note
