@@ -304,16 +304,16 @@ def _fsdp2_unit(
     )
 
 
-def _unit(path: str, is_root: bool, module: nn.Module, own: list[StoredParameter]) -> DiagnosedUnit:
+def _unit(path: str, is_root: bool, module: nn.Module, parameters: list[StoredParameter]) -> DiagnosedUnit:
     """Return a unit with certain parameters, without its settings."""
     return DiagnosedUnit(
         path=clean_name(path),
         is_root=is_root,
         class_name=plain_class(module),
-        parameters=sum(p.numel for p in own),
-        local_parameters=sum(p.local_numel for p in own),
-        placements=tuple(sorted({p.placements for p in own})),
-        dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in own if p.is_trainable})),
+        parameters=sum(p.numel for p in parameters),
+        local_parameters=sum(p.local_numel for p in parameters),
+        placements=tuple(sorted({p.placements for p in parameters})),
+        dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.is_trainable})),
     )
 
 
@@ -340,16 +340,16 @@ def _read_fsdp1(model: nn.Module) -> tuple[list[StoredParameter], list[Diagnosed
         unit, policy = fsdp1_unit(module), module.mixed_precision
         is_root = _is_outermost(path, roots)
         roots += [path] if is_root else []
-        own = [_flat_parameter(clean_name(path), unit)] if unit is not None else []
+        flat_parameters = [_flat_parameter(clean_name(path), unit)] if unit is not None else []
         flat_ids.update(map(id, unit.registered if unit is not None else ()))
-        stored += own
+        stored += flat_parameters
         precision = {
             "compute": (getattr(policy, "param_dtype", None),),
             "reduce": (getattr(policy, "reduce_dtype", None),),
             "buffers": (getattr(policy, "buffer_dtype", None),),
         }
         described = replace(
-            _unit(path, is_root, module, own),
+            _unit(path, is_root, module, flat_parameters),
             mesh=f"{unit.num_shards} ranks" if unit else "",
             reshard_after_forward=module.sharding_strategy.name,
             mixed_precision=_precision(precision),

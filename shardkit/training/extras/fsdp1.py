@@ -84,14 +84,14 @@ def _refuse_replaced(strategy: object) -> None:
             hint="accelerator.prepare(ctx.model), then shardkit.finalize(model, ctx)",
         )
     # Lightning's strategy keeps FSDP1's arguments in `kwargs`.
-    given = strategy if isinstance(strategy, Mapping) else getattr(strategy, "kwargs", None)
+    arguments = strategy if isinstance(strategy, Mapping) else getattr(strategy, "kwargs", None)
     on = []
     for name in _SETTINGS:
         variable = f"FSDP_{name.upper()}"
         if strategy is None:
             is_on = os.environ.get(variable, "").lower() in ("1", "true", "yes", "on", "y", "t")
             on += [f"{variable}={escape(os.environ[variable])}"] if is_on else []
-        elif (given or {}).get(name) or getattr(strategy, name, False):
+        elif (arguments or {}).get(name) or getattr(strategy, name, False):
             on.append(f"{name}=True")
     if on:
         raise UsageError(
@@ -112,7 +112,7 @@ class UnitFiller:
         default = device_for() if dist.is_initialized() else torch.device("cpu")
         self._device = default if device is None else torch.device(device)
         self._has_begun = False
-        self._left = {fqn for fqn, tensor in ctx.expected.items() if tensor.persistent}
+        self._unfilled = {fqn for fqn, tensor in ctx.expected.items() if tensor.persistent}
         self._groups = {name: tuple(group) for group in ctx.ties for name in group}
         self._paths: dict[int, list[str]] = {}
         for path, module in ctx.model.named_modules(remove_duplicate=False):
@@ -135,8 +135,8 @@ class UnitFiller:
             with swappable(_unit(module)):
                 allocate((shard.fqn, shard.whole, self._device, None) for shard in shards)
         self._fill(shards)
-        self._left.difference_update(name for shard in shards for name in shard.names)
-        if not self._left:
+        self._unfilled.difference_update(name for shard in shards for name in shard.names)
+        if not self._unfilled:
             self._end()
         return module
 
@@ -170,9 +170,9 @@ class UnitFiller:
         for module in modules:
             paths = self._paths.get(id(module), ())
             if not paths:
-                own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+                tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
                 strangers += [
-                    f"{type(module).__name__}: {escape(name)}" for name, tensor in own if tensor.is_meta
+                    f"{type(module).__name__}: {escape(name)}" for name, tensor in tensors if tensor.is_meta
                 ]
             for place in places_of((path, module) for path in paths):
                 inside.add(place.fqn)
@@ -224,10 +224,10 @@ class UnitFiller:
 
     def _check_complete(self, module: nn.Module, args: Any) -> None:
         """Refuse to run on memory that nobody filled: a forward pre-hook, removed once it has passed."""
-        if self._left:
-            left = sorted(self._left)
+        if self._unfilled:
+            unfilled = sorted(self._unfilled)
             raise UsageError(
-                f"{count(len(left), 'tensor')} of the model were never filled: {listed(left)}",
+                f"{count(len(unfilled), 'tensor')} of the model were never filled: {listed(unfilled)}",
                 hint="FSDP1 must get this param_init_fn when it wraps the model; accelerate replaces it if"
                 " sync_module_states or cpu_ram_efficient_loading is on, so set both to False. If FSDP1 ignores"
                 " everything that the root holds, call it with the model once more after wrapping",

@@ -57,10 +57,10 @@ class FSDPDiagnosticsCallback:
 
     def __new__(cls, *args: object, **kwargs: object) -> FSDPDiagnosticsCallback:
         bases = _callback_classes()
-        made: FSDPDiagnosticsCallback = object.__new__(
+        callback: FSDPDiagnosticsCallback = object.__new__(
             type(cls.__name__, (cls, *bases), {"__module__": __name__})
         )
-        return made
+        return callback
 
     def __init__(
         self, num_logged_batches: int = 3, log_module_tree_top_k: int = 5, log_to_logger: bool = False
@@ -146,14 +146,14 @@ class FSDPDiagnosticsCallback:
             return
         usage = self._memory.mark(f"batch {self._batch} {point}")
         self.phases.append(usage)
-        known = {
+        measured = {
             name: value for name, value in asdict(usage).items() if name in _FIELDS and value is not None
         }
-        parts = [f"{_FIELDS[name]} {value / MIB:,.1f}" for name, value in known.items()]
+        parts = [f"{_FIELDS[name]} {value / MIB:,.1f}" for name, value in measured.items()]
         _logger().info("rank %d, %s, MiB: %s", trainer.global_rank, usage.name, ", ".join(parts))
         if self.log_to_logger:
             prefix = point.replace(" ", "_")
-            self._send(trainer, {f"{prefix}/{name}_bytes": value for name, value in known.items()})
+            self._send(trainer, {f"{prefix}/{name}_bytes": value for name, value in measured.items()})
 
     def _close(self) -> None:
         if self._memory is not None:
@@ -165,14 +165,14 @@ def _settings(trainer: Any, model: nn.Module, diagnosis: Diagnosis) -> dict[str,
     """Return the settings to which a strategy resolved, read from it and from the model that it wrapped."""
     strategy = trainer.strategy
     settings = {"strategy": f"{type(strategy).__name__}, {trainer.world_size} processes"}
-    given = getattr(strategy, "mixed_precision", None)
+    strategy_policy = getattr(strategy, "mixed_precision", None)
     plugin = getattr(strategy, "precision_plugin", None)
     implied = getattr(plugin, "mixed_precision_config", None)
-    settings["mixed precision of the strategy"] = _precision(given)
+    settings["mixed precision of the strategy"] = _precision(strategy_policy)
     settings["mixed precision of the Trainer"] = f"precision={trainer.precision}" + (
         f": {_precision(implied)}" if implied is not None else ""
     )
-    settings["mixed precision in effect"] = _in_effect(model, diagnosis, given, implied)
+    settings["mixed precision in effect"] = _in_effect(model, diagnosis, strategy_policy, implied)
     if hasattr(strategy, "_save_distributed_checkpoint"):  # ModelParallelStrategy
         settings["state_dict_type"] = "sharded" if strategy._save_distributed_checkpoint else "full"
         settings["mesh"] = str(getattr(strategy, "device_mesh", None))
@@ -193,21 +193,21 @@ def _settings(trainer: Any, model: nn.Module, diagnosis: Diagnosis) -> dict[str,
     return {name: escape(value) for name, value in settings.items()}
 
 
-def _in_effect(model: nn.Module, diagnosis: Diagnosis, given: object, implied: object) -> str:
+def _in_effect(model: nn.Module, diagnosis: Diagnosis, strategy_policy: object, implied: object) -> str:
     """Say which mixed precision the outermost unit has, and where that comes from."""
     first = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
     if first is None:
         kinds = dict.fromkeys(unit.mixed_precision or "none" for unit in diagnosis.units)
         return ("fully_shard's own: " + "; ".join(kinds)) if kinds else "none: nothing is cut"
-    held = first.mixed_precision
+    effective = first.mixed_precision
     origin = "set by hand"
-    if held == given:
+    if effective == strategy_policy:
         origin = "the strategy's" + (
-            ", which wins over the Trainer's" if implied not in (None, given) else ""
+            ", which wins over the Trainer's" if implied not in (None, strategy_policy) else ""
         )
-    elif held == implied:
+    elif effective == implied:
         origin = "the Trainer's"
-    return f"{_precision(held)} ({origin})"
+    return f"{_precision(effective)} ({origin})"
 
 
 def _precision(value: Any) -> str:
@@ -234,20 +234,20 @@ def _policy(value: Any) -> str:
 
 def _largest(model: nn.Module, number: int) -> list[str]:
     """Return a line for each of the modules, below the model, that hold the most parameters on this rank."""
-    held: list[tuple[int, int, str, str]] = []
+    rows: list[tuple[int, int, str, str]] = []
     for path, module in model.named_modules():
         children = [child for child in module.children() if any(True for _ in child.parameters())]
-        own = list(module.parameters(recurse=False))
-        if not path or (len(children) == 1 and not own):  # a wrapper around the one that counts
+        parameters = list(module.parameters(recurse=False))
+        if not path or (len(children) == 1 and not parameters):  # a wrapper around the one that counts
             continue
         local = [local_tensor(parameter) for parameter in module.parameters()]
         numel, nbytes = sum(tensor.numel() for tensor in local), sum(tensor.nbytes for tensor in local)
         if numel:
-            held.append((numel, nbytes, clean_name(path), type(module).__name__))
-    held.sort(key=lambda row: -row[0])  # stable: the module that comes first
+            rows.append((numel, nbytes, clean_name(path), type(module).__name__))
+    rows.sort(key=lambda row: -row[0])  # stable: the module that comes first
     return [
         f"module {escape(path)} ({kind}): {numel:,} parameters here, {nbytes / MIB:,.1f} MiB"
-        for numel, nbytes, path, kind in held[:number]
+        for numel, nbytes, path, kind in rows[:number]
     ]
 
 

@@ -161,11 +161,11 @@ class PhaseMemory:
             self._raise_cpu()
 
     def _raise_cpu(self) -> None:
-        held = anonymous_bytes()
+        nbytes = anonymous_bytes()
         with self._lock:
             for phase in self._running():
-                if held is not None and (phase.cpu_peak is None or held > phase.cpu_peak):
-                    phase.cpu_peak = held
+                if nbytes is not None and (phase.cpu_peak is None or nbytes > phase.cpu_peak):
+                    phase.cpu_peak = nbytes
 
     def _look(self) -> None:
         """Bring all running phases up to date, and let CUDA's peak start again."""

@@ -81,20 +81,20 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
     if optimizer.state or (names is None and not _has_names(optimizer)):
         refuse_copies(model, optimizer)
     _check_unused(optimizer)
-    known = names if names is not None else _recorded(optimizer, model)
+    names_by_group = names if names is not None else _recorded(optimizer, model)
     shape = [len(group["params"]) for group in optimizer.param_groups]
-    if [len(group) for group in known] != shape:
+    if [len(group) for group in names_by_group] != shape:
         raise UsageError(
-            f"names of {[len(group) for group in known]} parameters for an optimizer with groups of {shape}",
+            f"names of {[len(group) for group in names_by_group]} parameters for an optimizer with groups of {shape}",
             hint="give what parameter_names returned for this optimizer",
         )
-    problems = list(_mismatches(optimizer, known, by_name))
+    problems = list(_mismatches(optimizer, names_by_group, by_name))
     UsageError.raise_for(
         problems,
         f"{count(len(problems), 'parameter')} of the optimizer cannot be found in the model",
         hint="make the optimizer again from the wrapped model's parameters",
     )
-    for group, group_names in zip(optimizer.param_groups, known, strict=True):
+    for group, group_names in zip(optimizer.param_groups, names_by_group, strict=True):
         group["params"] = [by_name[clean_name(name)] for name in group_names]
 
 
@@ -112,8 +112,8 @@ def _is_bound(
         return False
     if names is None:
         return True
-    wanted = [[id(by_name.get(clean_name(name))) for name in group] for group in names]
-    return wanted == [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    named_ids = [[id(by_name.get(clean_name(name))) for name in group] for group in names]
+    return named_ids == [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _check_unused(optimizer: torch.optim.Optimizer) -> None:
@@ -139,14 +139,14 @@ def _recorded(optimizer: torch.optim.Optimizer, model: nn.Module) -> Names:
     """Return the names that torch recorded, or all of the model's if one group holds all its parameters."""
     if _has_names(optimizer):
         return [group["param_names"] for group in optimizer.param_groups]
-    stepped, own = stepped_by(optimizer), [clean_name(name) for name, _ in model.named_parameters()]
+    stepped, model_names = stepped_by(optimizer), [clean_name(name) for name, _ in model.named_parameters()]
     present = {id(parameter) for parameter in model.parameters()}
     if (
         len(optimizer.param_groups) == 1
-        and len(stepped) == len(own)
+        and len(stepped) == len(model_names)
         and present.issuperset(map(id, stepped))  # otherwise they may be another model's
     ):
-        return [own]
+        return [model_names]
     copies = len(stepped) - len(set(map(id, stepped)))
     raise UsageError(
         "the names that the model has for the optimizer's parameters are not known"
@@ -160,13 +160,13 @@ def _mismatches(
     optimizer: torch.optim.Optimizer, names: Names, by_name: Mapping[str, nn.Parameter]
 ) -> Iterator[str]:
     places = Counter(map(id, stepped_by(optimizer)))
-    taken: dict[int, str] = {}
-    asked = dict.fromkeys(clean_name(name) for group_names in names for name in group_names)
+    bound_names: dict[int, str] = {}
+    clean_names = dict.fromkeys(clean_name(name) for group_names in names for name in group_names)
     # A tied parameter is known under one of its names.
-    known = {id(by_name[name]) for name in asked if name in by_name}
+    matched_ids = {id(by_name[name]) for name in clean_names if name in by_name}
     closest = suggestions(
-        (name for name in asked if name not in by_name),
-        [name for name, parameter in by_name.items() if id(parameter) not in known],
+        (name for name in clean_names if name not in by_name),
+        [name for name, parameter in by_name.items() if id(parameter) not in matched_ids],
     )
     for group, group_names in zip(optimizer.param_groups, names, strict=True):
         for name, old in zip(group_names, group["params"], strict=True):
@@ -177,7 +177,7 @@ def _mismatches(
             # A shape that occurs in several places says nothing.
             elif new.shape != old.shape and places[id(old)] == 1:
                 yield f"{escape(name)}: {tuple(old.shape)} in the optimizer, {tuple(new.shape)} in the model"
-            elif id(new) in taken:
-                yield f"{escape(name)}: the same parameter as {escape(taken[id(new)])}"
+            elif id(new) in bound_names:
+                yield f"{escape(name)}: the same parameter as {escape(bound_names[id(new)])}"
             else:
-                taken[id(new)] = name
+                bound_names[id(new)] = name

@@ -278,10 +278,10 @@ def _reads(raw: Catalog, targets: Iterable[tuple[ReadItem, int, torch.Tensor]]) 
             raise LayoutError(
                 f"{escape(fqn)}: the planner gave a tensor of shape {list(target.shape)} for {list(sizes)}"
             )
-        held = raw.chunks.region(row)
-        wanted = shifted(Region(tuple(item.storage_offsets), sizes), held.offsets)
+        chunk = raw.chunks.region(row)
+        region = shifted(Region(tuple(item.storage_offsets), sizes), chunk.offsets)
         only = replace(raw.tensors[fqn], first_chunk=row, num_chunks=1)
-        yield from plan_reads(only, raw, wanted, target, fqn)
+        yield from plan_reads(only, raw, region, target, fqn)
 
 
 def _read_objects(opened: DcpDirectory, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
