@@ -139,17 +139,17 @@ def finalize(
             rebind_optimizer(model, one)
         shards = with_ties(local_shards(model), ctx.ties)
     compare_parameters([(shard.names, shard.whole.requires_grad) for shard in shards], ctx)
-    filled, own = Filled(), shards
+    filled, filled_shards = Filled(), shards
     if ctx.source is not None:
-        own = [*shards, *read_states(model, ctx)]
-        with plan_fill(own, supply_of(ctx), options) as plan:
-            filled = fill_shards(own, plan)
-            filled.add(ctx.factoring.fill(own, plan))
+        filled_shards = [*shards, *read_states(model, ctx)]
+        with plan_fill(filled_shards, supply_of(ctx), options) as plan:
+            filled = fill_shards(filled_shards, plan)
+            filled.add(ctx.factoring.fill(filled_shards, plan))
         ctx.checked = filled.checked
         say_checked(filled.checked, check_source=check_source)
     with agreed("initialising parameters"):
         fill_initialised(shards, ctx, filled)
-    _prove(model, shards, filled, ctx, own)
+    _prove(model, shards, filled, ctx, filled_shards)
     remember(model, ctx.weights)
     return model
 
@@ -212,14 +212,14 @@ def load_into(
         _say_unlike_computed([fqn for fqn in unlike if fqn in hidden])
     supply, factoring = _open(model, source, keys, dequantize=dequantize, computed=computed)
     states, _ = states_to_read(model, supply.weights)
-    own = [*apart(shards), *states]
-    with plan_fill(own, supply, options) as plan:
-        filled = fill_shards(own, plan)
-        filled.add(factoring.fill(own, plan))
+    filled_shards = [*apart(shards), *states]
+    with plan_fill(filled_shards, supply, options) as plan:
+        filled = fill_shards(filled_shards, plan)
+        filled.add(factoring.fill(filled_shards, plan))
     say_checked(filled.checked, check_source=check_source)
-    made = {fqn: value for fqn, value in computed.items() if fqn in supply.initialised}
-    _fill_computed(own, made, unlike, filled)
-    _prove(model, shards, filled, None, own)
+    missing_buffers = {fqn: value for fqn, value in computed.items() if fqn in supply.initialised}
+    _fill_computed(filled_shards, missing_buffers, unlike, filled)
+    _prove(model, shards, filled, None, filled_shards)
     remember(model, supply.weights)
     remember_files(model, (), supply.weights)
     return model
@@ -246,7 +246,7 @@ def _open(
         What fills the model, and the factors that are computed of it.
     """
     expected, ties = describe(model)
-    own = own_targets(model)
+    local_targets = own_targets(model)
     check_sources(source)
     is_read_elsewhere = not isinstance(source, RankSource) or not source.is_here
 
@@ -258,10 +258,10 @@ def _open(
     def look() -> tuple[Weights, Factoring]:
         opened = open_given()
         rules = None if keys is None else load_rules(keys)
-        is_dense = bool(own) and not has_factors(opened)
-        factoring = Factoring(targets=own, svd="exact") if is_dense else Factoring()
-        wanted = {**factoring.read(expected), **extra_states(model)}
-        return find_weights(opened, wanted, ties, model=model, rules=rules), factoring
+        is_dense = bool(local_targets) and not has_factors(opened)
+        factoring = Factoring(targets=local_targets, svd="exact") if is_dense else Factoring()
+        expected_tensors = {**factoring.read(expected), **extra_states(model)}
+        return find_weights(opened, expected_tensors, ties, model=model, rules=rules), factoring
 
     share_listings((source,), open_given)
     seen, error, able = look_where_possible(
@@ -270,44 +270,46 @@ def _open(
         phase=_OPENING,
     )
     weights, factoring = seen or (None, Factoring())
-    factoring = _same_factoring(factoring, own)
+    factoring = _same_factoring(factoring, local_targets)
     used, unused = (weights.stored_names(), weights.unused) if weights is not None else ((), ())
     elsewhere, are_stages = unused_here_alone(frozenset(used), frozenset(unused))
     if weights is not None and are_stages:
         weights = replace(weights, identity=weights.source_identity, sampled_files=0)
-    made = frozenset[str]()
+    absent_names = frozenset[str]()
     with agreed(_FITTING) as exchanged:
         if weights is not None:
             check_untied(broken_ties(model), weights)
             needed = factoring.read(expected)
-            made = check_fit(
+            absent_names = check_fit(
                 needed, ties, weights, initialises=False, elsewhere=elsewhere, computed=computed
             ).initialised
             if world()[0] == able[0]:  # it reads names of one parameter that are stored apart
                 check_ties(ties, weights)
-        exchanged.mine = sorted(made)
+        exchanged.mine = sorted(absent_names)
     if weights is None:
-        made = frozenset(name for names in exchanged.of_all for name in names)
+        absent_names = frozenset(name for names in exchanged.of_all for name in names)
     unavailable = None if error is None else str(error)
-    initialised = made | factoring.computed
+    initialised = absent_names | factoring.computed
     return Supply(weights=weights, unavailable=unavailable, initialised=initialised), factoring
 
 
 @shown_once()
-def _same_factoring(mine: Factoring, own: tuple[Target, ...]) -> Factoring:
+def _same_factoring(mine: Factoring, local_targets: tuple[Target, ...]) -> Factoring:
     """Return which weights of a live model become factors, told by ranks that see the source; every rank calls it.
 
     Raises:
         LayoutError: on all ranks: they have other targets, as stages of a pipeline would.
     """
-    told = gather_json([mine.svd, [asdict(target) for target in own]], phase="comparing the ranks' models")
-    svd = next((mode for mode, _ in told if mode is not None), None)
-    if svd is not None and any(targets != told[0][1] for _, targets in told):
+    answers = gather_json(
+        [mine.svd, [asdict(target) for target in local_targets]], phase="comparing the ranks' models"
+    )
+    svd = next((mode for mode, _ in answers if mode is not None), None)
+    if svd is not None and any(targets != answers[0][1] for _, targets in answers):
         raise LayoutError(
             "the ranks' models have other OSFT targets than each other, and the source has dense weights",
             hint="OSFT has no stages of a pipeline (pp): give a checkpoint with factors, as save writes it without pp",
         )
-    return Factoring() if svd is None else Factoring(targets=own, svd=svd)
+    return Factoring() if svd is None else Factoring(targets=local_targets, svd=svd)
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -332,25 +334,28 @@ def _say_unlike_computed(buffers: Sequence[str]) -> None:
 
 
 def _fill_computed(
-    shards: Sequence[LocalShard], made: Mapping[str, torch.Tensor], unlike: Collection[str], filled: Filled
+    shards: Sequence[LocalShard],
+    missing_buffers: Mapping[str, torch.Tensor],
+    unlike: Collection[str],
+    filled: Filled,
 ) -> None:
     """Let buffers that the source lacks have what the model's class computes.
 
     Args:
         shards: of the model.
-        made: name of each -> the computed value.
+        missing_buffers: name of each -> the computed value.
         unlike: names of those that hold something else.
         filled: counts them.
     """
     for shard in shards:
-        name = next((name for name in shard.names if name in made), None)
+        name = next((name for name in shard.names if name in missing_buffers), None)
         if name in unlike and name is not None:
-            put_rows(shard, made[name], 0, filled)
+            put_rows(shard, missing_buffers[name], 0, filled)
         elif name is not None:
             filled.elements[shard.fqn] += shard.num_elements
-    changed = [name for name in made if name in unlike]
-    if made:
-        say(f"weights: not in the source, buffers that the model's class computes: {listed(made)}")
+    changed = [name for name in missing_buffers if name in unlike]
+    if missing_buffers:
+        say(f"weights: not in the source, buffers that the model's class computes: {listed(missing_buffers)}")
     if changed:
         say(
             f"weights: these held other values than the class computes, and have those now: {listed(changed)}",
@@ -363,7 +368,7 @@ def _prove(
     shards: Sequence[LocalShard],
     filled: Filled,
     ctx: ModelInitializationContext | None,
-    own: Sequence[LocalShard],
+    filled_shards: Sequence[LocalShard],
 ) -> None:
     """Prove that the filled model is as promised.
 
@@ -372,14 +377,14 @@ def _prove(
         shards: everything that this rank holds of it.
         filled: how much of them was filled.
         ctx: of a prepared model.
-        own: what was filled: in place of shards, where several lie on one memory, and extra states of modules.
+        filled_shards: what was filled: in place of shards, where several lie on one memory, and extra states of modules.
     """
     differing = equalise_buffers(model)
     elsewhere = frozenset[str]() if ctx is None else on_other_ranks(shards, ctx.expected)
     with agreed("proving the filled model"):
         changed = "a wrapper has changed it between prepare and finalize" if ctx is not None else None
-        clashes = put_together(shards, own)
-        problems = [*clashes, *filled.problems(own), *_on_meta(model)]
+        clashes = put_together(shards, filled_shards)
+        problems = [*clashes, *filled.problems(filled_shards), *_on_meta(model)]
         if ctx is not None:
             problems += [*_unlike_expected(shards, ctx.expected, elsewhere), *_too_large(model, shards)]
         problems += [f"{escape(fqn)}: the buffer differs between ranks" for fqn in differing]
@@ -388,7 +393,7 @@ def _prove(
             f"the filled model is not as it should be in {count(len(problems), 'place')}",
             hint=_APART if clashes else changed,
         )
-        hand_over(model, own)
+        hand_over(model, filled_shards)
 
 
 def _on_meta(model: nn.Module) -> Iterator[str]:
@@ -402,9 +407,9 @@ def _on_meta(model: nn.Module) -> Iterator[str]:
 def _unlike_expected(
     shards: Sequence[LocalShard], expected: Mapping[str, ExpectedTensor], elsewhere: Collection[str]
 ) -> Iterator[str]:
-    held = {name: shard for shard in shards for name in shard.names}
+    shards_by_name = {name: shard for shard in shards for name in shard.names}
     for fqn, plan in expected.items():
-        shard = held.get(fqn)
+        shard = shards_by_name.get(fqn)
         if shard is None:
             if fqn not in elsewhere:
                 yield f"{escape(fqn)}: was prepared and is not in the wrapped model"

@@ -128,11 +128,11 @@ class Kept:
             OSError, ResourceError: the system or the store refuses to write.
         """
         problems = list[str]()
-        files, given = self._files(problems) if self._is_whole else ({}, None)
+        files, hub_config = self._files(problems) if self._is_whole else ({}, None)
         written = list[manifest.File]()
         for name, asset in sorted(files.items()) if CONFIG in files else ():
             try:
-                data = self._config(asset, given) if name == CONFIG else asset.read()
+                data = self._config(asset, hub_config) if name == CONFIG else asset.read()
             except ShardkitError as error:
                 problems.append(error.message)
                 continue
@@ -161,7 +161,7 @@ class Kept:
         """Return the files, and the config of the Hub model, which the live model's may replace."""
         holder: HubFiles | None = None if self._holder is None else getattr(self._holder[1], _ATTRIBUTE)
         files = _Files() if holder is None else _beside(holder, problems)
-        given = files.get(CONFIG)
+        hub_config = files.get(CONFIG)
         if self._root is not None:
             model = self._root[1]
             files |= _collect(f"the config of {type(model).__name__}", _live_configs(model), problems)
@@ -175,9 +175,9 @@ class Kept:
             live = _collect(name, _live_tokenizer(holder.tokenizer), problems)
             if live:
                 files = {name: asset for name, asset in files.items() if not is_tokenizer_file(name)} | live
-        return files, given
+        return files, hub_config
 
-    def _config(self, asset: Asset, given: Asset | None) -> bytes:
+    def _config(self, asset: Asset, hub_config: Asset | None) -> bytes:
         """Return config.json with the dtype of what is saved: the Hub model's own where all tensors have theirs.
 
         A small model's embedding may be most of it, and have another dtype than its layers.
@@ -185,13 +185,15 @@ class Kept:
         data = asset.read()
         config = _parsed(data)
         prefix, holder = ("", None) if self._holder is None else self._holder
-        theirs: Mapping[str, str] = getattr(holder, _ATTRIBUTE).dtypes if holder is not None else {}
+        hub_dtypes: Mapping[str, str] = getattr(holder, _ATTRIBUTE).dtypes if holder is not None else {}
         start = f"{prefix}." if prefix else ""
-        both = [(dtype.name, theirs.get(name.removeprefix(start))) for name, dtype, _ in self._dtypes]
-        is_same = any(other for _, other in both) and all(other in (None, own) for own, other in both)
-        said = dtype_of(_parsed(given.read())) if is_same and given is not None else None
+        both = [(dtype.name, hub_dtypes.get(name.removeprefix(start))) for name, dtype, _ in self._dtypes]
+        is_same = any(hub_dtype for _, hub_dtype in both) and all(
+            hub_dtype in (None, saved_dtype) for saved_dtype, hub_dtype in both
+        )
+        config_dtype = dtype_of(_parsed(hub_config.read())) if is_same and hub_config is not None else None
         most = most_bytes((dtype, nbytes) for _, dtype, nbytes in self._dtypes)
-        name = said or (most.name if most is not None else None)
+        name = config_dtype or (most.name if most is not None else None)
         if config is None or name is None or dtype_of(config) == name:
             return data
         set_dtype(config, name)
@@ -200,14 +202,14 @@ class Kept:
 
 def _saved_dtypes(tensors: Mapping[str, Any]) -> list[tuple[str, DType, int]]:
     """Return (name, dtype, bytes) of the tensors of ordinary floating dtypes."""
-    known = (
+    typed_tensors = (
         (name, BY_NAME.get(str(tensor.dtype).removeprefix("torch.")), tensor)
         for name, tensor in tensors.items()
         if hasattr(tensor, "dtype")
     )
     return [
         (name, dtype, prod(tensor.size()) * dtype.itemsize)
-        for name, dtype, tensor in known
+        for name, dtype, tensor in typed_tensors
         if dtype is not None and dtype.is_convertible
     ]
 
@@ -227,13 +229,13 @@ def _beside(files: HubFiles, problems: list[str]) -> _Files:
     try:
         for directory in (*files.directories, files.last):
             try:
-                there = {} if directory is None else _of_directory(directory, problems)
+                assets = {} if directory is None else _of_directory(directory, problems)
             except (ShardkitError, OSError) as error:
                 absent.append(str(error))
                 continue
             has_tokenizer = any(map(is_tokenizer_file, files_beside))
             has_config = CONFIG in files_beside
-            for name, asset in there.items():
+            for name, asset in assets.items():
                 is_code = name.endswith(".py") and has_config
                 if not (is_code or (has_tokenizer and is_tokenizer_file(name))):
                     files_beside.setdefault(name, asset)
@@ -318,8 +320,8 @@ def _adapter_config(model: Any) -> Iterator[Asset]:
 
 def _class_name(model: nn.Module) -> str:
     """Return the name by which transformers knows a model's class, however it has been subclassed."""
-    known = (cls for cls in type(model).__mro__ if cls.__module__.partition(".")[0] in _OF_TRANSFORMERS)
-    class_name = next(known).__name__
+    classes = (cls for cls in type(model).__mro__ if cls.__module__.partition(".")[0] in _OF_TRANSFORMERS)
+    class_name = next(classes).__name__
     return plain_class(model) if class_name == "PreTrainedModel" else class_name
 
 

@@ -75,11 +75,11 @@ def _given(value: Any) -> Iterator[object]:
         yield from (*value, *value.values())
     else:
         try:
-            made = value.__reduce_ex__(2)
+            reduced = value.__reduce_ex__(2)
         except Exception:  # torch is going to say so
             return
-        if isinstance(made, tuple):
-            _, arguments, *more = made
+        if isinstance(reduced, tuple):
+            _, arguments, *more = reduced
             yield from (arguments, *more[:1])
             for items in more[1:3]:
                 yield from items or ()

@@ -171,17 +171,17 @@ class _SourcelessModel:
         """What the source must have."""
         return self.factoring.read(self.expected)
 
-    def digest(self, asked: PrepareOptions) -> str:
+    def digest(self, options: PrepareOptions) -> str:
         """Return a digest of what must be the same on all ranks."""
         tensors = [(t.fqn, t.shape, str(t.dtype), t.kind, t.persistent) for t in self.expected.values()]
         content = [
             tensors,
             self.ties,
             dict(self.grown),
-            asked.seed,
+            options.seed,
             # A set has another order on each rank.
-            asked.missing if isinstance(asked.missing, str) else sorted(asked.missing),
-            asked.place is not None,
+            options.missing if isinstance(options.missing, str) else sorted(options.missing),
+            options.place is not None,
             self.factoring.svd,
         ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -297,17 +297,17 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
         notes=notes,
     )
     note_prepared(ctx, find_hidden(plain.model, plain.moved))
-    own = plain.home if location_of(options.model_place).is_for_all else options.model_place
-    remember_files(plain.model, (own,), opened.weights, options.tokenizer)
+    model_place = plain.home if location_of(options.model_place).is_for_all else options.model_place
+    remember_files(plain.model, (model_place,), opened.weights, options.tokenizer)
     return ctx
 
 
-def _look(asked: PrepareOptions) -> None:
+def _look(options: PrepareOptions) -> None:
     """Look at what lies in a store or has headers, before other ranks do."""
-    if asked.model_place is not None and location_of(asked.model_place).is_listed_once:
-        _ = asked.home
-    if isinstance(asked.place, str) and is_looked_at(asked.place):
-        asked.open(asked.place, asked.revision)
+    if options.model_place is not None and location_of(options.model_place).is_listed_once:
+        _ = options.home
+    if isinstance(options.place, str) and is_looked_at(options.place):
+        options.open(options.place, options.revision)
 
 
 def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -317,7 +317,7 @@ def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _stored_dtype(model: str, asked: PrepareOptions) -> str | None:
+def _stored_dtype(model: str, options: PrepareOptions) -> str | None:
     """Return the stored dtype for a model whose config names none: its own weights', or else the source's."""
 
     def dtype_of(
@@ -325,39 +325,39 @@ def _stored_dtype(model: str, asked: PrepareOptions) -> str | None:
     ) -> str | None:
         """Return the dtype of what a source has beside OSFT factors; None if it has none and has to have them."""
         try:
-            opened = None if source is None else asked.open(source, revision)
+            opened = None if source is None else options.open(source, revision)
             is_wanted = opened is not None and (has_factors(opened) or not of_factored)
             return first_dtype(opened) if opened is not None and is_wanted else None
         except ShardkitError:  # opening it in earnest raises it again
             return None
 
     def look() -> str | None:
-        if asked.plan is not None:
+        if options.plan is not None:
             return "float32"
         try:
-            assert asked.home is not None
-            config = read_config(asked.home) or {}
+            assert options.home is not None
+            config = read_config(options.home) or {}
         except ShardkitError:  # building the model raises it again
             return None
         if any(config.get(key) is not None for key in ("dtype", "torch_dtype")):
             return None
-        own = dtype_of(asked.home, None) if storage.exists(model) else None
-        return own or dtype_of(asked.place, asked.revision)
+        model_dtype = dtype_of(options.home, None) if storage.exists(model) else None
+        return model_dtype or dtype_of(options.place, options.revision)
 
     with agreed("reading the config") as exchanged:
-        exchanged.mine = [dtype_of(asked.place, asked.revision, of_factored=True), look()]
+        exchanged.mine = [dtype_of(options.place, options.revision, of_factored=True), look()]
     # A rank may not see the source.
     return next((dtype for dtypes in zip(*exchanged.of_all, strict=True) for dtype in dtypes if dtype), None)
 
 
-def _factor(plain: _SourcelessModel, asked: PrepareOptions) -> _SourcelessModel:
+def _factor(plain: _SourcelessModel, options: PrepareOptions) -> _SourcelessModel:
     """Return a model with factors where the source has them, or where they are wanted; every rank calls it."""
     with agreed(_OPENING) as exchanged:
-        exchanged.mine = [asdict(target) for target in _stored_targets(plain, asked)]
+        exchanged.mine = [asdict(target) for target in _stored_targets(plain, options)]
     stored = tuple(Target(**fields) for fields in next(filter(None, exchanged.of_all), ()))
     with agreed("dividing weights into factors"):
         factoring = factor_model(
-            plain.model, asked.plan, stored, grown=plain.grown, has_source=asked.place is not None
+            plain.model, options.plan, stored, grown=plain.grown, has_source=options.place is not None
         )
         if not factoring.targets:
             return plain
@@ -365,29 +365,29 @@ def _factor(plain: _SourcelessModel, asked: PrepareOptions) -> _SourcelessModel:
         return replace(plain, expected=expected, ties=ties, factoring=factoring)
 
 
-def _stored_targets(plain: _SourcelessModel, asked: PrepareOptions) -> tuple[Target, ...]:
+def _stored_targets(plain: _SourcelessModel, options: PrepareOptions) -> tuple[Target, ...]:
     """Return the targets that the source has as factors; none if this rank cannot open it."""
-    if asked.place is None:
+    if options.place is None:
         return ()
     try:
-        opened = asked.open(asked.place, asked.revision)
+        opened = options.open(options.place, options.revision)
     except ShardkitError:  # opening it in earnest raises it again
         return ()
     return find_targets(opened, dense_names(plain.model, plain.expected), model=plain.model)
 
 
-def _build(asked: PrepareOptions, dtype: torch.dtype | str | None) -> _SourcelessModel:
-    what, tokenizer, align = asked.build_model, asked.tokenizer, asked.align_vocab
+def _build(options: PrepareOptions, dtype: torch.dtype | str | None) -> _SourcelessModel:
+    what, tokenizer, align = options.build_model, options.tokenizer, options.align_vocab
     moved = None if isinstance(what, nn.Module) else list[nn.Parameter]()
     model = build_model(
         what,
-        home=asked.home,
+        home=options.home,
         moved=moved,
         dtype=dtype,
-        init_buffers=asked.init_buffers,
-        trust_remote_code=asked.trust_remote_code,
-        dequantize=asked.dequantize,
-        seed=asked.seed,
+        init_buffers=options.init_buffers,
+        trust_remote_code=options.trust_remote_code,
+        dequantize=options.dequantize,
+        seed=options.seed,
     )
     retied = tuple(tie(model))
     if align and tokenizer is None:
@@ -407,39 +407,39 @@ def _build(asked: PrepareOptions, dtype: torch.dtype | str | None) -> _Sourceles
         writes=writes,
         moved=moved,
         retied=retied,
-        home=asked.home,
+        home=options.home,
     )
 
 
-def _open_together(plain: _SourcelessModel, asked: PrepareOptions) -> _FoundSource:
+def _open_together(plain: _SourcelessModel, options: PrepareOptions) -> _FoundSource:
     """Open the source on every rank that has it; the first of these tells all what is read and initialised."""
-    told = gather_json(plain.digest(asked), phase=_OPENING)
+    digests = gather_json(plain.digest(options), phase=_OPENING)
     with agreed(_OPENING):
-        if any(digest != told[0] for digest in told):
+        if any(digest != digests[0] for digest in digests):
             raise LayoutError(
                 "the ranks do not have the same model, seed or options",
                 hint="build the model, and call prepare, the same way on every rank; one that does not see the source"
                 " gives its path all the same",
             )
-        if asked.place is None:
+        if options.place is None:
             check_untied(broken_ties(plain.model), None)
             every = frozenset(fqn for fqn, tensor in plain.expected.items() if tensor.persistent)
             return _FoundSource(
                 fit=ModelFit(initialised=every, notes=("no source: every tensor is initialised",))
             )
-    source = asked.place
+    source = options.place
     mine, error, holders = look_where_possible(
-        lambda: _open(plain, source, asked), lambda error: _is_absent(source, error), phase=_OPENING
+        lambda: _open(plain, source, options), lambda error: _is_absent(source, error), phase=_OPENING
     )
     untied, generation, warning = list[str](), None, None
     with agreed(_OPENING):
         if holders[0] == world()[0] and mine is not None:  # it reads the values of ties, for all ranks
             untied = _untied(plain, mine[0])
-            generation = _generation_config(mine[0]) if asked.home is None else None
-            warning = _other_config(plain, source, asked)
+            generation = _generation_config(mine[0]) if options.home is None else None
+            warning = _other_config(plain, source, options)
     plain_fit = None if mine is None else {**asdict(mine[1]), "initialised": sorted(mine[1].initialised)}
-    found = [untied, plain_fit, generation, warning]
-    untied, seen, generation, warning = broadcast_json(found, holders[0], phase=_OPENING)
+    findings = [untied, plain_fit, generation, warning]
+    untied, seen, generation, warning = broadcast_json(findings, holders[0], phase=_OPENING)
     weights, fit = mine or (
         None,
         ModelFit(initialised=frozenset(seen["initialised"]), grown=seen["grown"], notes=tuple(seen["notes"])),
@@ -454,15 +454,17 @@ def _open_together(plain: _SourcelessModel, asked: PrepareOptions) -> _FoundSour
     )
 
 
-def _other_config(plain: _SourcelessModel, source: str | RankSource, asked: PrepareOptions) -> str | None:
+def _other_config(plain: _SourcelessModel, source: str | RankSource, options: PrepareOptions) -> str | None:
     """Return a warning if config or tokenizer mean something else than those of the checkpoint; what was passed counts."""
     try:
-        home = asked.open(source, asked.revision).home
+        home = options.open(source, options.revision).home
         inner = transformers_model(plain.model)
-        if home is None or (asked.home is None and inner is None) or _is_same(home, asked.home):
+        if home is None or (options.home is None and inner is None) or _is_same(home, options.home):
             return None
-        live = json.loads(inner.config.to_json_string()) if asked.home is None else read_config(asked.home)
-        config, files = read_config(home) or {}, (home, asked.home or home)
+        live = (
+            json.loads(inner.config.to_json_string()) if options.home is None else read_config(options.home)
+        )
+        config, files = read_config(home) or {}, (home, options.home or home)
         if live is None or config.get("model_type") != live.get("model_type"):
             return None
         differing = config_differences(CONFIG, config, live)
@@ -471,22 +473,24 @@ def _other_config(plain: _SourcelessModel, source: str | RankSource, asked: Prep
             differing += generation_differences(GENERATION_CONFIG, *generations)
         tokenizers = [reads_of(tokenizer_files(place)) for place in files]
         if all(tokenizers) and not hasattr(
-            asked.tokenizer, "save_pretrained"
+            options.tokenizer, "save_pretrained"
         ):  # a live one is what `save` keeps
             differing += [difference(*each) for each in tokenizer_differences(*tokenizers)]
     except ShardkitError:  # whoever needs them says so
         return None
     if not differing:
         return None
-    told = few([f"{each.key} {each.base}, there {each.checkpoint}" for each in differing], _MOST_NAMED, "; ")
+    differences = few(
+        [f"{each.key} {each.base}, there {each.checkpoint}" for each in differing], _MOST_NAMED, "; "
+    )
     return (
-        f"{escape(home)} says otherwise than what was passed, which counts: {escape(told)}; "
+        f"{escape(home)} says otherwise than what was passed, which counts: {escape(differences)}; "
         f"prepare({escape(home)!r}, ...) takes what is there"
     )
 
 
-def _is_same(one: str, other: str | None) -> bool:
-    return other is not None and storage.realpath(one) == storage.realpath(other)
+def _is_same(one: str, second: str | None) -> bool:
+    return second is not None and storage.realpath(one) == storage.realpath(second)
 
 
 def _generation_config(weights: Weights) -> dict[str, Any] | None:
@@ -499,13 +503,13 @@ def _generation_config(weights: Weights) -> dict[str, Any] | None:
 
 
 def _open(
-    plain: _SourcelessModel, source: str | RankSource, asked: PrepareOptions
+    plain: _SourcelessModel, source: str | RankSource, options: PrepareOptions
 ) -> tuple[Weights, ModelFit]:
-    opened = asked.open(source, asked.revision)
-    wanted = {**plain.read, **extra_states(plain.model)}
-    weights = find_weights(opened, wanted, plain.ties, model=plain.model, rules=asked.rules)
+    opened = options.open(source, options.revision)
+    expected = {**plain.read, **extra_states(plain.model)}
+    weights = find_weights(opened, expected, plain.ties, model=plain.model, rules=options.rules)
     check_untied(broken_ties(plain.model), weights)
-    fit = check_fit(plain.read, plain.ties, weights, missing=asked.missing, grown=plain.grown)
+    fit = check_fit(plain.read, plain.ties, weights, missing=options.missing, grown=plain.grown)
     lost = [target.weight for target in plain.factoring.targets if target.weight in fit.initialised]
     LayoutError.raise_for(
         [f"missing: {escape(fqn)}" for fqn in lost],
@@ -535,8 +539,8 @@ def _is_absent(source: str | RankSource, error: BaseException) -> bool:
             return True
         for name in storage.listdir(source):
             if name.endswith(".index.json"):
-                wanted = read_index(os.path.join(source, name), name).files
-                return any(not storage.exists(os.path.join(source, file)) for file in wanted)
+                indexed_files = read_index(os.path.join(source, name), name).files
+                return any(not storage.exists(os.path.join(source, file)) for file in indexed_files)
     except (OSError, ShardkitError):
         pass
     return False
@@ -558,8 +562,8 @@ def _untie(plain: _SourcelessModel, fqns: Sequence[str]) -> _SourcelessModel:
     model = plain.model
     for place in places(model, once=True):
         if place.kind == "parameter" and place.fqn in fqns:
-            own = nn.Parameter(torch.empty_like(place.tensor), requires_grad=place.tensor.requires_grad)
-            setattr(place.module, place.name, own)
+            parameter = nn.Parameter(torch.empty_like(place.tensor), requires_grad=place.tensor.requires_grad)
+            setattr(place.module, place.name, parameter)
     for module in model.modules():
         tied = getattr(module, "all_tied_weights_keys", None)
         if isinstance(tied, dict):
@@ -607,7 +611,7 @@ def _notes(plain: _SourcelessModel, opened: _FoundSource, fit: ModelFit, *, is_g
     Args:
         is_given: the model was given or built by a function, so that its ties may surprise.
     """
-    tied = [f"{other} to {kept}" for kept, other in plain.retied if not {kept, other} & set(opened.untied)]
+    tied = [f"{alias} to {kept}" for kept, alias in plain.retied if not {kept, alias} & set(opened.untied)]
     if tied and is_given:
         yield f"tied, as the model's class has it: {listed(tied)}"
     for fqn, rows in fit.grown.items():

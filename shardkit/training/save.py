@@ -164,9 +164,11 @@ def save(
                     _warn_of_ranks(digests)
                     for note in shared_record_notes(lead.path, aliases):
                         warnings.warn(note, stacklevel=2)
-                    others = kept.write(lead.beside)
-                    content = _describe(model, writer, aliases, form, group, others, layout)
-                    storage.write_file(os.path.join(lead.beside, manifest.NAME), manifest.dump(content))
+                    asset_files = kept.write(lead.local_directory)
+                    content = _describe(model, writer, aliases, form, group, asset_files, layout)
+                    storage.write_file(
+                        os.path.join(lead.local_directory, manifest.NAME), manifest.dump(content)
+                    )
         with agreed(_PHASE, group) as exchanged:
             if lead is not None:
                 lead.commit(writer.metadata(), writer.folder_metadata)
@@ -211,9 +213,9 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
     reshard(model)  # what is gathered now is a copy
     for optimizer in optimizers:
         refuse_copies(model, optimizer)
-    own = {id(parameter) for parameter in model.parameters()}
+    parameter_ids = {id(parameter) for parameter in model.parameters()}
     stepped = [parameter for optimizer in optimizers for parameter in stepped_by(optimizer)]
-    foreign = sum(id(parameter) not in own for parameter in stepped)
+    foreign = sum(id(parameter) not in parameter_ids for parameter in stepped)
     if foreign:
         raise LayoutError(
             f"{foreign} of {count(len(stepped), 'parameter')} that the optimizer steps are not the model's:"
@@ -361,11 +363,11 @@ def _write(state: State, writer: SaveWriter, group: dist.ProcessGroup | None) ->
         caught = error
     except RuntimeError as error:
         raise lost(_PHASE, error) from error
-    own = None
+    local_error = None
     if caught is not None:
         rank = dist.get_rank(group) if dist.is_initialized() else 0
-        own = caught.failures.get(rank, (None,))[0]  # Ctrl-C too
-    agree(own, group, phase=_PHASE)
+        local_error = caught.failures.get(rank, (None,))[0]  # Ctrl-C too
+    agree(local_error, group, phase=_PHASE)
     if caught is not None:
         raise ShardkitError(f"torch could not save: {str(caught).splitlines()[0]}") from caught
 
@@ -376,10 +378,10 @@ def _describe(
     aliases: Mapping[str, str],
     form: HubNaming,
     group: dist.ProcessGroup | None,
-    others: tuple[manifest.File, ...],
+    asset_files: tuple[manifest.File, ...],
     layout: manifest.SavedLayout | None,
 ) -> manifest.SavedState:
-    """Check what all ranks wrote, and return the manifest; `others` are the files beside the shards."""
+    """Check what all ranks wrote, and return the manifest; `asset_files` are the files beside the shards."""
     forget()
     missing = [
         f"{escape(name)}: {size} bytes were written"
@@ -404,14 +406,17 @@ def _describe(
         layout=layout,
         ties=tuple(tuple(sorted(group, key=lambda name: name not in form.tied)) for group in ties.values()),
         key_rules=form.key_rules,
-        derived=tuple(manifest.Derived(name=fqn, made_of=made) for fqn, made in form.derived.items()) or None,
+        derived=tuple(
+            manifest.Derived(name=fqn, made_of=expression) for fqn, expression in form.derived.items()
+        )
+        or None,
         vocab_size=_vocab_size(model),
         metadata=manifest.describe_bytes(METADATA, writer.metadata(), digest=True, sha256=False),
         files=tuple(
             manifest.SavedFile(name=name, size=storage.getsize(os.path.join(writer.path, name)))
             for name in sorted(writer.files)
         ),
-        others=others or None,
+        others=asset_files or None,
     )
 
 
@@ -475,11 +480,11 @@ def _take_back_step(model: nn.Module, saved: State, new: list[torch.optim.Optimi
         stepped = {id(p) for optimizer in new for p in stepped_by(optimizer)}
         names = [name for name, tensor in _state_names(model) if id(tensor) in stepped]
     for name in names:
-        own, rate = states.get(name, {}), rates.get(name, 0.0)
+        state, rate = states.get(name, {}), rates.get(name, 0.0)
         # mu_product is NAdam's, eta ASGD's, step_size Rprop's.
         for key, first in (("step", 0), ("mu_product", 1), ("eta", rate), ("step_size", rate)):
-            if key in own:
-                own[key] = own[key] * 0 + first
+            if key in state:
+                state[key] = state[key] * 0 + first
 
 
 @contextlib.contextmanager

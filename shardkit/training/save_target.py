@@ -92,10 +92,10 @@ class Lead:
             self._scratch = stack.enter_context(directory)
             self.place = self.home if is_stored else self._scratch
             """Where all ranks write."""
-            self.beside = os.path.join(self._scratch, self._folder).rstrip("/")
+            self.local_directory = os.path.join(self._scratch, self._folder).rstrip("/")
             """The local directory for what describes the files."""
             if is_stored:
-                storage.mkdir(self.beside)
+                storage.mkdir(self.local_directory)
             self._stack = stack.pop_all()
 
     def commit(self, metadata: bytes, folder_metadata: bytes) -> None:
@@ -133,8 +133,8 @@ class Lead:
 
     def _check_replaceable(self, path: str, new: str) -> None:
         """Raise OutputExists if the directory at the destination, which may be somebody else's by now, has to stay."""
-        kind, made = written_in(new) if new else (OutputKind.SHARDED, None)
-        check_replaceable(path, escape(path), overwrite=self._overwrite, kind=kind, files=made)
+        kind, made_files = written_in(new) if new else (OutputKind.SHARDED, None)
+        check_replaceable(path, escape(path), overwrite=self._overwrite, kind=kind, files=made_files)
 
     def _keep_on_disk(self) -> tuple[str, str]:
         """Give the new save another name; return its place, and what to do next."""
@@ -158,11 +158,11 @@ class Lead:
     def _keep_in_store(self, metadata: bytes) -> tuple[str, str]:
         """Make a whole checkpoint of the folder: its own `.metadata` lies in it. Return as `_keep_on_disk`."""
         assert isinstance(self._output, BucketOutput)
-        path = os.path.join(self.beside, manifest.NAME)
+        path = os.path.join(self.local_directory, manifest.NAME)
         content = manifest.load(read_small(path, manifest.NAME, manifest.MAX_BYTES), manifest.NAME)
         listed = manifest.describe_bytes(METADATA, metadata, digest=True, sha256=False)
         storage.write_file(path, manifest.sign({**content, "metadata": manifest.to_json(listed)}))
-        storage.write_file(os.path.join(self.beside, METADATA), metadata)
+        storage.write_file(os.path.join(self.local_directory, METADATA), metadata)
         self._output.keep(self._scratch)
         return self.place, "read the new save from there, or save again"
 
@@ -186,8 +186,8 @@ def _make_parents(path: str) -> None:
         above = os.path.dirname(above)
     try:
         storage.make_directories(parent)
-        for made in missing:
-            storage.sync_directory(os.path.dirname(made))
+        for directory in missing:
+            storage.sync_directory(os.path.dirname(directory))
     except OSError as error:
         raise ResourceError(
             f"{escape(parent)} cannot be made: {error.strerror}", hint="choose another destination"

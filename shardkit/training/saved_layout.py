@@ -37,7 +37,7 @@ def saved_layout(tensors: Iterable[tuple[str, object]], world_size: int) -> mani
     main = next((mesh for mesh in meshes if mesh.size == world_size and _is_plain(mesh)), None)
     if main is None:
         return None
-    others = [mesh for mesh in meshes if mesh != main]
+    other_meshes = [mesh for mesh in meshes if mesh != main]
     cut = {
         (mesh, axis)
         for mesh, placements in names
@@ -52,15 +52,15 @@ def saved_layout(tensors: Iterable[tuple[str, object]], world_size: int) -> mani
         )
         for axis in main.axes
     ]
-    sizes = {axis.name: axis.size for mesh in others for axis in mesh.axes}
+    sizes = {axis.name: axis.size for mesh in other_meshes for axis in mesh.axes}
     return manifest.SavedLayout(
         axes=tuple(axes),
         ep=sizes.get("ep"),
-        meshes=tuple(map(record_view, others)) or None,
+        meshes=tuple(map(record_view, other_meshes)) or None,
         placed=tuple(
             manifest.PlacedTensors(
                 placements=tuple(map(str, placements)),
-                mesh=None if mesh == main else others.index(mesh),
+                mesh=None if mesh == main else other_meshes.index(mesh),
                 names=tuple(listed),
             )
             for (mesh, placements), listed in names.items()

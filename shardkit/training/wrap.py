@@ -227,18 +227,18 @@ def wrap(
     return model
 
 
-def _is_resharded(unit: PlannedUnit, last: str, asked: bool | int | None) -> bool | int:
+def _is_resharded(unit: PlannedUnit, last: str, requested: bool | int | None) -> bool | int:
     """Return what `fully_shard` is told about freeing a unit after its forward.
 
     Args:
         unit: of the model.
         last: path of the last block, which backward needs at once, as it does the root.
-        asked: for the units; None frees all but those.
+        requested: for the units; None frees all but those.
     """
     if not unit.around:
         return False
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     return unit.around != last and not unit.around.startswith(f"{last}.")
 
 
@@ -348,9 +348,11 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
             )
         return mesh
     shown = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
-    known = (*_REPLICATE_AXES, *_SHARD_AXES)
+    known_axes = (*_REPLICATE_AXES, *_SHARD_AXES)
     data = [
-        n for n, size in zip(names, sizes, strict=True) if n not in _TENSOR_AXES and (size > 1 or n in known)
+        n
+        for n, size in zip(names, sizes, strict=True)
+        if n not in _TENSOR_AXES and (size > 1 or n in known_axes)
     ]
     has_both = data[1:][-1:] == [_CONTEXT] and data[-2] not in _REPLICATE_AXES
     foreign = [name for name in data if name in _OTHER_AXES] + [
@@ -390,11 +392,11 @@ def _class_dtypes(model: nn.Module, precision: MixedPrecisionPolicy) -> ClassDty
 
     The classes are not asked if everything is stored in that dtype already.
     """
-    wanted = precision.param_dtype
-    assert wanted is not None
+    compute_dtype = precision.param_dtype
+    assert compute_dtype is not None
     tensors = (*model.parameters(), *model.buffers())
-    is_asked = any(x.is_floating_point() and x.dtype != wanted for x in tensors)
-    return class_dtypes(model, wanted) if is_asked else ClassDtypes(wanted=wanted)
+    is_asked = any(x.is_floating_point() and x.dtype != compute_dtype for x in tensors)
+    return class_dtypes(model, compute_dtype) if is_asked else ClassDtypes(wanted=compute_dtype)
 
 
 def _unit_precision(
@@ -431,9 +433,9 @@ def _cast_buffers(model: nn.Module, wide: ClassDtypes) -> None:
     Whatever is added to an fp32 buffer becomes fp32.
     """
     for place in buffer_places(model, once=True):
-        wanted = None if place.persistent else wide.buffers.get(place.fqn)
-        if wanted is not None and place.tensor.dtype is torch.float32:
-            setattr(place.module, place.name, place.tensor.to(wanted))
+        class_dtype = None if place.persistent else wide.buffers.get(place.fqn)
+        if class_dtype is not None and place.tensor.dtype is torch.float32:
+            setattr(place.module, place.name, place.tensor.to(class_dtype))
 
 
 def _average_gradients(mesh: DeviceMesh, holder: nn.Module, name: str, *_: object) -> None:
@@ -468,11 +470,11 @@ def _last_block(paths: Iterable[str]) -> str:
     return last
 
 
-def _checkpointed_paths(model: nn.Module, units: list[str], wanted: bool | Policy) -> list[str]:
-    if wanted is False:
+def _checkpointed_paths(model: nn.Module, units: list[str], policy: bool | Policy) -> list[str]:
+    if policy is False:
         return []
-    if wanted is not True:
-        return match_policy(model, wanted, CHECKPOINTING)
+    if policy is not True:
+        return match_policy(model, policy, CHECKPOINTING)
     if not units:
         raise PolicyError(
             "activation_checkpointing=True checkpoints the units, and there are none",
@@ -593,10 +595,12 @@ def _match_predicate(
     return matched
 
 
-def _nothing(model: nn.Module, message: str, asked: Iterable[str], wording: PolicyWording) -> PolicyError:
+def _nothing(
+    model: nn.Module, message: str, class_names: Iterable[str], wording: PolicyWording
+) -> PolicyError:
     return PolicyError(
         f"{wording.name}: {message}",
-        problems=list_candidates(class_counts(model), asked),
+        problems=list_candidates(class_counts(model), class_names),
         hint=f"the module classes that exist are listed above; {wording.of('none')} {wording.effect}",
     )
 

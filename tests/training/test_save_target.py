@@ -267,7 +267,7 @@ def test_of_two_saves_one_is_committed(served: servers.Served) -> None:
     path = f"{S3}/two"
     one, two = (Lead(path, overwrite=False) for _ in range(2))
     for lead in (one, two):
-        storage.write_file(os.path.join(lead.beside, "shardkit.json"), manifest.sign({"format": 1}))
+        storage.write_file(os.path.join(lead.local_directory, "shardkit.json"), manifest.sign({"format": 1}))
     first, second = (lead.place.rpartition("/")[2] for lead in (one, two))
     one.commit(b"first", b"")
     with pytest.raises(UsageError, match="the new save is whole, and lies in") as caught:
