@@ -76,18 +76,18 @@ class ClassNames:
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
         plain = {part.name: getattr(self, part.name) for part in fields(self)}
-        return plain | {"converted": {fqn: to_json(made) for fqn, made in self.converted.items()}}
+        return plain | {"converted": {fqn: to_json(expression) for fqn, expression in self.converted.items()}}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> ClassNames:
+    def from_json(cls, plain: Mapping[str, Any]) -> ClassNames:
         """Return what `to_json` made plain data of."""
         return cls(
             **{
-                **said,
-                "converted": {fqn: from_json(made) for fqn, made in said["converted"].items()},
-                "unused": {name: tuple(shape) for name, shape in said["unused"].items()},
-                **{name: frozenset(said[name]) for name in ("ignored", "made", "unsaved")},
-                "ties": tuple(map(tuple, said["ties"])),
+                **plain,
+                "converted": {fqn: from_json(expression) for fqn, expression in plain["converted"].items()},
+                "unused": {name: tuple(shape) for name, shape in plain["unused"].items()},
+                **{name: frozenset(plain[name]) for name in ("ignored", "made", "unsaved")},
+                "ties": tuple(map(tuple, plain["ties"])),
             }
         )
 
@@ -162,9 +162,11 @@ def bind(have: TensorsAtHand, want: WantedShapes | None, providers: Iterable[Pro
         LayoutError: a person's rules do not fit; lists every problem.
     """
     goal = want if have.side == "model" else None
-    made = {have.names.get(name, name): Stored(name, tuple(shape)) for name, shape in have.shapes.items()}
-    assert len(made) == len(have.shapes)
-    unchanged = binding = Binding(made=made, by=dict.fromkeys(made, "selection"))
+    expressions = {
+        have.names.get(name, name): Stored(name, tuple(shape)) for name, shape in have.shapes.items()
+    }
+    assert len(expressions) == len(have.shapes)
+    unchanged = binding = Binding(made=expressions, by=dict.fromkeys(expressions, "selection"))
     for provider in providers:
         if goal is not None and goal.items() <= _shapes(binding).items():
             break
@@ -246,16 +248,21 @@ def part_of(wholes: Collection[Mapping[str, Shape]]) -> Provider:
 
 
 def _shapes(binding: Binding) -> dict[str, Shape]:
-    return {name: made.shape for name, made in binding.made.items()}
+    return {name: expression.shape for name, expression in binding.made.items()}
 
 
-def _num_wanted(binding: Binding, wanted: Mapping[str, Shape | None]) -> int:
-    return sum(name in wanted and wanted[name] in (made.shape, None) for name, made in binding.made.items())
+def _num_wanted(binding: Binding, goal: Mapping[str, Shape | None]) -> int:
+    return sum(
+        name in goal and goal[name] in (expression.shape, None) for name, expression in binding.made.items()
+    )
 
 
 def _at_hand(binding: Binding) -> dict[str, str]:
     """Return the names by which others know tensors: in memory, or on the Hub where one is made -> its name so far."""
-    return {made.name if isinstance(made, Stored) else name: name for name, made in binding.made.items()}
+    return {
+        expression.name if isinstance(expression, Stored) else name: name
+        for name, expression in binding.made.items()
+    }
 
 
 def _taken_apart(binding: Binding, derived: Mapping[str, Expression], by: Decider) -> Binding:
@@ -263,46 +270,62 @@ def _taken_apart(binding: Binding, derived: Mapping[str, Expression], by: Decide
 
     A tensor of another shape than it was made with, or of which a part is missing, is left as it is.
     """
-    at_hand = {known: binding.made[name] for known, name in _at_hand(binding).items()}
-    held = {fqn: made for fqn, made in derived.items() if fqn in at_hand and at_hand[fqn].shape == made.shape}
-    padded = dict(_padded(held))
-    back = {**padded, **invert(held)}
-    whole = {fqn for fqn, made in held.items() if all(leaf.name in back for leaf in leaves(made))}
-    parts = {name: made for name, made in back.items() if all(leaf.name in whole for leaf in leaves(made))}
+    at_hand = {name_at_hand: binding.made[name] for name_at_hand, name in _at_hand(binding).items()}
+    intact = {
+        fqn: expression
+        for fqn, expression in derived.items()
+        if fqn in at_hand and at_hand[fqn].shape == expression.shape
+    }
+    padded = dict(_padded(intact))
+    back = {**padded, **invert(intact)}
+    whole = {
+        fqn for fqn, expression in intact.items() if all(leaf.name in back for leaf in leaves(expression))
+    }
+    parts = {
+        name: expression
+        for name, expression in back.items()
+        if all(leaf.name in whole for leaf in leaves(expression))
+    }
     if not parts:
         return binding
-    kept = {name: binding.made[name] for known, name in _at_hand(binding).items() if known not in whole}
+    kept = {
+        name: binding.made[name]
+        for name_at_hand, name in _at_hand(binding).items()
+        if name_at_hand not in whole
+    }
     return replace(
         binding,
         twice=tuple(sorted(kept.keys() & parts.keys())),
-        made=kept | {name: substitute(made, at_hand) for name, made in parts.items()},
+        made=kept | {name: substitute(expression, at_hand) for name, expression in parts.items()},
         by={name: binding.by[name] for name in kept} | dict.fromkeys(parts, by),
-        apart={name: frozenset(leaf.name for leaf in leaves(made)) for name, made in parts.items()},
+        apart={
+            name: frozenset(leaf.name for leaf in leaves(expression)) for name, expression in parts.items()
+        },
         padded={
-            name: made.shape[0] - next(leaves(made)).shape[0]
-            for name, made in padded.items()
+            name: expression.shape[0] - next(leaves(expression)).shape[0]
+            for name, expression in padded.items()
             if name in parts
         },
     )
 
 
-def _padded(held: Mapping[str, Expression]) -> Iterator[tuple[str, Expression]]:
+def _padded(expressions: Mapping[str, Expression]) -> Iterator[tuple[str, Expression]]:
     """Yield the tensors of which a model has the first rows alone, with zeros for the others.
 
     Inkling 2 has a head of `unpadded_vocab_size` rows, and `save_pretrained` of transformers 5.24 writes the rest of the
     `vocab_size` as zeros.
     """
-    users = Counter(leaf.name for made in held.values() for leaf in leaves(made))
-    for fqn, made in held.items():
-        match made:
+    users = Counter(leaf.name for expression in expressions.values() for leaf in leaves(expression))
+    for fqn, expression in expressions.items():
+        match expression:
             case Cut(Stored(name, (rows, *others)), ((*offsets,), (first, *sizes))):
                 if users[name] == 1 and not any(offsets) and sizes == others:
-                    yield name, concat([Stored(fqn, made.shape), Zeros((rows - first, *others))], 0)
+                    yield name, concat([Stored(fqn, expression.shape), Zeros((rows - first, *others))], 0)
 
 
 def _by_shipped(binding: Binding, have: TensorsAtHand) -> Binding:
-    at_hand = {known: binding.made[name] for known, name in _at_hand(binding).items()}
-    shapes = {known: made.shape for known, made in at_hand.items()}
+    at_hand = {name_at_hand: binding.made[name] for name_at_hand, name in _at_hand(binding).items()}
+    shapes = {name_at_hand: expression.shape for name_at_hand, expression in at_hand.items()}
     side = have.side or "model"
     choice = choose_shipped(shapes, have.config, side=side, padding=have.padding)
     answered = replace(
@@ -313,7 +336,7 @@ def _by_shipped(binding: Binding, have: TensorsAtHand) -> Binding:
     ((rules, applied),) = choice.fitting
     return replace(
         answered,
-        made={name: substitute(made, at_hand) for name, made in applied.expressions.items()},
+        made={name: substitute(expression, at_hand) for name, expression in applied.expressions.items()},
         by=dict.fromkeys(applied.expressions, "shipped"),
         rules=rules,
         dropped=applied.dropped,
@@ -325,14 +348,18 @@ def _by_class(
     binding: Binding, side: RuleSide | None, reply: ClassNames, unchanged_names: Collection[str]
 ) -> Binding:
     if side != "model":
-        made = {fqn: binding.made[name] for fqn, name in reply.names.items()}
-        made |= {fqn: substitute(parts, binding.made) for fqn, parts in reply.converted.items()}
+        expressions = {fqn: binding.made[name] for fqn, name in reply.names.items()}
+        expressions |= {fqn: substitute(parts, binding.made) for fqn, parts in reply.converted.items()}
         dropped = tuple(sorted({*binding.dropped, *reply.unused, *reply.ignored}))
-        return replace(binding, made=made, by=dict.fromkeys(made, "class"), dropped=dropped, asked=reply)
+        return replace(
+            binding, made=expressions, by=dict.fromkeys(expressions, "class"), dropped=dropped, asked=reply
+        )
     answered = replace(_taken_apart(binding, reply.converted, "class"), asked=reply)
     changed = {
-        name: name if name in unchanged_names else reply.names.get(name) or reply.names.get(known, name)
-        for known, name in _at_hand(answered).items()
+        name: name
+        if name in unchanged_names
+        else reply.names.get(name) or reply.names.get(name_at_hand, name)
+        for name_at_hand, name in _at_hand(answered).items()
     }
     return _renamed(answered, changed, "class")
 
@@ -343,24 +370,26 @@ def _renamed(binding: Binding, names: Mapping[str, str], by: Decider) -> Binding
         return binding
     return replace(
         binding,
-        made={names[name]: made for name, made in binding.made.items()},
+        made={names[name]: expression for name, expression in binding.made.items()},
         by={names[name]: who if names[name] == name else by for name, who in binding.by.items()},
     )
 
 
 def as_tensors(
-    made: Mapping[str, Expression], stored: Collection[str]
+    expressions: Mapping[str, Expression], stored: Collection[str]
 ) -> tuple[dict[str, str], dict[str, Expression]]:
     """Return the name in a catalog of what is made, and what those are made of that are no stored tensors themselves.
 
     Args:
-        made: name -> what it is made of, by names in the catalog.
+        expressions: name -> what it is made of, by names in the catalog.
         stored: all names in the catalog.
     """
     names = {
         name: expression.name if isinstance(expression, Stored) else made_name(name, stored)
-        for name, expression in made.items()
+        for name, expression in expressions.items()
     }
     return names, {
-        names[name]: expression for name, expression in made.items() if not isinstance(expression, Stored)
+        names[name]: expression
+        for name, expression in expressions.items()
+        if not isinstance(expression, Stored)
     }

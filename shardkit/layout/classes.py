@@ -98,12 +98,14 @@ def is_transformers_layer(module: nn.Module) -> bool:
     )
 
 
-def built_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
-    """Return the dtypes of a class's tensors, from a model that was built with `wanted` as torch's default."""
-    return ClassDtypes(wanted=wanted, kept=_kept(model, wanted), made=dict(_made(model, wanted)))
+def built_dtypes(model: nn.Module, default_dtype: torch.dtype) -> ClassDtypes:
+    """Return the dtypes of a class's tensors, from a model that was built with `default_dtype` as torch's default."""
+    return ClassDtypes(
+        wanted=default_dtype, kept=_kept(model, default_dtype), made=dict(_made(model, default_dtype))
+    )
 
 
-def class_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
+def class_dtypes(model: nn.Module, default_dtype: torch.dtype) -> ClassDtypes:
     """Return the dtypes that the classes of a live model give its tensors, whatever dtype the model was built in.
 
     Each model of transformers in it is built once more, on meta. A class that cannot be built, because it
@@ -111,44 +113,46 @@ def class_dtypes(model: nn.Module, wanted: torch.dtype) -> ClassDtypes:
 
     Args:
         model: any model. Wrappers around it and adapters in it do not matter.
-        wanted: a floating dtype.
+        default_dtype: a floating dtype.
     """
-    made, buffers = dict[str, torch.dtype](), dict[str, torch.dtype]()
+    parameters, buffers = dict[str, torch.dtype](), dict[str, torch.dtype]()
     holds_any = False
-    for prefix, twin in meta_twins(model, wanted):
+    for prefix, twin in meta_twins(model, default_dtype):
         holds_any = True
         if twin is not None:
-            made |= {prefix + fqn: dtype for fqn, dtype in _made(twin, wanted)}
+            parameters |= {prefix + fqn: dtype for fqn, dtype in _made(twin, default_dtype)}
             buffers |= {prefix + fqn: x.dtype for fqn, x in twin.named_buffers() if x.is_floating_point()}
-    kept = _kept(model, wanted) if holds_any else None
-    return ClassDtypes(wanted=wanted, kept=kept, made=made, buffers=buffers)
+    kept = _kept(model, default_dtype) if holds_any else None
+    return ClassDtypes(wanted=default_dtype, kept=kept, made=parameters, buffers=buffers)
 
 
-def _kept(model: nn.Module, wanted: torch.dtype) -> re.Pattern[str] | None:
+def _kept(model: nn.Module, default_dtype: torch.dtype) -> re.Pattern[str] | None:
     """Join the patterns, regular expressions that match anywhere in a name; `*` stands for anything."""
-    patterns = {pattern for attribute in _KEPT.get(wanted, ()) for pattern in collect(model, attribute)}
+    patterns = {
+        pattern for attribute in _KEPT.get(default_dtype, ()) for pattern in collect(model, attribute)
+    }
     return re.compile("|".join(f"(?:{p.replace('*', '.*')})" for p in sorted(patterns))) if patterns else None
 
 
-def _made(model: nn.Module, wanted: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
+def _made(model: nn.Module, default_dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.is_floating_point() and parameter.dtype != wanted:
+        if parameter.is_floating_point() and parameter.dtype != default_dtype:
             yield fqn, parameter.dtype
 
 
-def meta_twins(model: nn.Module, wanted: torch.dtype | None) -> Iterator[tuple[str, nn.Module | None]]:
+def meta_twins(model: nn.Module, default_dtype: torch.dtype | None) -> Iterator[tuple[str, nn.Module | None]]:
     """Build each outermost model of transformers in a live model once more, on meta.
 
     Args:
         model: any model. Wrappers around it and adapters in it do not matter.
-        wanted: a floating dtype; None is the config's.
+        default_dtype: a floating dtype; None is the config's.
 
     Yields:
         (what precedes the twin's names in the model, the twin). The twin is None if the class
         cannot be built.
     """
     for path, module in _outermost(model):
-        yield without_peft_modules(path), _twin(module, wanted)
+        yield without_peft_modules(path), _twin(module, default_dtype)
 
 
 def _outermost(model: nn.Module, method: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -161,9 +165,9 @@ def _outermost(model: nn.Module, method: str = "") -> Iterator[tuple[str, nn.Mod
             yield prefixes[-1], module
 
 
-def _twin(model: Any, wanted: torch.dtype | None) -> nn.Module | None:
+def _twin(model: Any, default_dtype: torch.dtype | None) -> nn.Module | None:
     plain: Any = class_before_sharding(model)
-    options = {} if wanted is None else {"dtype": wanted}
+    options = {} if default_dtype is None else {"dtype": default_dtype}
     with (
         contextlib.suppress(Exception),
         torch.random.fork_rng(devices=[]),
@@ -324,7 +328,7 @@ def broken_ties(model: nn.Module) -> list[BrokenTie]:
 
     Source: transformers 5.23, PreTrainedModel.tie_weights and get_expanded_tied_weights_keys.
     """
-    return [BrokenTie(kept.fqn, other.fqn) for kept, other in _broken(model)]
+    return [BrokenTie(kept.fqn, alias.fqn) for kept, alias in _broken(model)]
 
 
 def tie(model: nn.Module) -> list[BrokenTie]:
@@ -334,10 +338,10 @@ def tie(model: nn.Module) -> list[BrokenTie]:
         model: not wrapped.
     """
     done = []
-    for kept, other in _broken(model):
-        if _is_free(kept.parameter) and _is_free(other.parameter) and _are_alike(kept, other):
-            setattr(other.module, other.name, getattr(kept.module, kept.name))
-            done.append(BrokenTie(kept.fqn, other.fqn))
+    for kept, alias in _broken(model):
+        if _is_free(kept.parameter) and _is_free(alias.parameter) and _are_alike(kept, alias):
+            setattr(alias.module, alias.name, getattr(kept.module, kept.name))
+            done.append(BrokenTie(kept.fqn, alias.fqn))
     return done
 
 
@@ -345,8 +349,8 @@ def _is_free(parameter: nn.Parameter) -> bool:
     return parameter.is_meta and not isinstance(parameter, DTensor)
 
 
-def _are_alike(kept: _ModelParameter, other: _ModelParameter) -> bool:
-    one, two = kept.parameter, other.parameter
+def _are_alike(kept: _ModelParameter, alias: _ModelParameter) -> bool:
+    one, two = kept.parameter, alias.parameter
     return one.dtype == two.dtype and one.requires_grad == two.requires_grad
 
 
@@ -359,9 +363,9 @@ def _broken(model: nn.Module) -> Iterator[tuple[_ModelParameter, _ModelParameter
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             place = _ModelParameter(clean_name(f"{path}.{name}" if path else name), module, name, parameter)
             places.setdefault(without_base_layers(place.fqn), place)
-    for other, kept in declared.items():
-        if other in places and kept in places:
-            one, two = places[kept], places[other]
+    for alias, kept in declared.items():
+        if alias in places and kept in places:
+            one, two = places[kept], places[alias]
             if one.parameter is not two.parameter and one.parameter.shape == two.parameter.shape:
                 yield one, two
 
@@ -380,8 +384,8 @@ def _declared(model: nn.Module) -> Iterator[tuple[str, str]]:
         except ValueError:  # patterns match nothing, because wrappers changed names or modules are gone
             now = built
         if isinstance(built, dict) and isinstance(now, dict):
-            named = ((clean_name(other), clean_name(kept)) for other, kept in now.items())
-            yield from ((before + other, before + kept) for other, kept in named if other in built)
+            named = ((clean_name(alias), clean_name(kept)) for alias, kept in now.items())
+            yield from ((before + alias, before + kept) for alias, kept in named if alias in built)
 
 
 def collect(model: nn.Module, attribute: str) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ class Lowering(DispatchMode):  # type: ignore[no-untyped-call]
         self.unknown: list[str] = []
         """Names of operations that are not known."""
         self._kept: dict[int, torch.Tensor] = {}
-        self._made: dict[int, Expression] = {}
+        self._expressions: dict[int, Expression] = {}
 
     def stored(self, name: str, shape: Shape) -> torch.Tensor:
         """Return a tensor on meta that stands for a stored one."""
@@ -54,37 +54,37 @@ class Lowering(DispatchMode):  # type: ignore[no-untyped-call]
 
     def expression(self, tensor: torch.Tensor) -> Expression | None:
         """Return the expression that makes a tensor; None if an operation is not known."""
-        return self._made.get(id(tensor))
+        return self._expressions.get(id(tensor))
 
-    def _note(self, tensor: torch.Tensor, made: Expression | None) -> None:
+    def _note(self, tensor: torch.Tensor, expression: Expression | None) -> None:
         self._kept[id(tensor)] = tensor  # so that no other tensor gets its id
-        if made is None:
-            self._made.pop(id(tensor), None)
+        if expression is None:
+            self._expressions.pop(id(tensor), None)
         else:
-            self._made[id(tensor)] = made
+            self._expressions[id(tensor)] = expression
 
     def seen(self, name: str, inputs: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         """Note what an operation made."""
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         tensors = [value for value in results if isinstance(value, torch.Tensor)]
-        given = [value for value in _flat(inputs) if isinstance(value, torch.Tensor)]
-        if not any(id(value) in self._made for value in given):
+        input_tensors = [value for value in _flat(inputs) if isinstance(value, torch.Tensor)]
+        if not any(id(value) in self._expressions for value in input_tensors):
             return
-        made: list[Expression] | None = None
+        expressions: list[Expression] | None = None
         rule = _RULES.get(name.removeprefix("aten.").partition(".")[0])
         if (
             rule is not None
             and not options.keys() - _HARMLESS
-            and all(id(value) in self._made for value in given)
+            and all(id(value) in self._expressions for value in input_tensors)
         ):
             with contextlib.suppress(ValueError, TypeError, IndexError):
-                outcome = rule(_Arguments(self._made, inputs))
-                made = outcome if isinstance(outcome, list) else [outcome]
-        fits = made is not None and [tuple(x.shape) for x in tensors] == [x.shape for x in made]
+                outcome = rule(_Arguments(self._expressions, inputs))
+                expressions = outcome if isinstance(outcome, list) else [outcome]
+        fits = expressions is not None and [tuple(x.shape) for x in tensors] == [x.shape for x in expressions]
         if not fits:
             self.unknown.append(name)
         for index, tensor in enumerate(tensors):
-            self._note(tensor, made[index] if made is not None and fits else None)
+            self._note(tensor, expressions[index] if expressions is not None and fits else None)
 
 
 _HARMLESS = frozenset({"memory_format", "dtype", "layout", "device", "pin_memory", "non_blocking"})
@@ -131,8 +131,8 @@ def _without(of: Expression, dim: int) -> Expression:
     return reshape(of, (*of.shape[:dim], *of.shape[dim + 1 :]))
 
 
-def _split(given: _Arguments) -> list[Expression]:
-    of, sizes, dim = given.tensor(), given.get(1), given.dim(2)
+def _split(arguments: _Arguments) -> list[Expression]:
+    of, sizes, dim = arguments.tensor(), arguments.get(1), arguments.dim(2)
     total = of.shape[dim]
     if isinstance(sizes, int):
         sizes = [min(sizes, total - start) for start in range(0, total, max(sizes, 1))]
@@ -143,56 +143,56 @@ def _split(given: _Arguments) -> list[Expression]:
     return pieces
 
 
-def _slice(given: _Arguments) -> Expression:
-    of, dim = given.tensor(), given.dim(1)
+def _slice(arguments: _Arguments) -> Expression:
+    of, dim = arguments.tensor(), arguments.dim(1)
     size = of.shape[dim]
-    start, stop, step = given.get(2) or 0, given.get(3, size), given.get(4, 1)
+    start, stop, step = arguments.get(2) or 0, arguments.get(3, size), arguments.get(4, 1)
     start, stop = slice(start, size if stop is None else stop).indices(size)[:2]
     if step != 1:
         raise ValueError("every n-th element")
     return _range(of, dim, start, max(stop - start, 0))
 
 
-def _select(given: _Arguments) -> Expression:
-    of, dim = given.tensor(), given.dim(1)
-    return _without(_range(of, dim, int(given.get(2)) % of.shape[dim], 1), dim)
+def _select(arguments: _Arguments) -> Expression:
+    of, dim = arguments.tensor(), arguments.dim(1)
+    return _without(_range(of, dim, int(arguments.get(2)) % of.shape[dim], 1), dim)
 
 
-def _unbind(given: _Arguments) -> list[Expression]:
-    of, dim = given.tensor(), given.dim(1)
+def _unbind(arguments: _Arguments) -> list[Expression]:
+    of, dim = arguments.tensor(), arguments.dim(1)
     return [_without(_range(of, dim, index, 1), dim) for index in range(of.shape[dim])]
 
 
-def _view(given: _Arguments) -> Expression:
-    of, shape = given.tensor(), [int(n) for n in given.get(1)]
+def _view(arguments: _Arguments) -> Expression:
+    of, shape = arguments.tensor(), [int(n) for n in arguments.get(1)]
     if -1 in shape:
         shape[shape.index(-1)] = prod(of.shape) // prod(size for size in shape if size != -1)
     return reshape(of, tuple(shape))
 
 
-def _transpose(given: _Arguments) -> Expression:
-    of = given.tensor()
+def _transpose(arguments: _Arguments) -> Expression:
+    of = arguments.tensor()
     dims = list(range(len(of.shape)))
-    a, b = given.dim(1), given.dim(2)
+    a, b = arguments.dim(1), arguments.dim(2)
     dims[a], dims[b] = dims[b], dims[a]
     return permute(of, dims)
 
 
-def _squeeze(given: _Arguments) -> Expression:
-    of, dims = given.tensor(), given.get(1)
+def _squeeze(arguments: _Arguments) -> Expression:
+    of, dims = arguments.tensor(), arguments.get(1)
     chosen = range(len(of.shape)) if dims is None else [dims] if isinstance(dims, int) else dims
     drop = {dim % len(of.shape) for dim in chosen}
     return reshape(of, tuple(n for d, n in enumerate(of.shape) if n != 1 or d not in drop))
 
 
-def _unsqueeze(given: _Arguments) -> Expression:
-    of, dim = given.tensor(), int(given.get(1))
+def _unsqueeze(arguments: _Arguments) -> Expression:
+    of, dim = arguments.tensor(), int(arguments.get(1))
     dim = dim + len(of.shape) + 1 if dim < 0 else dim
     return reshape(of, (*of.shape[:dim], 1, *of.shape[dim:]))
 
 
-def _pad(given: _Arguments) -> Expression:
-    of, pads, value = given.tensor(), list(given.get(1)), given.get(2, 0)
+def _pad(arguments: _Arguments) -> Expression:
+    of, pads, value = arguments.tensor(), list(arguments.get(1)), arguments.get(2, 0)
     if value != 0 or any(pad < 0 for pad in pads):
         raise ValueError("padding that is not zeros")
     for index in range(0, len(pads), 2):
@@ -204,13 +204,13 @@ def _pad(given: _Arguments) -> Expression:
     return of
 
 
-def _same(given: _Arguments) -> Expression:
-    return given.tensor()
+def _same(arguments: _Arguments) -> Expression:
+    return arguments.tensor()
 
 
 _RULES: Mapping[str, Callable[[_Arguments], Expression | list[Expression]]] = {
-    "cat": lambda given: concat(given.tensors(), int(given.get(1, 0))),
-    "stack": lambda given: stack(given.tensors(), int(given.get(1, 0))),
+    "cat": lambda arguments: concat(arguments.tensors(), int(arguments.get(1, 0))),
+    "stack": lambda arguments: stack(arguments.tensors(), int(arguments.get(1, 0))),
     "split": _split,
     "split_with_sizes": _split,
     "slice": _slice,
@@ -221,12 +221,12 @@ _RULES: Mapping[str, Callable[[_Arguments], Expression | list[Expression]]] = {
     "reshape": _view,
     "_reshape_alias": _view,
     "transpose": _transpose,
-    "t": lambda given: permute(given.tensor(), range(len(given.tensor().shape))[::-1]),
-    "permute": lambda given: permute(given.tensor(), [int(dim) for dim in given.get(1)]),
+    "t": lambda arguments: permute(arguments.tensor(), range(len(arguments.tensor().shape))[::-1]),
+    "permute": lambda arguments: permute(arguments.tensor(), [int(dim) for dim in arguments.get(1)]),
     "squeeze": _squeeze,
     "unsqueeze": _unsqueeze,
     "constant_pad_nd": _pad,
-    "new_zeros": lambda given: Zeros(tuple(given.get(1))),
+    "new_zeros": lambda arguments: Zeros(tuple(arguments.get(1))),
     "clone": _same,
     "detach": _same,
     "alias": _same,
@@ -290,7 +290,7 @@ class Conversions(NamedTuple):
                 each group of tensors that are converted together.
             shapes: by stored name.
         """
-        made, failed = dict[str, Expression](), dict[str, str]()
+        converted, failed = dict[str, Expression](), dict[str, str]()
         for fqn, names in groups.items():
             parts = tuple(
                 (names[name], Stored(name, tuple(shapes[name])))
@@ -309,14 +309,14 @@ class Conversions(NamedTuple):
                         f"cannot be made of what is there: {escape(str(error).partition(chr(10))[0])}"
                     )
                     continue
-            made |= {target: e for target, e in expressions.items() if e is not None}
+            converted |= {target: e for target, e in expressions.items() if e is not None}
             for target in opaque:
                 if target in changed:
-                    said = ", ".join(dict.fromkeys(lowering.unknown)) or "it is not made of stored tensors"
-                    failed[target] = f"is computed in another dtype than it is stored in: {said}"
+                    reason = ", ".join(dict.fromkeys(lowering.unknown)) or "it is not made of stored tensors"
+                    failed[target] = f"is computed in another dtype than it is stored in: {reason}"
                 else:
-                    made[target] = Opaque(target, fqn, parts, tuple(values[target].shape))
-        return Conversion(made=made, failed=failed)
+                    converted[target] = Opaque(target, fqn, parts, tuple(values[target].shape))
+        return Conversion(made=converted, failed=failed)
 
     def make(
         self, model: nn.Module, group: str, names: Sequence[str], tensors: Sequence[torch.Tensor]
@@ -353,12 +353,12 @@ class Conversions(NamedTuple):
         return changed
 
 
-def carry_out(model: nn.Module, made: Opaque, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def carry_out(model: nn.Module, opaque: Opaque, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Make the tensors of a group by transformers' own code, as `from_pretrained` does.
 
     Args:
         model: of transformers; on any device.
-        made: one of the group.
+        opaque: one of the group.
         values: those of its parts, on the CPU.
 
     Returns:
@@ -372,11 +372,11 @@ def carry_out(model: nn.Module, made: Opaque, values: Sequence[torch.Tensor]) ->
         if conversions is None:
             raise LayoutError("this transformers is older than 5.0")
         with torch.no_grad():
-            return conversions.make(model, made.group, [name for name, _ in made.parts], values)
+            return conversions.make(model, opaque.group, [name for name, _ in opaque.parts], values)
     except Exception as error:  # an operation may raise anything
-        said = escape(str(error).partition(chr(10))[0])
+        reason = escape(str(error).partition(chr(10))[0])
         raise LayoutError(
-            f"transformers cannot make {escape(made.target)} of what is stored: {said}"
+            f"transformers cannot make {escape(opaque.target)} of what is stored: {reason}"
         ) from error
 
 
@@ -396,15 +396,15 @@ def revert(model: Any, shapes: Mapping[str, Shape]) -> Conversion:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError as error:
         raise LayoutError("this transformers does not tell the Hub's names: it is older than 5.0") from error
-    made, failed = dict[str, Expression](), dict[str, str]()
+    expressions, failed = dict[str, Expression](), dict[str, str]()
     with Lowering() as lowering:
         tensors = {name: lowering.stored(name, shape) for name, shape in shapes.items()}
         try:
             reverted = revert_weight_conversion(model, tensors)
         except Exception as error:  # an operation may raise anything
-            said = escape(str(error).partition(chr(10))[0]) or type(error).__name__
+            reason = escape(str(error).partition(chr(10))[0]) or type(error).__name__
             raise LayoutError(
-                f"transformers cannot turn the names of the model into the Hub's: {said}"
+                f"transformers cannot turn the names of the model into the Hub's: {reason}"
             ) from error
     for name, value in reverted.items():
         tensor = value[0] if isinstance(value, list) else value
@@ -414,8 +414,8 @@ def revert(model: Any, shapes: Mapping[str, Shape]) -> Conversion:
                 f"is computed by operations that shardkit does not know: {', '.join(lowering.unknown)}"
             )
         else:
-            made[name] = expression
-    return Conversion(made=made, failed=failed)
+            expressions[name] = expression
+    return Conversion(made=expressions, failed=failed)
 
 
 def _run(converter: Any, fqn: str, model: nn.Module) -> Mapping[str, Any]:

@@ -27,7 +27,7 @@ _Rename = Callable[[str], tuple[str, str | None]]
 
 def match_names(
     shapes: Mapping[str, Shape],
-    wanted: Iterable[str],
+    model_names: Iterable[str],
     *,
     computed: Iterable[str] = (),
     model: nn.Module | None = None,
@@ -37,7 +37,7 @@ def match_names(
 
     Args:
         shapes: by name in the files, or below the checkpoint's own root.
-        wanted: names of all parameters and buffers in the model's state dict, with every name of a tie.
+        model_names: names of all parameters and buffers in the model's state dict, with every name of a tie.
         computed: names of buffers that are in no state dict.
         model: its class may know renamings and names to leave out. Not needed for plain modules.
         as_loaded: guess no prefix that `from_pretrained` would not add or remove.
@@ -49,7 +49,7 @@ def match_names(
     Raises:
         SourceError: several stored tensors would be one of the model's.
     """
-    targets, computed_names = _Targets(wanted), set(computed)
+    targets, computed_names = _Targets(model_names), set(computed)
     cleaned = {name: join(clean(name)) for name in shapes}
     cleaned = {name: cleaned[name] for name in sorted(cleaned, key=lambda name: natural(cleaned[name]))}
     root = transformers_root(model)
@@ -57,11 +57,11 @@ def match_names(
     matched = _match(shapes, cleaned, targets, prefixes, lambda name: (name, None))
     conversions = Conversions.of(root[1]) if root is not None else None
     if root is not None and conversions is not None and (matched.unused or conversions.keep_names):
-        other = _match(shapes, cleaned, targets, prefixes, conversions.rename)
-        if len(other.unused) < len(matched.unused) or (
-            not matched.unused and not other.unused and other.fused
+        renamed = _match(shapes, cleaned, targets, prefixes, conversions.rename)
+        if len(renamed.unused) < len(matched.unused) or (
+            not matched.unused and not renamed.unused and renamed.fused
         ):
-            matched = _converted(other, cleaned, targets, root, conversions, shapes)
+            matched = _converted(renamed, cleaned, targets, root, conversions, shapes)
     if root is None:
         return _without_ignored(matched, lambda name: cleaned[name] in computed_names)
     buffers = _Targets(computed_names)
@@ -72,31 +72,31 @@ def match_names(
             buffers.find(cleaned[name], prefixes) or ignored(name) or is_computed(cleaned[name], shapes[name])
         )
 
-    made = _made_names(root[1], root[0], [fqn for fqn in targets.own if fqn not in matched.names])
-    return replace(_without_ignored(matched, is_left_out), made=made, is_transformers=True)
+    computed_fqns = _made_names(root[1], root[0], [fqn for fqn in targets.fqns if fqn not in matched.names])
+    return replace(_without_ignored(matched, is_left_out), made=computed_fqns, is_transformers=True)
 
 
 class _Targets:
     """A model's names, and the other names under which each may be stored."""
 
-    def __init__(self, wanted: Iterable[str]) -> None:
-        self.own = dict.fromkeys(wanted)
+    def __init__(self, fqns: Iterable[str]) -> None:
+        self.fqns = dict.fromkeys(fqns)
         self.by_base: dict[str, list[str]] = {}
-        for fqn in self.own:
+        for fqn in self.fqns:
             base = base_name(fqn)
             if base is not None:
                 self.by_base.setdefault(base, []).append(fqn)
 
     def find(self, name: str, prefixes: Iterable[tuple[str, str]]) -> list[str]:
         """Return the FQNs that a stored tensor of this name fills."""
-        if name in self.own:
+        if name in self.fqns:
             return [name]
         for old, new in (("", ""), *prefixes):
             if name.startswith(old):
                 changed = new + name.removeprefix(old)
                 if changed in self.by_base:
                     return self.by_base[changed]
-                if changed in self.own:
+                if changed in self.fqns:
                     return [changed]
         return []
 
@@ -115,25 +115,25 @@ def _prefixes(
     stored: Iterable[str], targets: _Targets, root: tuple[str, nn.Module] | None, *, as_loaded: bool
 ) -> list[tuple[str, str]]:
     """Return (prefix of stored names, its replacement). Those that transformers knows come first."""
-    known = []
+    prefixes = []
     if root is not None:
         path, module = root
         before = f"{path}." if path else ""
         inner = getattr(module, "base_model_prefix", "")
         if before:
-            known.append(("", before))
+            prefixes.append(("", before))
         if isinstance(inner, str) and inner:
-            known += [(f"{inner}.", before), ("", f"{before}{inner}.")]
+            prefixes += [(f"{inner}.", before), ("", f"{before}{inner}.")]
     if as_loaded:
-        return list(dict.fromkeys(known))
+        return list(dict.fromkeys(prefixes))
     names, bases = dict.fromkeys(stored), targets.by_base.keys()
     extra = match_prefix([split(name) for name in names], bases)
     if extra:
-        known.append((join(extra) + ".", ""))
+        prefixes.append((join(extra) + ".", ""))
     lacking = match_prefix([split(name) for name in bases], names)
     if lacking:
-        known.append(("", join(lacking) + "."))
-    return list(dict.fromkeys(known))
+        prefixes.append(("", join(lacking) + "."))
+    return list(dict.fromkeys(prefixes))
 
 
 def _match(
@@ -159,7 +159,7 @@ def _match(
                 names.setdefault(fqn, []).append(key)
     _refuse_several(names)
     return ClassNames(
-        names={fqn: names[fqn][0] for fqn in targets.own if fqn in names}, unused=unused, fused=fused
+        names={fqn: names[fqn][0] for fqn in targets.fqns if fqn in names}, unused=unused, fused=fused
     )
 
 
@@ -179,20 +179,20 @@ def _converted(
         groups.setdefault(home, {})[stored] = cleaned[stored]
     conversion = conversions.convert(root[1], groups, shapes)
     names, converted = {fqn: [stored] for fqn, stored in match.names.items()}, dict[str, Expression]()
-    for home, made in conversion.made.items():
+    for home, expression in conversion.made.items():
         for fqn in targets.find(before + home, ()):
-            if isinstance(made, Stored):
-                names.setdefault(fqn, []).append(made.name)
+            if isinstance(expression, Stored):
+                names.setdefault(fqn, []).append(expression.name)
             elif fqn in names or fqn in converted:
-                names.setdefault(fqn, []).append(next(leaf.name for leaf in leaves(made)))
+                names.setdefault(fqn, []).append(next(leaf.name for leaf in leaves(expression)))
             else:
-                converted[fqn] = made
+                converted[fqn] = expression
     _refuse_several(names)
     failed = {fqn: why for home, why in conversion.failed.items() for fqn in targets.find(before + home, ())}
     return replace(
         match,
-        names={fqn: names[fqn][0] for fqn in targets.own if fqn in names},
-        converted={fqn: converted[fqn] for fqn in targets.own if fqn in converted},
+        names={fqn: names[fqn][0] for fqn in targets.fqns if fqn in names},
+        converted={fqn: converted[fqn] for fqn in targets.fqns if fqn in converted},
         fused={stored: fqn for stored, fqn in match.fused.items() if fqn in failed},
         failed=failed,
     )
@@ -231,14 +231,19 @@ def ask_model(model: nn.Module, shapes: Mapping[str, Shape], *, as_loaded: bool 
     plain = {name: tuple(shape) for name, shape in shapes.items() if clean_name(name) == name}
     match = match_names(plain, state, computed=computed, model=model, as_loaded=as_loaded)
     have: dict[str, Shape | str] = {fqn: plain[name] for fqn, name in match.names.items()}
-    have |= {fqn: made.shape for fqn, made in match.converted.items()} | dict(match.failed)
-    held = {id(state[name]) for name in have if name in state}  # one name of a tie is enough
-    known = {*have, *match.made}
-    missing = [name for name, x in state.items() if name not in known and id(x) not in held]
+    have |= {fqn: expression.shape for fqn, expression in match.converted.items()} | dict(match.failed)
+    bound_ids = {id(state[name]) for name in have if name in state}  # one name of a tie is enough
+    bound_names = {*have, *match.made}
+    missing = [name for name, x in state.items() if name not in bound_names and id(x) not in bound_ids]
     misfits = [
-        (name, given if isinstance(given, str) else f"{list(given)}, in the model {list(state[name].shape)}")
-        for name, given in have.items()
-        if name in state and given != tuple(state[name].shape)
+        (
+            name,
+            shape_or_reason
+            if isinstance(shape_or_reason, str)
+            else f"{list(shape_or_reason)}, in the model {list(state[name].shape)}",
+        )
+        for name, shape_or_reason in have.items()
+        if name in state and shape_or_reason != tuple(state[name].shape)
     ]
     ties = [tuple(dict.fromkeys(match.names.get(fqn, fqn) for fqn in group)) for group in tied(state)]
     unsaved = collect(model, "_keys_to_ignore_on_save")
@@ -296,9 +301,11 @@ def _hub_form(
     """
     state = {name: tuple(x.shape) for name, x in model.state_dict().items() if isinstance(x, torch.Tensor)}
     before = _lacked_prefix(state, shapes)
-    given = {before + name: Stored(name, tuple(shape)) for name, shape in shapes.items()}
-    own = {name: stored.shape for name, stored in given.items() if state.get(name) == stored.shape}
-    unsaved = [name for name in collect(model, "_keys_to_ignore_on_save") if name in own]
+    stored_tensors = {before + name: Stored(name, tuple(shape)) for name, shape in shapes.items()}
+    model_shapes = {
+        name: stored.shape for name, stored in stored_tensors.items() if state.get(name) == stored.shape
+    }
+    unsaved = [name for name in collect(model, "_keys_to_ignore_on_save") if name in model_shapes]
     further = getattr(model, "all_tied_weights_keys", {})  # of transformers: left out -> kept
     ties = [
         [name.removeprefix(before) for name in sorted(group, key=further.__contains__)]
@@ -308,27 +315,33 @@ def _hub_form(
     def unknown(why: str, *, is_lost: bool = True) -> tuple[dict[str, Any], None]:
         return {"made": None, "why": why, "is_lost": is_lost, "ties": ties}, None
 
-    if 2 * len(own) < len(shapes):
+    if 2 * len(model_shapes) < len(shapes):
         return unknown("these are not its names in memory", is_lost=False)
     try:
-        reverted = revert(model, {name: shape for name, shape in own.items() if name not in unsaved})
+        reverted = revert(model, {name: shape for name, shape in model_shapes.items() if name not in unsaved})
     except LayoutError as error:
-        wrong = _not_again(model, own, {name: Stored(name, shape) for name, shape in own.items()})
-        said = f"; it would change {listed(wrong)}" if wrong else ""
-        return unknown(error.message + said, is_lost=bool(wrong))
+        wrong = _not_again(
+            model, model_shapes, {name: Stored(name, shape) for name, shape in model_shapes.items()}
+        )
+        changes = f"; it would change {listed(wrong)}" if wrong else ""
+        return unknown(error.message + changes, is_lost=bool(wrong))
     if reverted.failed:
         name, why = next(iter(reverted.failed.items()))
         return unknown(f"{escape(name)} {why}")
-    made = {
+    expressions = {
         **reverted.made,
-        **{name: Stored(name, stored.shape) for name, stored in given.items() if name not in own},
+        **{
+            name: Stored(name, stored.shape)
+            for name, stored in stored_tensors.items()
+            if name not in model_shapes
+        },
     }
-    wrong = _not_again(model, own, made)
+    wrong = _not_again(model, model_shapes, expressions)
     if wrong:
         return unknown(f"from_pretrained would make something else of it: {listed(wrong)}")
-    plain = {name: to_json(substitute(e, given)) for name, e in made.items()}
+    plain = {name: to_json(substitute(e, stored_tensors)) for name, e in expressions.items()}
     form = {"made": plain, "why": "", "is_lost": False, "ties": ties}
-    return form, {name: expression.shape for name, expression in made.items()}
+    return form, {name: expression.shape for name, expression in expressions.items()}
 
 
 def _lacked_prefix(names: Collection[str], stored: Mapping[str, Shape]) -> str:
@@ -338,13 +351,15 @@ def _lacked_prefix(names: Collection[str], stored: Mapping[str, Shape]) -> str:
     return before if all(before + name in names for name in stored) else ""
 
 
-def _not_again(model: nn.Module, own: Mapping[str, Shape], made: Mapping[str, Expression]) -> list[str]:
+def _not_again(
+    model: nn.Module, model_shapes: Mapping[str, Shape], expressions: Mapping[str, Expression]
+) -> list[str]:
     """Return the names in the model of which loading would make something else than was there before."""
-    shapes = {name: expression.shape for name, expression in made.items()}
-    matched = match_names(shapes, own, model=model, as_loaded=True)
-    again = {fqn: made[stored] for fqn, stored in matched.names.items()}
-    again |= {fqn: substitute(expression, made) for fqn, expression in matched.converted.items()}
-    return [fqn for fqn, expression in again.items() if expression != Stored(fqn, tuple(own[fqn]))]
+    shapes = {name: expression.shape for name, expression in expressions.items()}
+    matched = match_names(shapes, model_shapes, model=model, as_loaded=True)
+    again = {fqn: expressions[stored] for fqn, stored in matched.names.items()}
+    again |= {fqn: substitute(expression, expressions) for fqn, expression in matched.converted.items()}
+    return [fqn for fqn, expression in again.items() if expression != Stored(fqn, tuple(model_shapes[fqn]))]
 
 
 def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[str, ...]:
@@ -354,8 +369,8 @@ def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[st
     """
     patterns = collect(model, "_keys_to_ignore_on_load_missing")
     before = f"{path}." if path else ""
-    own = [fqn for fqn in lacking if fqn.startswith(before)]
-    return tuple(fqn for fqn in own if any(re.search(p, fqn.removeprefix(before)) for p in patterns))
+    inner_fqns = [fqn for fqn in lacking if fqn.startswith(before)]
+    return tuple(fqn for fqn in inner_fqns if any(re.search(p, fqn.removeprefix(before)) for p in patterns))
 
 
 def _ignored_names(model: nn.Module) -> Callable[[str], object]:

@@ -26,11 +26,11 @@ class OwnCode:
         self._lock = threading.Lock()
         self._model: nn.Module | None = None
 
-    def __call__(self, made: Opaque, values: list[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def __call__(self, opaque: Opaque, values: list[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the tensors of a group, by name in the model.
 
         Args:
-            made: one of the group.
+            opaque: one of the group.
             values: those of its parts, on the CPU.
 
         Raises:
@@ -41,7 +41,7 @@ class OwnCode:
         with self._lock:
             if self._model is None:
                 self._model = self._build()
-            return carry_out(self._model, made, values)
+            return carry_out(self._model, opaque, values)
 
 
 def of_directory(directory: str, *, trust_remote_code: bool) -> OwnCode:

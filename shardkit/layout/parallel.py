@@ -134,8 +134,8 @@ def apply_plans(model: nn.Module, meshes: Meshes) -> list[str]:
 
 def with_units(model: nn.Module, units: Iterable[str], dispatched: Iterable[str]) -> list[str]:
     """Return units with the modules of experts among them: these lie on another mesh than the rest."""
-    wanted = {*units, *dispatched}
-    return [path for path, _ in model.named_modules() if path in wanted]
+    unit_paths = {*units, *dispatched}
+    return [path for path, _ in model.named_modules() if path in unit_paths]
 
 
 def _apply(model: Any, meshes: Meshes, *, tp_size: int, ep_size: int) -> None:
@@ -143,12 +143,12 @@ def _apply(model: Any, meshes: Meshes, *, tp_size: int, ep_size: int) -> None:
 
     Source: transformers 5.20 to 5.23, distributed/mixin.py, tensor_parallel.py, expert_parallel.py.
     """
-    import transformers.distributed as found
+    import transformers.distributed as lazy_module
     from transformers.distributed import tensor_parallel
 
-    theirs: Any = found  # it exports its names lazily
+    distributed: Any = lazy_module  # it exports its names lazily
     dp_size = 1 if meshes.data is None else meshes.data.size(-1)
-    config = theirs.DistributedConfig(tp_size=tp_size, ep_size=ep_size, fsdp_size=dp_size)
+    config = distributed.DistributedConfig(tp_size=tp_size, ep_size=ep_size, fsdp_size=dp_size)
     config.fsdp_size = 1  # else a class without a plan for FSDP would be refused
     if hasattr(model, "_resolve_parallel_plans"):  # 5.23
         tp_plan, ep_plan, _ = model._resolve_parallel_plans(config)
@@ -181,12 +181,14 @@ def _tie_again(model: nn.Module, ties: list[list[tuple[nn.Module, str, str]]]) -
     """
     for places in ties:
         parameters = [module.get_parameter(name) for module, name, _ in places]
-        made = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-        if any((p.device_mesh, p.placements) != (made[0].device_mesh, made[0].placements) for p in made):
+        sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+        if any(
+            (p.device_mesh, p.placements) != (sharded[0].device_mesh, sharded[0].placements) for p in sharded
+        ):
             names = " and ".join(escape(name) for _, _, name in places)
             raise PolicyError(
                 f"the tp_plan of {type(model).__name__} cuts {names} in different ways, and they are one parameter"
             )
-        shared = (made or parameters)[0]
+        shared = (sharded or parameters)[0]
         for module, name, _ in places:
             module.register_parameter(name, shared)

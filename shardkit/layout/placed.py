@@ -73,8 +73,12 @@ def _on_main(placements: Placements, view: Mesh, mesh: Mesh) -> Placements | Non
     for axis, digits, placement in zip(view.axes, view.digits, placements, strict=True):
         same = [
             index
-            for index, (other, theirs) in enumerate(zip(mesh.axes, mesh.digits, strict=True))
-            if (digits == theirs if axis.size > 1 else (axis.name, axis.size) == (other.name, other.size))
+            for index, (main_axis, main_digits) in enumerate(zip(mesh.axes, mesh.digits, strict=True))
+            if (
+                digits == main_digits
+                if axis.size > 1
+                else (axis.name, axis.size) == (main_axis.name, main_axis.size)
+            )
         ]
         if not same and (axis.size == 1 or placement.shard_dim is None):
             continue

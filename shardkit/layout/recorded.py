@@ -17,30 +17,30 @@ from shardkit.layout.layout import Layout, TensorLayout, innermost_unit
 _MAX_DIMS = 64  # torch's own limit
 
 
-def recorded_layout(said: manifest.Presharded) -> Layout:
+def recorded_layout(content: manifest.Presharded) -> Layout:
     """Return the layout of a pre-sharded directory, without its ties.
 
     Raises:
         LayoutError: the manifest makes no sense, naming the tensor or the axis.
     """
     try:
-        mesh = _mesh(said.mesh)
+        mesh = _mesh(content.mesh)
     except UsageError as error:
         raise LayoutError(error.message) from error
-    views = [_view(view, mesh) for view in said.meshes or ()]
+    views = [_view(view, mesh) for view in content.meshes or ()]
     return Layout(
-        origin="traced" if said.layout.origin == "traced" else "declared",
+        origin="traced" if content.layout.origin == "traced" else "declared",
         mesh=mesh,
-        units=said.units,
-        tensors={fqn: _placed(fqn, tensor, mesh, views) for fqn, tensor in said.tensors.items()},
-        policy=said.layout.policy,
+        units=content.units,
+        tensors={fqn: _placed(fqn, tensor, mesh, views) for fqn, tensor in content.tensors.items()},
+        policy=content.layout.policy,
     )
 
 
-def _mesh(said: manifest.RecordedMesh) -> Mesh:
-    axes = [f"{axis.name}:{axis.role}={axis.size}" for axis in said.axes]
-    stages = [] if said.pp is None else [f"pp={said.pp}"]
-    return parse_mesh(",".join([*stages, *axes, *([] if said.ep is None else [f"ep={said.ep}"])]), None)
+def _mesh(record: manifest.RecordedMesh) -> Mesh:
+    axes = [f"{axis.name}:{axis.role}={axis.size}" for axis in record.axes]
+    stages = [] if record.pp is None else [f"pp={record.pp}"]
+    return parse_mesh(",".join([*stages, *axes, *([] if record.ep is None else [f"ep={record.ep}"])]), None)
 
 
 def _view(view: manifest.MeshView, mesh: Mesh) -> Mesh:
@@ -88,24 +88,24 @@ def _placements(texts: tuple[str, ...], shape: Shape, mesh: Mesh, fqn: str) -> P
     return placements
 
 
-def saved_layout(said: manifest.SavedState, tensors: Mapping[str, TensorEntry]) -> Layout | None:
+def saved_layout(content: manifest.SavedState, tensors: Mapping[str, TensorEntry]) -> Layout | None:
     """Return the layout of what `shardkit.save` wrote, by stored names, without its ties; None if it is not recorded.
 
     Args:
-        said: its manifest.
+        content: its manifest.
         tensors: of its catalog. States of the optimizer belong to the unit of their parameter.
 
     Raises:
         LayoutError: the manifest makes no sense, naming the tensor or the axis.
     """
-    if said.layout is None:
+    if content.layout is None:
         return None
-    mesh = saved_mesh(said.layout)
-    if mesh.size != said.world_size:
-        raise LayoutError(f"the mesh {mesh} is not of {count(said.world_size, 'rank')}")
-    views = [_view(view, mesh) for view in said.layout.meshes or ()]
-    index = {unit.path: number for number, unit in enumerate(said.units)}
-    placed = {name: group for group in said.layout.placed for name in group.names}
+    mesh = saved_mesh(content.layout)
+    if mesh.size != content.world_size:
+        raise LayoutError(f"the mesh {mesh} is not of {count(content.world_size, 'rank')}")
+    views = [_view(view, mesh) for view in content.layout.meshes or ()]
+    index = {unit.path: number for number, unit in enumerate(content.units)}
+    placed = {name: group for group in content.layout.placed for name in group.names}
     layouts = dict[str, TensorLayout]()
     for fqn, entry in tensors.items():
         texts, view, group = tuple("R" for _ in mesh.axes), None, placed.get(fqn)
@@ -121,10 +121,10 @@ def saved_layout(said: manifest.SavedState, tensors: Mapping[str, TensorEntry]) 
             is_buffer=group is None or not fqn.startswith("model."),  # never gathered
             mesh=view,
         )
-    return Layout(origin="traced", mesh=mesh, units=said.units, tensors=layouts, policy="")
+    return Layout(origin="traced", mesh=mesh, units=content.units, tensors=layouts, policy="")
 
 
-def saved_mesh(said: manifest.SavedLayout) -> Mesh:
+def saved_mesh(record: manifest.SavedLayout) -> Mesh:
     """Return the mesh of the ranks that saved a training state.
 
     Raises:
@@ -132,8 +132,8 @@ def saved_mesh(said: manifest.SavedLayout) -> Mesh:
     """
     roles: dict[str, Role] = {"replicate": "replicate", "tensor": "tensor"}
     mesh = Mesh(
-        tuple(Axis(axis.name, axis.size, roles.get(axis.role, "shard")) for axis in said.axes),
-        ep=said.ep or 1,
+        tuple(Axis(axis.name, axis.size, roles.get(axis.role, "shard")) for axis in record.axes),
+        ep=record.ep or 1,
     )
     if mesh.size < 1:
         raise LayoutError(f"the mesh {mesh} has no ranks")

@@ -105,15 +105,15 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     if "asks" in request:
         _limit()
         return answer_class(request)
-    wanted: torch.dtype | None = getattr(torch, request["dtype"]) if request.get("dtype") else None
-    model = build_model(request["directory"], trust_remote_code=request["trust_remote_code"], dtype=wanted)
+    dtype: torch.dtype | None = getattr(torch, request["dtype"]) if request.get("dtype") else None
+    model = build_model(request["directory"], trust_remote_code=request["trust_remote_code"], dtype=dtype)
     mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]), ep=request.get("ep", 1))
     policy = parse_policy(request["wrap"])
-    built = wanted or getattr(getattr(model, "config", None), "dtype", None) or torch.float32
+    built = dtype or getattr(getattr(model, "config", None), "dtype", None) or torch.float32
     # A model that is stored in fp32 is trained in bf16. What its class keeps in fp32 is then a unit of
     # its own.
     wide = built_dtypes(model, built) if built.itemsize == 2 else class_dtypes(model, torch.bfloat16)
-    keep_fp32 = [] if wide.wanted is not wanted else _in_fp32(model, wide)
+    keep_fp32 = [] if wide.wanted is not dtype else _in_fp32(model, wide)
     before = tensors_of(model)
     matched = (
         None if request["names"] is None else ask_model(model, request["names"], as_loaded=False).to_json()

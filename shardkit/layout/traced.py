@@ -210,22 +210,22 @@ def _class_request(
     return _request(directory, names, False) | about
 
 
-def _read_reply(said: Mapping[str, Any]) -> ClassReply:
-    match, form = ClassNames.from_json(said["match"]), said.get("form", {})
+def _read_reply(reply: Mapping[str, Any]) -> ClassReply:
+    match, form = ClassNames.from_json(reply["match"]), reply.get("form", {})
     answer = ClassAnswer(
-        model_class=said["model_class"],
+        model_class=reply["model_class"],
         missing=tuple(match.missing),
         misfits=tuple((name, why) for name, why in match.misfits),
         failure=form.get("why") or None,
     )
-    made = form.get("made")
+    hub_form = form.get("made")
     return ClassReply(
         match,
         answer,
-        None if made is None else {name: from_json(each) for name, each in made.items()},
+        None if hub_form is None else {name: from_json(each) for name, each in hub_form.items()},
         form.get("is_lost", False),
         tuple(map(tuple, form.get("ties", ()))),
-        frozenset(said.get("fp32", ())),
+        frozenset(reply.get("fp32", ())),
     )
 
 
@@ -399,8 +399,8 @@ def _spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[byte
 
 def _died(done: subprocess.CompletedProcess[bytes]) -> ShardkitError:
     hint = "signal 9 usually means that memory ran out" if done.returncode == -9 else None
-    said = f"the process that traces the model ended {_how(done.returncode)}"
-    return ResourceError(said, problems=_last_lines(done.stdout), hint=hint)
+    message = f"the process that traces the model ended {_how(done.returncode)}"
+    return ResourceError(message, problems=_last_lines(done.stdout), hint=hint)
 
 
 def _how(status: int) -> str:

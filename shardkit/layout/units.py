@@ -137,22 +137,22 @@ def _match_import(name: str, modules: dict[str, nn.Module], wording: PolicyWordi
     if not module_name or "*" in name:
         return []
     try:
-        wanted = import_name(module_name, attribute, wording)
+        module_class = import_name(module_name, attribute, wording)
     except PolicyError as error:
         if isinstance(error.__cause__, ModuleNotFoundError | AttributeError):
             return []  # the list of what exists tells more
         raise
-    if not isinstance(wanted, type):
+    if not isinstance(module_class, type):
         raise PolicyError(
             f"{wording.name}: {name} is not a class", hint="a function is written module:function"
         )
-    return [path for path, module in modules.items() if isinstance(module, wanted)]
+    return [path for path, module in modules.items() if isinstance(module, module_class)]
 
 
 def class_counts(model: nn.Module) -> Counter[str]:
     """Return how many modules of each class hold parameters, the root and containers aside."""
-    held = (m for m in model.modules() if m is not model and any(True for _ in m.parameters()))
-    return Counter(type(module).__name__ for module in held if not isinstance(module, nn.ModuleList))
+    modules = (m for m in model.modules() if m is not model and any(True for _ in m.parameters()))
+    return Counter(type(module).__name__ for module in modules if not isinstance(module, nn.ModuleList))
 
 
 def import_name(module_name: str, attribute: str, wording: PolicyWording = OPTION) -> Any:
@@ -224,14 +224,14 @@ def tie_error(
     split, units = list(split), list(units)
     bad = {path for names in split for path in names.values()}
     bad_classes = {class_name for path, class_name in units if path in bad}
-    others = sorted({class_name for _, class_name in units} - bad_classes)
+    unaffected_classes = sorted({class_name for _, class_name in units} - bad_classes)
     return LayoutError(
         "tied parameters lie in different units, where training would untie them",
         problems=[
             " and ".join(f"{escape(n)} (unit {escape(path) or 'root'})" for n, path in names.items())
             for names in split
         ],
-        hint=f"both names must share a unit, such as the root: {wording.of(','.join(others) or 'none')}",
+        hint=f"both names must share a unit, such as the root: {wording.of(','.join(unaffected_classes) or 'none')}",
     )
 
 
@@ -318,19 +318,19 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
         of_weights[path] = _dtype_of(
             [member for member in kinds.get(main, ()) if not member.is_factor] if main else ()
         )
-        taken = {path}
-        for kind, held in kinds.items():
+        unit_paths = {path}
+        for kind, kind_members in kinds.items():
             if kind == main:
                 continue
             hosts: dict[str, list[nn.Parameter]] = {}
-            for member in held:
-                host = _host(model, path, member.names, taken)
+            for member in kind_members:
+                host = _host(model, path, member.names, unit_paths)
                 if host is None:
                     outside[member.names[0]] = member.parameter
                 else:
                     hosts.setdefault(host, []).append(member.parameter)
-            taken.update(hosts)
-            are_factors = all(member.is_factor for member in held)
+            unit_paths.update(hosts)
+            are_factors = all(member.is_factor for member in kind_members)
             computed = _dtype_of(kinds.get(main)) if are_factors and main else None
             split += [
                 PlannedUnit(
@@ -425,9 +425,12 @@ def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_UnitTraits,
     for member in members:
         kind, dtype = member.kind, member.parameter.dtype
         if kind.stored is None:
-            alike = (other for other in trained if other.is_wide == kind.is_wide)
+            alike = (candidate for candidate in trained if candidate.is_wide == kind.is_wide)
             # Factors are computed as the weights are, which is not what they are stored in.
-            kind = next((other for other in alike if other in of_weights or other.stored is dtype), kind)
+            kind = next(
+                (candidate for candidate in alike if candidate in of_weights or candidate.stored is dtype),
+                kind,
+            )
         elif is_half and kind.stored is torch.float32 and not (member.is_rounded or member.is_factor):
             kind = replace(kind, is_wide=True)
         groups.setdefault(kind, []).append(member)
@@ -455,14 +458,14 @@ def _main(kinds: Mapping[_UnitTraits, Sequence[_Member]], *, is_root: bool) -> _
     return min((kind for kind in kinds if not (is_root and kind.is_wide)), key=order, default=None)
 
 
-def _host(model: nn.Module, unit: str, names: Sequence[str], taken: Collection[str]) -> str | None:
+def _host(model: nn.Module, unit: str, names: Sequence[str], unit_paths: Collection[str]) -> str | None:
     """Return the outermost module in a unit that is called and holds a parameter under all its names."""
     inside = [name.removeprefix(f"{unit}." if unit else "").split(".")[:-1] for name in names]
     around = takewhile(lambda parts: len(set(parts)) == 1, zip(*inside, strict=False))
     for path in accumulate((part for part, *_ in around), "{}.{}".format):
         full = f"{unit}.{path}" if unit else path
         module = model.get_submodule(full)
-        if full not in taken and type(module).forward is not nn.Module.forward:
+        if full not in unit_paths and type(module).forward is not nn.Module.forward:
             return full
     return None
 
@@ -470,16 +473,16 @@ def _host(model: nn.Module, unit: str, names: Sequence[str], taken: Collection[s
 @contextlib.contextmanager
 def _without(module: nn.Module, hidden: Collection[int]) -> Iterator[None]:
     """Hide some parameters of a module, and of the modules in it, for a while. Their order stays."""
-    taken = [
+    removed = [
         (part, name, parameter)
         for part in module.modules()
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
         if id(parameter) in hidden
     ]
-    for part, name, _ in taken:
+    for part, name, _ in removed:
         part.register_parameter(name, None)
     try:
         yield
     finally:
-        for part, name, parameter in taken:
+        for part, name, parameter in removed:
             part.register_parameter(name, parameter)

@@ -131,24 +131,26 @@ def match_paths(pattern: str, paths: Sequence[str]) -> list[str]:
             "layers". A numbered container stands for its children.
         paths: every module path of the model.
     """
-    wanted = pattern.split(".")
-    ends = [path for path in paths if _ends_with(path.split("."), wanted)]
-    if "*" in wanted:
+    pattern_parts = pattern.split(".")
+    ends = [path for path in paths if _ends_with(path.split("."), pattern_parts)]
+    if "*" in pattern_parts:
         return ends
     everything = set(paths)
     containers = {path for path in ends if f"{path}.0" in everything}
-    known = set(ends) - containers
+    named_paths = set(ends) - containers
 
     def is_meant(path: str) -> bool:
         around, _, name = path.rpartition(".")
-        return path in known or (around in containers and name.isdecimal())
+        return path in named_paths or (around in containers and name.isdecimal())
 
     return list(filter(is_meant, paths))
 
 
-def _ends_with(parts: list[str], wanted: list[str]) -> bool:
-    tail = parts[-len(wanted) :]
-    return len(tail) == len(wanted) and all(w in ("*", p) for p, w in zip(tail, wanted, strict=True))
+def _ends_with(parts: list[str], pattern_parts: list[str]) -> bool:
+    tail = parts[-len(pattern_parts) :]
+    return len(tail) == len(pattern_parts) and all(
+        w in ("*", p) for p, w in zip(tail, pattern_parts, strict=True)
+    )
 
 
 def path_templates(paths: Iterable[str]) -> Counter[str]:
@@ -173,25 +175,25 @@ def unknown_names(
         reason: why other kinds of names cannot be tried; one clause.
         wording: where the names were given.
     """
-    asked = tuple(names)
+    unmatched = tuple(names)
     shown = ", ".join(
         escape(name) + (suggestion(name, candidates) if index < _MAX_SUGGESTIONS else "")
-        for index, name in enumerate(asked)
+        for index, name in enumerate(unmatched)
     )
     return PolicyError(
         f"{wording.name}: no module matches {shown}{'; ' + reason if reason else ''}",
-        problems=list_candidates(candidates, asked),
+        problems=list_candidates(candidates, unmatched),
         hint=f"the {what} that exist are listed above, nearest first; {wording.of('none')} {wording.effect}",
     )
 
 
-def list_candidates(candidates: Mapping[str, int], asked: Iterable[str] = ()) -> list[str]:
+def list_candidates(candidates: Mapping[str, int], names: Iterable[str] = ()) -> list[str]:
     """Return lines about the candidates that are most like the given names, and how many more there are."""
-    wanted = tuple(asked)
-    ordered = sorted(candidates, key=lambda name: -_likeness(name, wanted))
+    targets = tuple(names)
+    ordered = sorted(candidates, key=lambda name: -_likeness(name, targets))
     shown = [f"{escape(name)}  ({count(candidates[name], 'module')})" for name in ordered[:_MAX_CANDIDATES]]
     return [*shown, *([f"... {len(ordered) - len(shown)} more"] if len(ordered) > len(shown) else [])]
 
 
-def _likeness(name: str, asked: tuple[str, ...]) -> float:
-    return max((likeness(name, wanted) for wanted in asked), default=0.0)
+def _likeness(name: str, names: tuple[str, ...]) -> float:
+    return max((likeness(name, each) for each in names), default=0.0)

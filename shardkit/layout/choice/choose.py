@@ -126,19 +126,19 @@ def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
     match = trace.match or ClassNames(names={name: name for name in source})
     shapes_in_files = {name: entry.shape for name, entry in source.items()}
     have = TensorsAtHand(shapes=shapes_in_files, side="hub")
-    names, made = as_tensors(bind(have, None, [class_says(lambda _: match)]).made, source)
-    held = shapes_in_files | {name: expression.shape for name, expression in made.items()}
+    names, expressions = as_tensors(bind(have, None, [class_says(lambda _: match)]).made, source)
+    source_shapes = shapes_in_files | {name: expression.shape for name, expression in expressions.items()}
     layout = _store_present_names(trace.layout, names)
     live = _live_shapes(layout)
     sources = {fqn: stored for fqn, stored in names.items() if fqn in live}
-    used = frozenset(sources.values()) | {leaf.name for tree in made.values() for leaf in leaves(tree)}
-    left = [name for name in source if name not in used]
-    unknown, omitted = _sort_unknown(trace, match, left)
+    used = frozenset(sources.values()) | {leaf.name for tree in expressions.values() for leaf in leaves(tree)}
+    unused = [name for name in source if name not in used]
+    unknown, omitted = _sort_unknown(trace, match, unused)
     missing = [name for name in layout.tensors if name not in sources and name not in match.made]
     shapes = [
-        f"{escape(name)}: {list(held[sources[name]])} in the source, {list(shape)} in the model"
+        f"{escape(name)}: {list(source_shapes[sources[name]])} in the source, {list(shape)} in the model"
         for name, shape in live.items()
-        if name in sources and held[sources[name]] != shape
+        if name in sources and source_shapes[sources[name]] != shape
     ]
     spare = [name for name in unknown if not IN_BLOCK.search(name)]
     is_quantised = "quantization_config" in (config or {})
@@ -155,16 +155,16 @@ def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
         layout,
         tensors=tensors,
         sources=sources,
-        made=made,
+        made=expressions,
         omitted=omitted,
-        notes=(*layout.notes, *_notes(trace, sources, made, computed)),
+        notes=(*layout.notes, *_notes(trace, sources, expressions, computed)),
     )
 
 
 def _notes(
-    trace: Trace, sources: Mapping[str, str], made: Mapping[str, Expression], computed: Sequence[str]
+    trace: Trace, sources: Mapping[str, str], expressions: Mapping[str, Expression], computed: Sequence[str]
 ) -> Iterator[str]:
-    renamed = [fqn for fqn, stored in sources.items() if fqn != stored and stored not in made]
+    renamed = [fqn for fqn, stored in sources.items() if fqn != stored and stored not in expressions]
     if renamed:
         yield (
             f"{count(len(renamed), 'tensor')} stored under the names of the model, which are not those of its files "
@@ -233,7 +233,7 @@ def _misfit(
         return LayoutError(
             f"{name} holds tensors in another form than its files store them, and it is not known how to make them",
             problems=[
-                f"{escape(fqn)}: {match.failed.get(fqn, '')} ({listed([stored for stored, other in match.fused.items() if other == fqn])})"
+                f"{escape(fqn)}: {match.failed.get(fqn, '')} ({listed([stored for stored, target in match.fused.items() if target == fqn])})"
                 for fqn in dict.fromkeys(match.fused.values())
             ],
             hint="load it with from_pretrained once, save its state_dict() with torch.distributed.checkpoint, and"
@@ -253,9 +253,9 @@ def _misfit(
         "in the model but not in the files": len(missing),
         "of another shape": len(shapes),
     }
-    said = ", ".join(f"{what}: {count}" for what, count in counts.items() if count)
+    differences = ", ".join(f"{what}: {count}" for what, count in counts.items() if count)
     return LayoutError(
-        f"{name} and its files do not fit each other; tensors {said}",
+        f"{name} and its files do not fit each other; tensors {differences}",
         problems=[*shapes, *_name_problems(name, unknown, missing)],
         hint=_hint(config or {}, is_compiled=is_compiled),
     )
@@ -294,10 +294,10 @@ def _is_renamed(unknown: list[str], missing: list[str], source: Mapping[str, Ten
 def _name_problems(model_class: str, unknown: list[str], missing: list[str]) -> list[str]:
     """Return a line for each name, with the nearest of the names without a partner."""
     lines = []
-    for names, others, place in (
+    for names, candidates, place in (
         (unknown, missing, f"in the files, not in {model_class}"),
         (missing, unknown, f"in {model_class}, not in the files"),
     ):
-        closest = suggestions(names, others)
+        closest = suggestions(names, candidates)
         lines += [f"{escape(name)}: {place}{closest.get(name, '')}" for name in names]
     return lines

@@ -261,7 +261,7 @@ def find_weights(
     )
     ask = partial(
         match_names,
-        wanted=fqns,
+        model_names=fqns,
         computed=[fqn for fqn, tensor in names.items() if not tensor.persistent],
         model=model,
     )
