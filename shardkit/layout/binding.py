@@ -60,7 +60,7 @@ class ClassNames:
     """FQN of `fused` -> why."""
     ignored: Collection[str] = ()
     """Names in the files of tensors that the model computes itself, or leaves out as `from_pretrained` does."""
-    made: Collection[str] = ()
+    computed_fqns: Collection[str] = ()
     """FQNs that the files lack and the model makes itself, according to its class."""
     unsaved: Collection[str] = ()
     """FQNs that `save_pretrained` leaves out, because the model makes them itself."""
@@ -86,7 +86,7 @@ class ClassNames:
                 **plain,
                 "converted": {fqn: from_json(expression) for fqn, expression in plain["converted"].items()},
                 "unused": {name: tuple(shape) for name, shape in plain["unused"].items()},
-                **{name: frozenset(plain[name]) for name in ("ignored", "made", "unsaved")},
+                **{name: frozenset(plain[name]) for name in ("ignored", "computed_fqns", "unsaved")},
                 "ties": tuple(map(tuple, plain["ties"])),
             }
         )
@@ -96,7 +96,7 @@ class ClassNames:
 class Binding:
     """What tensors are on the other side."""
 
-    made: Mapping[str, Expression]
+    expressions: Mapping[str, Expression]
     """Name on the other side -> what it is made of, by the names at hand."""
     by: Mapping[str, Decider]
     """The same names -> who decided."""
@@ -114,7 +114,7 @@ class Binding:
     """Shipped sets of which each would fit; none of several is taken."""
     why_not: tuple[str, ...] = ()
     """Why other shipped sets that know all names, or most, do not fit."""
-    asked: ClassNames | None = None
+    class_names: ClassNames | None = None
     """What the class said, if it was asked."""
     twice: tuple[str, ...] = ()
     """Names that tensors at hand have, and parts of others too: then nothing is decided."""
@@ -166,7 +166,7 @@ def bind(have: TensorsAtHand, want: WantedShapes | None, providers: Iterable[Pro
         have.names.get(name, name): Stored(name, tuple(shape)) for name, shape in have.shapes.items()
     }
     assert len(expressions) == len(have.shapes)
-    unchanged = binding = Binding(made=expressions, by=dict.fromkeys(expressions, "selection"))
+    unchanged = binding = Binding(expressions=expressions, by=dict.fromkeys(expressions, "selection"))
     for provider in providers:
         if goal is not None and goal.items() <= _shapes(binding).items():
             break
@@ -196,7 +196,7 @@ def person(rules: RuleSet) -> Provider:
             if side == sides[-1] or any(name in want for name in applied.expressions):
                 return replace(
                     binding,
-                    made=applied.expressions,
+                    expressions=applied.expressions,
                     by=dict.fromkeys(applied.expressions, "person"),
                     rules=rules,
                     dropped=applied.dropped,
@@ -241,19 +241,20 @@ def part_of(wholes: Collection[Mapping[str, Shape]]) -> Provider:
     """Return the provider of names in larger models, each as shape by name: the first that has all in one place counts."""
 
     def provide(_: TensorsAtHand, want: WantedShapes, binding: Binding) -> Binding:
-        same = dict(zip(binding.made, binding.made, strict=True))
+        same = dict(zip(binding.expressions, binding.expressions, strict=True))
         return _renamed(binding, name_part(same, _shapes(binding), wholes), "base")
 
     return provide
 
 
 def _shapes(binding: Binding) -> dict[str, Shape]:
-    return {name: expression.shape for name, expression in binding.made.items()}
+    return {name: expression.shape for name, expression in binding.expressions.items()}
 
 
 def _num_wanted(binding: Binding, goal: Mapping[str, Shape | None]) -> int:
     return sum(
-        name in goal and goal[name] in (expression.shape, None) for name, expression in binding.made.items()
+        name in goal and goal[name] in (expression.shape, None)
+        for name, expression in binding.expressions.items()
     )
 
 
@@ -261,7 +262,7 @@ def _at_hand(binding: Binding) -> dict[str, str]:
     """Return the names by which others know tensors: in memory, or on the Hub where one is made -> its name so far."""
     return {
         expression.name if isinstance(expression, Stored) else name: name
-        for name, expression in binding.made.items()
+        for name, expression in binding.expressions.items()
     }
 
 
@@ -270,7 +271,7 @@ def _taken_apart(binding: Binding, derived: Mapping[str, Expression], by: Decide
 
     A tensor of another shape than it was made with, or of which a part is missing, is left as it is.
     """
-    at_hand = {name_at_hand: binding.made[name] for name_at_hand, name in _at_hand(binding).items()}
+    at_hand = {name_at_hand: binding.expressions[name] for name_at_hand, name in _at_hand(binding).items()}
     intact = {
         fqn: expression
         for fqn, expression in derived.items()
@@ -289,14 +290,14 @@ def _taken_apart(binding: Binding, derived: Mapping[str, Expression], by: Decide
     if not parts:
         return binding
     kept = {
-        name: binding.made[name]
+        name: binding.expressions[name]
         for name_at_hand, name in _at_hand(binding).items()
         if name_at_hand not in whole
     }
     return replace(
         binding,
         twice=tuple(sorted(kept.keys() & parts.keys())),
-        made=kept | {name: substitute(expression, at_hand) for name, expression in parts.items()},
+        expressions=kept | {name: substitute(expression, at_hand) for name, expression in parts.items()},
         by={name: binding.by[name] for name in kept} | dict.fromkeys(parts, by),
         apart={
             name: frozenset(leaf.name for leaf in leaves(expression)) for name, expression in parts.items()
@@ -324,7 +325,7 @@ def _padded(expressions: Mapping[str, Expression]) -> Iterator[tuple[str, Expres
 
 
 def _by_shipped(binding: Binding, have: TensorsAtHand) -> Binding:
-    at_hand = {name_at_hand: binding.made[name] for name_at_hand, name in _at_hand(binding).items()}
+    at_hand = {name_at_hand: binding.expressions[name] for name_at_hand, name in _at_hand(binding).items()}
     shapes = {name_at_hand: expression.shape for name_at_hand, expression in at_hand.items()}
     side = have.side or "model"
     choice = choose_shipped(shapes, have.config, side=side, padding=have.padding)
@@ -336,7 +337,7 @@ def _by_shipped(binding: Binding, have: TensorsAtHand) -> Binding:
     ((rules, applied),) = choice.fitting
     return replace(
         answered,
-        made={name: substitute(expression, at_hand) for name, expression in applied.expressions.items()},
+        expressions={name: substitute(expression, at_hand) for name, expression in applied.expressions.items()},
         by=dict.fromkeys(applied.expressions, "shipped"),
         rules=rules,
         dropped=applied.dropped,
@@ -348,13 +349,17 @@ def _by_class(
     binding: Binding, side: RuleSide | None, reply: ClassNames, unchanged_names: Collection[str]
 ) -> Binding:
     if side != "model":
-        expressions = {fqn: binding.made[name] for fqn, name in reply.names.items()}
-        expressions |= {fqn: substitute(parts, binding.made) for fqn, parts in reply.converted.items()}
+        expressions = {fqn: binding.expressions[name] for fqn, name in reply.names.items()}
+        expressions |= {fqn: substitute(parts, binding.expressions) for fqn, parts in reply.converted.items()}
         dropped = tuple(sorted({*binding.dropped, *reply.unused, *reply.ignored}))
         return replace(
-            binding, made=expressions, by=dict.fromkeys(expressions, "class"), dropped=dropped, asked=reply
+            binding,
+            expressions=expressions,
+            by=dict.fromkeys(expressions, "class"),
+            dropped=dropped,
+            class_names=reply,
         )
-    answered = replace(_taken_apart(binding, reply.converted, "class"), asked=reply)
+    answered = replace(_taken_apart(binding, reply.converted, "class"), class_names=reply)
     changed = {
         name: name
         if name in unchanged_names
@@ -370,7 +375,7 @@ def _renamed(binding: Binding, names: Mapping[str, str], by: Decider) -> Binding
         return binding
     return replace(
         binding,
-        made={names[name]: expression for name, expression in binding.made.items()},
+        expressions={names[name]: expression for name, expression in binding.expressions.items()},
         by={names[name]: who if names[name] == name else by for name, who in binding.by.items()},
     )
 

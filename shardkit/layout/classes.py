@@ -51,10 +51,10 @@ _KEPT = {
 class ClassDtypes:
     """What a model's class makes of a wanted dtype."""
 
-    wanted: torch.dtype
+    default_dtype: torch.dtype
     kept: re.Pattern[str] | None = None
     """Matches names of tensors that stay fp32; None if there are none."""
-    made: Mapping[str, torch.dtype] = field(default_factory=dict)
+    parameters: Mapping[str, torch.dtype] = field(default_factory=dict)
     """FQN -> dtype, for floating parameters that the class makes in another dtype than the wanted one."""
     buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
     """FQN -> dtype that the class makes, for floating buffers."""
@@ -63,16 +63,16 @@ class ClassDtypes:
         """Return the dtype of a floating tensor, by its name in the model."""
         if self.kept is not None and self.kept.search(fqn):
             return torch.float32
-        return self.made.get(without_peft_modules(fqn), self.wanted)
+        return self.parameters.get(without_peft_modules(fqn), self.default_dtype)
 
     def of_stored(self, name: str) -> torch.dtype:
         """Return the dtype of a floating tensor by its name in a file, which may lack outer modules."""
         by_name = self.of(name)
-        if by_name is not self.wanted or not self.made:
+        if by_name is not self.default_dtype or not self.parameters:
             return by_name
         ends = (
             dtype
-            for fqn, dtype in self.made.items()
+            for fqn, dtype in self.parameters.items()
             if f".{fqn}".endswith(f".{name}") or name.endswith(f".{fqn}")
         )
         return next(ends, by_name)
@@ -101,7 +101,9 @@ def is_transformers_layer(module: nn.Module) -> bool:
 def built_dtypes(model: nn.Module, default_dtype: torch.dtype) -> ClassDtypes:
     """Return the dtypes of a class's tensors, from a model that was built with `default_dtype` as torch's default."""
     return ClassDtypes(
-        wanted=default_dtype, kept=_kept(model, default_dtype), made=dict(_made(model, default_dtype))
+        default_dtype=default_dtype,
+        kept=_kept(model, default_dtype),
+        parameters=dict(_made(model, default_dtype)),
     )
 
 
@@ -123,7 +125,7 @@ def class_dtypes(model: nn.Module, default_dtype: torch.dtype) -> ClassDtypes:
             parameters |= {prefix + fqn: dtype for fqn, dtype in _made(twin, default_dtype)}
             buffers |= {prefix + fqn: x.dtype for fqn, x in twin.named_buffers() if x.is_floating_point()}
     kept = _kept(model, default_dtype) if holds_any else None
-    return ClassDtypes(wanted=default_dtype, kept=kept, made=parameters, buffers=buffers)
+    return ClassDtypes(default_dtype=default_dtype, kept=kept, parameters=parameters, buffers=buffers)
 
 
 def _kept(model: nn.Module, default_dtype: torch.dtype) -> re.Pattern[str] | None:
@@ -306,7 +308,7 @@ class BrokenTie(NamedTuple):
 
     kept: str
     """FQN of the parameter that the class ties the other to."""
-    other: str
+    alias: str
     """FQN of the other."""
 
 

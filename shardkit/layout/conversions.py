@@ -102,16 +102,16 @@ def _flat(values: Any) -> Iterator[Any]:
 class _Arguments(NamedTuple):
     """Arguments of an operation, tensors as expressions."""
 
-    made: Mapping[int, Expression]
+    expressions: Mapping[int, Expression]
     values: tuple[Any, ...]
 
     def tensor(self) -> Expression:
         """Return the first argument."""
-        return self.made[id(self.values[0])]
+        return self.expressions[id(self.values[0])]
 
     def tensors(self) -> list[Expression]:
         """Return the first argument, a list."""
-        return [self.made[id(tensor)] for tensor in self.values[0]]
+        return [self.expressions[id(tensor)] for tensor in self.values[0]]
 
     def get(self, index: int, default: Any = None) -> Any:
         """Return an argument by its place."""
@@ -240,7 +240,7 @@ _RULES: Mapping[str, Callable[[_Arguments], Expression | list[Expression]]] = {
 class Conversion:
     """What stored tensors become that transformers converts."""
 
-    made: Mapping[str, Expression] = field(default_factory=dict)
+    expressions: Mapping[str, Expression] = field(default_factory=dict)
     """Name in the model -> what it is made of."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Name in the model -> why nothing can be said of it, as the end of a sentence."""
@@ -316,7 +316,7 @@ class Conversions(NamedTuple):
                     failed[target] = f"is computed in another dtype than it is stored in: {reason}"
                 else:
                     converted[target] = Opaque(target, fqn, parts, tuple(values[target].shape))
-        return Conversion(made=converted, failed=failed)
+        return Conversion(expressions=converted, failed=failed)
 
     def make(
         self, model: nn.Module, group: str, names: Sequence[str], tensors: Sequence[torch.Tensor]
@@ -415,7 +415,7 @@ def revert(model: Any, shapes: Mapping[str, Shape]) -> Conversion:
             )
         else:
             expressions[name] = expression
-    return Conversion(made=expressions, failed=failed)
+    return Conversion(expressions=expressions, failed=failed)
 
 
 def _run(converter: Any, fqn: str, model: nn.Module) -> Mapping[str, Any]:

@@ -77,7 +77,7 @@ class Layout:
     bytes are stored under the first."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The source's name of every tensor, and of each alias that it has. The model's own may differ."""
-    made: Mapping[str, Expression] = field(default_factory=dict)
+    expressions: Mapping[str, Expression] = field(default_factory=dict)
     """What a name of `sources` is made of that the source does not have itself, such as fused experts."""
     omitted: tuple[tuple[str, str], ...] = ()
     """(name, reason) of source tensors that the live model does not load."""

@@ -73,7 +73,7 @@ def match_names(
         )
 
     computed_fqns = _made_names(root[1], root[0], [fqn for fqn in targets.fqns if fqn not in matched.names])
-    return replace(_without_ignored(matched, is_left_out), made=computed_fqns, is_transformers=True)
+    return replace(_without_ignored(matched, is_left_out), computed_fqns=computed_fqns, is_transformers=True)
 
 
 class _Targets:
@@ -179,7 +179,7 @@ def _converted(
         groups.setdefault(home, {})[stored] = cleaned[stored]
     conversion = conversions.convert(root[1], groups, shapes)
     names, converted = {fqn: [stored] for fqn, stored in match.names.items()}, dict[str, Expression]()
-    for home, expression in conversion.made.items():
+    for home, expression in conversion.expressions.items():
         for fqn in targets.find(before + home, ()):
             if isinstance(expression, Stored):
                 names.setdefault(fqn, []).append(expression.name)
@@ -233,7 +233,7 @@ def ask_model(model: nn.Module, shapes: Mapping[str, Shape], *, as_loaded: bool 
     have: dict[str, Shape | str] = {fqn: plain[name] for fqn, name in match.names.items()}
     have |= {fqn: expression.shape for fqn, expression in match.converted.items()} | dict(match.failed)
     bound_ids = {id(state[name]) for name in have if name in state}  # one name of a tie is enough
-    bound_names = {*have, *match.made}
+    bound_names = {*have, *match.computed_fqns}
     missing = [name for name, x in state.items() if name not in bound_names and id(x) not in bound_ids]
     misfits = [
         (
@@ -329,7 +329,7 @@ def _hub_form(
         name, why = next(iter(reverted.failed.items()))
         return unknown(f"{escape(name)} {why}")
     expressions = {
-        **reverted.made,
+        **reverted.expressions,
         **{
             name: Stored(name, stored.shape)
             for name, stored in stored_tensors.items()

@@ -113,7 +113,7 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     # A model that is stored in fp32 is trained in bf16. What its class keeps in fp32 is then a unit of
     # its own.
     wide = built_dtypes(model, built) if built.itemsize == 2 else class_dtypes(model, torch.bfloat16)
-    keep_fp32 = [] if wide.wanted is not dtype else _in_fp32(model, wide)
+    keep_fp32 = [] if wide.default_dtype is not dtype else _in_fp32(model, wide)
     before = tensors_of(model)
     matched = (
         None if request["names"] is None else ask_model(model, request["names"], as_loaded=False).to_json()

@@ -165,10 +165,10 @@ class ClassReply(NamedTuple):
     """What a class says of tensors."""
 
     match: ClassNames
-    """Of names in files: those that were given, or those in `made`."""
+    """Of names in files: those that were given, or those in `hub_form`."""
     answer: ClassAnswer
     """What `from_pretrained` would not find of these; says why where the Hub's form is not known."""
-    made: Mapping[str, Expression] | None = None
+    hub_form: Mapping[str, Expression] | None = None
     """The Hub's form of names in memory: name on the Hub -> what it is made of; None if that is not known."""
     is_lost: bool = False
     """The names are those in memory, and no form is known that `from_pretrained` would make the same model of."""

@@ -403,7 +403,7 @@ def _members(model: nn.Module, paths: Collection[str], wide: ClassDtypes | None)
             by_unit.setdefault(unit_of(model, name, units), []).append(member)
         member.names.append(name)
         if wide is not None and parameter.is_floating_point() and not member.is_rounded:
-            is_wide = wide.of(clean_name(name)) is torch.float32 is not wide.wanted
+            is_wide = wide.of(clean_name(name)) is torch.float32 is not wide.default_dtype
             member.kind = replace(member.kind, is_wide=member.kind.is_wide or is_wide)
     return by_unit
 

@@ -396,7 +396,7 @@ def _class_dtypes(model: nn.Module, precision: MixedPrecisionPolicy) -> ClassDty
     assert compute_dtype is not None
     tensors = (*model.parameters(), *model.buffers())
     is_asked = any(x.is_floating_point() and x.dtype != compute_dtype for x in tensors)
-    return class_dtypes(model, compute_dtype) if is_asked else ClassDtypes(wanted=compute_dtype)
+    return class_dtypes(model, compute_dtype) if is_asked else ClassDtypes(default_dtype=compute_dtype)
 
 
 def _unit_precision(
@@ -418,8 +418,8 @@ def _unit_precision(
     is_block = any(part.isdecimal() for part in unit.path.split("."))
     has_masters = any(
         p.is_floating_point()
-        and p.dtype != wide.wanted
-        and wide.of(clean_name(f"{unit.path}.{name}")) is wide.wanted
+        and p.dtype != wide.default_dtype
+        and wide.of(clean_name(f"{unit.path}.{name}")) is wide.default_dtype
         for name, p in module.named_parameters()
     )
     # A unit around the blocks (embeddings, a tower) often gets its inputs in the dtype of its weights. As

@@ -37,7 +37,7 @@ def never(_: object) -> None:
 
 def test_what_nobody_knows_keeps_the_name_that_it_was_given() -> None:
     binding = bind(TensorsAtHand(shapes={"a": (2,)}, names={"a": "model.a"}), None, [shipped])
-    assert binding.made == {"model.a": Stored("a", (2,))}
+    assert binding.expressions == {"model.a": Stored("a", (2,))}
     assert binding.by == {"model.a": "selection"}
 
 
@@ -49,21 +49,21 @@ def test_the_manifest_decides_before_the_class_and_by_names_in_memory() -> None:
         TensorsAtHand(shapes=HELD, names=names), None, [manifest(FUSED), class_says(lambda _: asked)]
     )
     assert binding.by == {"h.norm": "class", "h.gate": "manifest", "h.up": "manifest"}
-    assert binding.made["h.up"] == cut(Stored("m.gate_up", (4, 3)), Region((2, 0), (2, 3)))
+    assert binding.expressions["h.up"] == cut(Stored("m.gate_up", (4, 3)), Region((2, 0), (2, 3)))
     assert binding.apart == {"h.gate": {"m.gate_up"}, "h.up": {"m.gate_up"}}
 
 
 def test_nobody_is_asked_once_all_that_is_wanted_is_there() -> None:
     wanted: dict[str, Shape | None] = {"m.norm": (3,), "h.gate": (2, 3), "h.up": (2, 3)}
     binding = bind(TensorsAtHand(shapes=HELD), wanted, [manifest(FUSED), class_says(never)])
-    assert binding.made.keys() == wanted.keys()
+    assert binding.expressions.keys() == wanted.keys()
     binding = bind(TensorsAtHand(shapes=HELD), HELD, [manifest(FUSED), class_says(never)])  # type: ignore[arg-type]
     assert set(binding.by.values()) == {"selection"}
 
 
 def test_an_answer_counts_only_if_more_of_what_is_wanted_is_there() -> None:
     binding = bind(TensorsAtHand(shapes=HELD), {"m.gate_up": (4, 3), "x": (1,)}, [manifest(FUSED)])
-    assert binding.made.keys() == HELD.keys()
+    assert binding.expressions.keys() == HELD.keys()
 
 
 def test_shipped_rules_decide_alone_where_one_set_knows_all_names() -> None:
@@ -73,20 +73,20 @@ def test_shipped_rules_decide_alone_where_one_set_knows_all_names() -> None:
     have = TensorsAtHand(shapes=shapes, config=config("qwen2"))
     binding = bind(have, wanted, [shipped, class_says(never)])
     assert binding.rules == find_shipped("megatron-llama")
-    assert binding.made.keys() == model.keys()
+    assert binding.expressions.keys() == model.keys()
     assert set(binding.by.values()) == {"shipped"}
     rules = bind(have, None, [person(find_shipped("megatron-llama")), shipped])
     assert set(rules.by.values()) == {"person"}
-    assert rules.made == binding.made
+    assert rules.expressions == binding.expressions
 
 
 def test_the_class_says_what_a_model_makes_of_the_hubs_names() -> None:
     shapes: dict[str, Shape] = {"h.gate": (2, 3), "h.up": (2, 3), "h.norm": (3,), "h.spare": (1,)}
     asked = ClassNames(names={"m.norm": "h.norm"}, converted=FUSED, unused={"h.spare": (1,)})
     binding = bind(TensorsAtHand(shapes=shapes, side="hub"), None, [class_says(lambda _: asked)])
-    assert binding.made == {"m.norm": Stored("h.norm", (3,)), **FUSED}
+    assert binding.expressions == {"m.norm": Stored("h.norm", (3,)), **FUSED}
     assert binding.dropped == ("h.spare",)
-    names, made = as_tensors(binding.made, [*shapes, "m.gate_up"])
+    names, made = as_tensors(binding.expressions, [*shapes, "m.gate_up"])
     assert names == {"m.norm": "h.norm", "m.gate_up": "m.gate_up (made)"}
     assert made == {"m.gate_up (made)": FUSED["m.gate_up"]}
 
@@ -106,7 +106,7 @@ def test_a_live_model_is_asked_about_what_a_persons_rules_make() -> None:
         TensorsAtHand(shapes=stored, side=None), {"m.both": None}, [person(rules), class_says(ask)]
     )
     assert seen == [{"h.0.w": (2, 3), "h.1.w": (2, 3)}]
-    assert binding.made == {"m.both": concat([Stored("t.0.w", (2, 3)), Stored("t.1.w", (2, 3))], 0)}
+    assert binding.expressions == {"m.both": concat([Stored("t.0.w", (2, 3)), Stored("t.1.w", (2, 3))], 0)}
     assert binding.rules == rules
 
 
@@ -125,7 +125,7 @@ def test_what_a_class_says_comes_back_from_plain_data() -> None:
         converted=FUSED,
         unused={"h.spare": (1, 2)},
         ignored=frozenset({"h.old"}),
-        made=frozenset({"m.mask"}),
+        computed_fqns=frozenset({"m.mask"}),
         unsaved=frozenset({"m.mask"}),
         ties=(("h.a", "h.b"),),
         missing=["m.lacking"],
@@ -150,7 +150,7 @@ def test_rows_that_a_model_drops_are_zeros() -> None:
     }
     binding = bind(TensorsAtHand(shapes=shapes), None, [manifest(made)])
     assert binding.padded == {"files.head": 2}
-    assert binding.made.keys() == {"files.head", "other", "last"}
-    assert binding.made["files.head"].shape == (7, 3)
+    assert binding.expressions.keys() == {"files.head", "other", "last"}
+    assert binding.expressions["files.head"].shape == (7, 3)
     made["other"] = cut(Stored("files.head", (7, 3)), Region((5, 0), (1, 3)))
     assert set(bind(TensorsAtHand(shapes=shapes), None, [manifest(made)]).by.values()) == {"selection"}

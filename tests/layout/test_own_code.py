@@ -91,7 +91,7 @@ def make(out: Path) -> None:
         shapes = {name: tuple(x.shape) for name, x in expected.items()}
         form = traced.ask_class(str(out / "hub"), shapes, in_memory=True)
         assert form is not None
-        assert form.made is None
+        assert form.hub_form is None
         assert form.is_lost
         assert "it would change" in str(form.answer.failure)
         shardkit.preshard(out / "hub", out / "transformers", mesh="dp_shard=2", profile="transformers")

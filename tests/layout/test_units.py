@@ -11,7 +11,7 @@ from shardkit.layout.units import UnitPlan, match_auto, plan_units, shard_units
 from shardkit.layout.wrap_policy import OPTION
 from shardkit.osft.modules import OsftLinear
 
-BF16 = ClassDtypes(wanted=torch.bfloat16)
+BF16 = ClassDtypes(default_dtype=torch.bfloat16)
 BLOCKS = ["blocks.0", "blocks.1"]
 
 
@@ -88,7 +88,7 @@ def test_what_lies_on_the_units_own_module_stays_outside() -> None:
 
 
 def test_masters_are_split_by_what_the_class_says() -> None:
-    made = ClassDtypes(wanted=torch.bfloat16, made={"blocks.0.inner.0.weight": torch.float32})
+    made = ClassDtypes(default_dtype=torch.bfloat16, parameters={"blocks.0.inner.0.weight": torch.float32})
     assert split(plan_units(half().float(), BLOCKS, made)) == {"blocks.0.inner": ("blocks.0", True, 1)}
 
 
@@ -99,8 +99,8 @@ def test_a_unit_that_is_wide_as_a_whole_is_not_split() -> None:
         model,
         BLOCKS,
         ClassDtypes(
-            wanted=torch.bfloat16,
-            made={
+            default_dtype=torch.bfloat16,
+            parameters={
                 name: torch.float32 for name, _ in model.named_parameters() if name.startswith("blocks.1.")
             },
         ),

@@ -126,7 +126,7 @@ def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
     match = trace.match or ClassNames(names={name: name for name in source})
     shapes_in_files = {name: entry.shape for name, entry in source.items()}
     have = TensorsAtHand(shapes=shapes_in_files, side="hub")
-    names, expressions = as_tensors(bind(have, None, [class_says(lambda _: match)]).made, source)
+    names, expressions = as_tensors(bind(have, None, [class_says(lambda _: match)]).expressions, source)
     source_shapes = shapes_in_files | {name: expression.shape for name, expression in expressions.items()}
     layout = _store_present_names(trace.layout, names)
     live = _live_shapes(layout)
@@ -134,7 +134,7 @@ def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
     used = frozenset(sources.values()) | {leaf.name for tree in expressions.values() for leaf in leaves(tree)}
     unused = [name for name in source if name not in used]
     unknown, omitted = _sort_unknown(trace, match, unused)
-    missing = [name for name in layout.tensors if name not in sources and name not in match.made]
+    missing = [name for name in layout.tensors if name not in sources and name not in match.computed_fqns]
     shapes = [
         f"{escape(name)}: {list(source_shapes[sources[name]])} in the source, {list(shape)} in the model"
         for name, shape in live.items()
@@ -155,7 +155,7 @@ def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
         layout,
         tensors=tensors,
         sources=sources,
-        made=expressions,
+        expressions=expressions,
         omitted=omitted,
         notes=(*layout.notes, *_notes(trace, sources, expressions, computed)),
     )

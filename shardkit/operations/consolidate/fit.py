@@ -337,7 +337,7 @@ def _explain(
             for name in comparison.missing
             if name in class_names.ignored or (name in class_names.unused and not IN_BLOCK.search(name))
         ]
-        optional_names = [name for name in comparison.unexpected if name in class_names.made]
+        optional_names = [name for name in comparison.unexpected if name in class_names.computed_fqns]
     computed = [name for name in comparison.computed if name not in shapes_in_base]
     if computed:
         notes.append(f"not compared with {label}, every model computes them: {listed(computed)}")

@@ -620,7 +620,7 @@ def _bound(
         for name, who in binding.by.items()
         if who != "selection" or name in chosen.by
     }
-    return replace(_made(chosen, binding.made, sources), by=by), binding
+    return replace(_made(chosen, binding.expressions, sources), by=by), binding
 
 
 def _refuse_opaque(derived: Mapping[str, Expression], shapes: Mapping[str, Shape]) -> None:
@@ -694,28 +694,28 @@ def _name_as_saved(
     )
     if form is None:  # without the class the names stay as they are
         return chosen, None, (), ()
-    if form.made is None:
+    if form.hub_form is None:
         return replace(chosen, warnings=(*chosen.warnings, *_lost_form(form))), None, (), ()
-    chosen = replace(chosen, by=dict.fromkeys(form.made, "class"))
+    chosen = replace(chosen, by=dict.fromkeys(form.hub_form, "class"))
     here = (tuple(sources[name] for name in group if name in sources) for group in form.ties)
     ties = tuple(group for group in here if len(group) > 1)
     if all(
-        isinstance(expression, Stored) and expression.name == name for name, expression in form.made.items()
+        isinstance(expression, Stored) and expression.name == name for name, expression in form.hub_form.items()
     ):
-        computed = [name for name in sources if name not in form.made]
+        computed = [name for name in sources if name not in form.hub_form]
         if not computed:
             return chosen, form.answer, (), ties
         note = f"not written, the model computes them: {listed(computed)}"
-        kept = {source: name for source, name in chosen.names.items() if name in form.made}
+        kept = {source: name for source, name in chosen.names.items() if name in form.hub_form}
         return replace(chosen, names=kept, notes=(*chosen.notes, note)), form.answer, (), ties
     warning = (
         f"nothing tells the names that the model has on the Hub: those that {form.answer.model_class}.save_pretrained "
         f"gives were taken; --base MODEL makes sure, because a model of another prefix is possible"
     )
     rules = find_rules(
-        {expression.name: name for name, expression in form.made.items() if isinstance(expression, Stored)}
+        {expression.name: name for name, expression in form.hub_form.items() if isinstance(expression, Stored)}
     )
-    chosen = _made(chosen, form.made, sources)
+    chosen = _made(chosen, form.hub_form, sources)
     return replace(chosen, warnings=(*chosen.warnings, warning)), form.answer, rules, ties
 
 

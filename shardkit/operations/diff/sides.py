@@ -274,7 +274,7 @@ def _in_one_form(side: Side, other_side: Side, label: str) -> tuple[Side, list[s
     ]
     if set(binding.by.values()) == {"selection"}:
         return side, because
-    expressions = {name: under_names(expression, stored) for name, expression in binding.made.items()}
+    expressions = {name: under_names(expression, stored) for name, expression in binding.expressions.items()}
     renamed, derived_tensors = as_tensors(expressions, side.catalog.tensors)
     notes = because
     if binding.rules is not None:

@@ -322,7 +322,7 @@ def _result(
 
 def _named(job: PreshardJob) -> Iterator[NamedTensor]:
     """Yield the tensors of the output with what they are made of."""
-    expressions = job.layout.made
+    expressions = job.layout.expressions
     for fqn in job.layout.tensors:
         stored = job.layout.sources[fqn]
         sources = (
@@ -339,7 +339,7 @@ def _fused(layout: Layout) -> Iterator[FusedTensors]:
         trees = [
             tree
             for fqn, stored in layout.sources.items()
-            if (tree := layout.made.get(stored)) is not None and (EXPERTS in fqn) == are_experts
+            if (tree := layout.expressions.get(stored)) is not None and (EXPERTS in fqn) == are_experts
         ]
         if trees:
             parts = {leaf.name for tree in trees for leaf in leaves(tree)}

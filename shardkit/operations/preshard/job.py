@@ -128,7 +128,7 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
     model = replace(model, catalog=_bound(model, layout, options))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
-    default_dtypes = held_dtypes(model.catalog, sources, checkpoint.remarks.dequantized, layout.made)
+    default_dtypes = held_dtypes(model.catalog, sources, checkpoint.remarks.dequantized, layout.expressions)
     dtypes, notes = _choose_dtypes(default_dtypes, layout, options.dtype)
     dtypes = apply_rules(options.rules, default_dtypes, dtypes)
     content = _StoredContent(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes)
@@ -221,9 +221,9 @@ def _check_no_factors(model: OpenedHubModel, options: PreshardOptions) -> None:
 def _bound(model: OpenedHubModel, layout: Layout, options: PreshardOptions) -> Catalog:
     """Return a catalog that has what is stored, and what a layout makes of it."""
     catalog = model.catalog
-    if layout.made:
+    if layout.expressions:
         convert = of_directory(model.directory, trust_remote_code=options.trust_remote_code)
-        catalog = bound_catalog(catalog, layout.made, convert)
+        catalog = bound_catalog(catalog, layout.expressions, convert)
     return catalog
 
 
@@ -333,7 +333,7 @@ def _dcp_part(
 
 def _derived(content: _StoredContent) -> dict[str, Expression]:
     """Return what each tensor is made of that is no tensor of the source itself."""
-    expressions = content.layout.made
+    expressions = content.layout.expressions
     return {fqn: expressions[source] for fqn, source in content.sources.items() if source in expressions}
 
 
@@ -357,7 +357,7 @@ def not_for_stock(layout: Layout) -> Iterator[str]:
 
 def _taken_whole(model: OpenedHubModel, layout: Layout) -> Iterator[str]:
     """Yield the warning about tensors that are not made in pieces."""
-    groups = opaque_groups(layout.made)
+    groups = opaque_groups(layout.expressions)
     if groups:
         names = [fqn for fqn in layout.tensors if any(layout.sources[fqn] in group for group in groups)]
         largest = max(group_nbytes(model.catalog, group.values()) for group in groups)
@@ -377,7 +377,7 @@ def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleS
     shapes = {name: entry.shape for name, entry in stored.items()}
     have = TensorsAtHand(shapes=shapes, side="hub", config=model.config)
     binding = bind(have, None, [person(rules)])
-    sources, derived_tensors = as_tensors(binding.made, stored)
+    sources, derived_tensors = as_tensors(binding.expressions, stored)
     bound = bound_catalog(model.catalog, derived_tensors).tensors
     layout = declare(
         {fqn: replace(bound[source], fqn=fqn) for fqn, source in sources.items()},
@@ -396,7 +396,7 @@ def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleS
         tensors={fqn: tensor for fqn, tensor in layout.tensors.items() if fqn not in aliases},
         ties=(*layout.ties, *ties),
         sources=sources,
-        made=derived_tensors,
+        expressions=derived_tensors,
         omitted=tuple((name, f"the key rules of {rules.title} leave it out") for name in binding.dropped),
     )
 

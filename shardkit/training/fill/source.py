@@ -312,11 +312,11 @@ def _once(
         source: that has them.
         derived: what names below the root were made of in the Hub's files, as a manifest says.
     """
-    match, expressions = binding.asked or ClassNames(), dict(binding.made)
+    match, expressions = binding.class_names or ClassNames(), dict(binding.expressions)
     if source.checkpoint is not None and source.checkpoint.hub is not None:
         return expressions, match
     fused, failed = dict(match.fused), dict(match.failed)
-    for fqn, expression in binding.made.items():
+    for fqn, expression in binding.expressions.items():
         parts = [*leaves(expression)]
         if not isinstance(expression, Opaque) or parts[0].name not in (expression.target, fqn):
             continue

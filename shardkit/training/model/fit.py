@@ -148,7 +148,7 @@ def check_fit(
         for fqn, tensor in expected.items()
         if tensor.persistent and not any(name in weights.names for name in names[fqn])
     ]
-    computable_names = {*computed, *(weights.match.made if initialises else ())}
+    computable_names = {*computed, *(weights.match.computed_fqns if initialises else ())}
     computed_fqns = [fqn for fqn in absent if not computable_names.isdisjoint(names[fqn])]
     lacking = [fqn for fqn in absent if fqn not in computed_fqns]
     initialised = _choose(sides, lacking, missing)
