@@ -319,9 +319,9 @@ def _padded(expressions: Mapping[str, Expression]) -> Iterator[tuple[str, Expres
     users = Counter(leaf.name for expression in expressions.values() for leaf in leaves(expression))
     for fqn, expression in expressions.items():
         match expression:
-            case Cut(Stored(name, (rows, *others)), ((*offsets,), (first, *sizes))):
-                if users[name] == 1 and not any(offsets) and sizes == others:
-                    yield name, concat([Stored(fqn, expression.shape), Zeros((rows - first, *others))], 0)
+            case Cut(Stored(name, (rows, *row_shape)), ((*offsets,), (first, *sizes))):
+                if users[name] == 1 and not any(offsets) and sizes == row_shape:
+                    yield name, concat([Stored(fqn, expression.shape), Zeros((rows - first, *row_shape))], 0)
 
 
 def _by_shipped(binding: Binding, have: TensorsAtHand) -> Binding:
@@ -337,7 +337,9 @@ def _by_shipped(binding: Binding, have: TensorsAtHand) -> Binding:
     ((rules, applied),) = choice.fitting
     return replace(
         answered,
-        expressions={name: substitute(expression, at_hand) for name, expression in applied.expressions.items()},
+        expressions={
+            name: substitute(expression, at_hand) for name, expression in applied.expressions.items()
+        },
         by=dict.fromkeys(applied.expressions, "shipped"),
         rules=rules,
         dropped=applied.dropped,

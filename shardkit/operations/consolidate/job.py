@@ -700,7 +700,8 @@ def _name_as_saved(
     here = (tuple(sources[name] for name in group if name in sources) for group in form.ties)
     ties = tuple(group for group in here if len(group) > 1)
     if all(
-        isinstance(expression, Stored) and expression.name == name for name, expression in form.hub_form.items()
+        isinstance(expression, Stored) and expression.name == name
+        for name, expression in form.hub_form.items()
     ):
         computed = [name for name in sources if name not in form.hub_form]
         if not computed:
@@ -713,7 +714,11 @@ def _name_as_saved(
         f"gives were taken; --base MODEL makes sure, because a model of another prefix is possible"
     )
     rules = find_rules(
-        {expression.name: name for name, expression in form.hub_form.items() if isinstance(expression, Stored)}
+        {
+            expression.name: name
+            for name, expression in form.hub_form.items()
+            if isinstance(expression, Stored)
+        }
     )
     chosen = _made(chosen, form.hub_form, sources)
     return replace(chosen, warnings=(*chosen.warnings, warning)), form.answer, rules, ties
