@@ -248,6 +248,7 @@ TOPICS = {
     "operations/preshard/scale": "a thousand ranks",
     "operations/reflink": "shared extents, with every verb that moves bytes",
     "operations/reshard/hub": "what it keeps for the way back to the Hub",
+    "operations/frames": "calls between a command and the bytes that it writes",
     "operations/keys": "key rules, through every verb",
     "operations/moments": "moments of an optimizer that are one rank's part, through every verb",
     "operations/reshard/kept": "trainers' own forms, optimizer and all",
