@@ -75,7 +75,7 @@ _listed: ContextVar[dict[str, list[str]] | None] = ContextVar("listed", default=
 
 
 def open_fd(path: _Path, flags: int, mode: int = 0o777) -> int:
-    """Like `os.open`; objects of stores have separate numbers."""
+    """As `os.open`; objects of stores have separate numbers."""
     if not is_remote(path):
         return os.open(path, flags, mode)
     return stores.open_number(str(path), flags)
@@ -122,12 +122,12 @@ def stat(path: _Path) -> os.stat_result:
 
 
 def lstat(path: _Path) -> os.stat_result:
-    """Like `os.lstat`; stores have no links."""
+    """As `os.lstat`; stores have no links."""
     return stores.status(str(path)) if is_remote(path) else os.lstat(path)
 
 
 def access(path: _Path, mode: int) -> bool:
-    """Like `os.access`; always true for stores, where reading reports missing permissions."""
+    """As `os.access`; always true for stores, where reading reports missing permissions."""
     return stores.exists(str(path)) if is_remote(path) else os.access(path, mode)
 
 

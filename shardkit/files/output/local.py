@@ -433,7 +433,8 @@ class LocalOutput:
                 self._adopt(directory, name)
             else:
                 files.append(name)
-        at_once(storage.sync_file, [os.path.join(directory, name) for name in files])
+        paths = [os.path.join(directory, name) for name in files]
+        at_once(storage.sync_file, paths, num_threads=max(len(paths) // 64, 1))
         for name in files:
             storage.rename(os.path.join(directory, name), os.path.join(self.data, name))
 
