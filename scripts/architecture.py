@@ -96,8 +96,6 @@ BARE_WORDS = frozenset(
     "said told asked given held taken made known beside own other others theirs ours wanted left found there".split()
 )
 """No names, with or without underscores around them: they do not say what a value is."""
-BARE_COUNTS: dict[str, int] = {}
-"""How often a folder still binds them; it may only shrink. A folder counts for all below it that are not listed."""
 PUBLIC_NAMES = {
     "files/manifest.py": {"others"},  # a field of shardkit.json
     "operations/parts/results.py": {"found"},  # a field of the JSON of a part
@@ -250,29 +248,16 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield name, node.lineno
 
 
-def bare_words(
-    package: Path,
-    counts: Mapping[str, int] = BARE_COUNTS,
-    public: Mapping[str, Collection[str]] = PUBLIC_NAMES,
-) -> Iterator[str]:
-    """Yield a line for each folder that binds more or fewer bare words than it is allowed, and each public one that is not there."""
-    places: dict[str, list[str]] = {folder: [] for folder in counts}
+def bare_words(package: Path, public: Mapping[str, Collection[str]] = PUBLIC_NAMES) -> Iterator[str]:
+    """Yield a line for each name that is a bare word, and each public one that is not there."""
     unused = {(file, name) for file, names in public.items() for name in names}
     for path in modules(package).values():
-        file = path.relative_to(package)
-        folders = [folder.as_posix() for folder in file.parents if folder.as_posix() in counts]
-        folder = folders[0] if folders else file.parent.as_posix()
+        file = path.relative_to(package).as_posix()
         for name, line in bound_names(ast.parse(path.read_text(encoding="utf-8"))):
-            if name in public.get(file.as_posix(), ()):
-                unused.discard((file.as_posix(), name))
+            if name in public.get(file, ()):
+                unused.discard((file, name))
             elif name.strip("_") in BARE_WORDS:
-                places.setdefault(folder, []).append(f"{file}:{line}: {name}")
-    for folder, lines in places.items():
-        most = counts.get(folder, 0)
-        if len(lines) > most:
-            yield f"{folder} binds bare words {len(lines)} times, {most} are allowed: {'; '.join(lines)}"
-        elif len(lines) < most:
-            yield f"{folder} binds bare words {len(lines)} times: write that into BARE_COUNTS, instead of {most}"
+                yield f"{file}:{line}: {name} is no name: say what the value is"
     yield from (f"{file} has no name {name}: take it out of PUBLIC_NAMES" for file, name in sorted(unused))
 
 

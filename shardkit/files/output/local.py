@@ -434,7 +434,8 @@ class LocalOutput:
             else:
                 files.append(name)
         paths = [os.path.join(directory, name) for name in files]
-        at_once(storage.sync_file, paths, num_threads=max(len(paths) // 64, 1))
+        # A thousand small files, one after another, take seconds; for a few a thread is not worth it.
+        at_once(storage.sync_file, paths, num_threads=min(max(len(paths) // 64, 1), 16))
         for name in files:
             storage.rename(os.path.join(directory, name), os.path.join(self.data, name))
 
