@@ -8,10 +8,11 @@ compared with its recorded CRC-32. All other entries count as unchecked, with a 
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple, TypedDict, TypeGuard
 
@@ -67,11 +68,11 @@ class EntryReading(NamedTuple):
 
 
 class Readings(TypedDict):
-    """A list of readings as plain data."""
+    """A list of readings as plain data. Numbers are in arrays, which JSON does not have: see `as_json`."""
 
-    whole: dict[str, list[int]]
+    whole: dict[str, Sequence[int]]
     """By file, the three numbers of `Entry`, for each entry that was read whole and is intact, or has no CRC-32."""
-    parts: dict[str, dict[str, list[int]]]
+    parts: dict[str, dict[str, Sequence[int]]]
     """Other readings by file and tensor, six numbers each: those of `Entry`, then first byte, end and CRC-32."""
 
 
@@ -143,7 +144,7 @@ def judge(lists: Iterable[Readings]) -> Verdict:
     An entry is checked if its readings tile it. It is damaged if their combined CRC-32, or that of a single reading of the
     whole entry, differs from the recorded one, or if two readings of the same bytes differ.
     """
-    by_file = dict[str, tuple[list[list[int]], list[dict[str, list[int]]]]]()
+    by_file = dict[str, tuple[list[Sequence[int]], list[dict[str, Sequence[int]]]]]()
     for each in lists:
         for file, numbers in each["whole"].items():
             by_file.setdefault(file, ([], []))[0].append(numbers)
@@ -197,7 +198,7 @@ def _entries_of(numbers: Iterable[int]) -> Iterator[Entry]:
     return map(Entry, *[iter(numbers)] * 3)
 
 
-def _parts_of(of_tensors: Mapping[str, list[int]]) -> Iterator[tuple[Entry, _Span]]:
+def _parts_of(of_tensors: Mapping[str, Sequence[int]]) -> Iterator[tuple[Entry, _Span]]:
     """Yield the partial readings of a file."""
     for tensor, numbers in of_tensors.items():
         for begin, end, recorded, start, stop, crc in zip(*[iter(numbers)] * 6, strict=True):
@@ -271,15 +272,52 @@ class _Counts:
 # Lists
 
 
+class PackedReadings:
+    """Readings that take little room: 24 bytes for an entry that was read at once, as most are. There may be a million."""
+
+    def __init__(self) -> None:
+        self._whole: dict[str, array[int]] = {}
+        self._others = list[EntryReading]()
+
+    def add(self, readings: Iterable[EntryReading]) -> None:
+        """Add readings."""
+        for reading in readings:
+            if reading[3:] == reading.entry:
+                self._whole.setdefault(reading.file, array("q")).extend(reading.entry)
+            else:
+                self._others.append(reading)
+
+    def merged(self) -> Readings:
+        """Return all readings as plain data, merged as far as possible."""
+        parts: dict[str, dict[str, array[int]]] = {}
+        for file, entry, tensor, *span, crc in joined(self._others):
+            if (*span, crc) == entry:
+                self._whole.setdefault(file, array("q")).extend(entry)
+            else:
+                parts.setdefault(file, {}).setdefault(tensor, array("q")).extend((*entry, *span, crc))
+        whole = {
+            file: array("q", chain.from_iterable(sorted({*_entries_of(numbers)})))
+            for file, numbers in sorted(self._whole.items())
+        }
+        return Readings(whole={**whole}, parts={file: {**of_tensors} for file, of_tensors in parts.items()})
+
+
 def pack(readings: Iterable[EntryReading]) -> Readings:
     """Return readings as plain data, merged as far as possible."""
-    packed = Readings(whole={}, parts={})
-    for file, entry, tensor, *span, crc in joined(readings):
-        if (*span, crc) == entry:
-            packed["whole"].setdefault(file, []).extend(entry)
-        else:
-            packed["parts"].setdefault(file, {}).setdefault(tensor, []).extend((*entry, *span, crc))
-    return packed
+    packed = PackedReadings()
+    packed.add(readings)
+    return packed.merged()
+
+
+def as_json(readings: Readings) -> Readings:
+    """Return readings as JSON can hold them: with lists."""
+    return Readings(
+        whole={file: [*numbers] for file, numbers in readings["whole"].items()},
+        parts={
+            file: {tensor: [*numbers] for tensor, numbers in of_tensors.items()}
+            for file, of_tensors in readings["parts"].items()
+        },
+    )
 
 
 def joined(readings: Iterable[EntryReading]) -> list[EntryReading]:
@@ -449,10 +487,10 @@ class ThreadReadings:
     def _append(self, reading: EntryReading) -> None:
         if not reading.entry.crc:
             reading = EntryReading(*reading[:3], *reading.entry)
-        last = self._readings[-1:]
-        if last and last[0].stop == reading.start and last[0][:3] == reading[:3]:
-            self._readings[-1:] = _joined([*last, reading])
-        elif last != [reading]:
+        last = self._readings[-1] if self._readings else None
+        if last is not None and last.stop == reading.start and last[:3] == reading[:3]:
+            self._readings[-1:] = _joined([last, reading])
+        elif last != reading:
             self._readings.append(reading)
         if len(self._readings) > self._num_before_joining:
             self._readings = joined(self._readings)

@@ -26,7 +26,7 @@ from shardkit.errors import ResourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.location import location_of
 from shardkit.files.remote.objects import NUM_SENDS, upload_nbytes
-from shardkit.transfer.checks import EntryReading, Readings, SourceCheck, pack
+from shardkit.transfer.checks import EntryReading, PackedReadings, Readings, SourceCheck
 from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.fill import CrcPiece, Filler, Scatter, TaskOutput, crc_of, image_crc
 from shardkit.transfer.images import Image
@@ -162,7 +162,8 @@ class _ImageState:
 
     tasks_left: int = 0
     stretches: dict[int, TaskOutput] = field(default_factory=dict)
-    """By first piece."""
+    """By first piece; without their readings."""
+    readings: PackedReadings = field(default_factory=PackedReadings)
 
 
 class Execution:
@@ -363,7 +364,8 @@ class Execution:
             stretch = filler.write(task, image, fd)
         with self._lock:
             state = self._states[task.image]
-            state.stretches[task.start] = stretch
+            state.readings.add(stretch.read)
+            state.stretches[task.start] = replace(stretch, read=[])
             state.tasks_left -= 1
             is_whole = state.tasks_left == 0
         if is_whole:
@@ -425,8 +427,8 @@ class Execution:
         )
         if self._is_over.is_set():  # the run has ended
             raise CancelledError
-        of_stretches = (stretch.read for stretch in stretches)
-        readings = pack(chain(self._scattered_readings.get(image.name, ()), *of_stretches))
+        state.readings.add(self._scattered_readings.get(image.name, ()))
+        readings = state.readings.merged()
         if self._source_check is not None:
             self._source_check.put(image.name, readings)
         self._on_finished(digest, readings)

@@ -29,6 +29,7 @@ from shardkit.transfer.checks import (
     Readings,
     SourceCheck,
     are_readings,
+    as_json,
     have_read,
     judge,
     pack,
@@ -73,7 +74,7 @@ def listed(catalog: Catalog, content: bytes, spans: list[tuple[int, int]], tenso
     readings = SourceCheck(catalog).readings()
     for start, stop in spans:
         readings.add(catalog.files[0].path, start, content[start:stop], tensor)
-    return json.loads(json.dumps(pack(readings.take())))
+    return json.loads(json.dumps(as_json(pack(readings.take()))))
 
 
 def finish(lists: list[Readings]) -> tuple[int, dict[str, tuple[int, int]]]:

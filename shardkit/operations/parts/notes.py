@@ -1,6 +1,6 @@
-"""A note for each finished file of a divided job: found by the file's number, written once the file has its name.
+"""The content of notes: one for each finished file, found by the file's number.
 
-Whoever finishes a file writes the note, whatever part it belongs to; so parts may run twice, and their number may change.
+Notes belong to files, not to parts. So parts may run twice, and a rerun may have another number of parts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardkit.transfer.checks import Readings, are_readings
+from shardkit.transfer.checks import Readings, are_readings, as_json
 from shardkit.transfer.digests import parse_digest
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.fill import CrcPiece
@@ -17,28 +17,28 @@ from shardkit.transfer.fill import CrcPiece
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A finished file."""
+    """The note of a finished file."""
 
     digest: FileDigest
     readings: Readings | None
-    """What was read for it; None if nothing was compared."""
+    """CRC-32s of the source bytes that were read for it; None if they were not taken."""
     scattered: Sequence[tuple[str, Sequence[CrcPiece] | None]]
-    """Of each scattered tensor that it has a region of: its name in the source, and what was read of it; None if CRC-32s of
-    what is read do not make up the tensor's."""
+    """For each scattered tensor with a region in the file: its name in the source, and the CRC-32s of its pieces; None if
+    the tensor's own CRC-32 cannot be combined from them."""
 
     def dump(self) -> dict[str, Any]:
         """Return the note as plain data."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return {**fields, "digest": asdict(self.digest)}
+        readings = None if self.readings is None else as_json(self.readings)
+        return {"digest": asdict(self.digest), "readings": readings, "scattered": self.scattered}
 
 
 def load_note(content: Mapping[str, Any], name: str, size: int) -> Note | None:
-    """Return a note that was read; None if it is damaged, or of another file.
+    """Parse a note. Return None if it is damaged, or belongs to another file.
 
     Args:
-        content: what `Note.dump` has written.
+        content: as of `Note.dump`.
         name: of the file.
-        size: in bytes.
+        size: of the file, in bytes.
     """
     entry, readings, scattered = content.get("digest"), content.get("readings"), content.get("scattered")
     digest = parse_digest(entry) if isinstance(entry, dict) else None

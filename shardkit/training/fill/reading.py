@@ -40,7 +40,7 @@ from shardkit.keys.expressions import Expression, leaves, pieces, read_regions
 from shardkit.layout.binding import ClassNames
 from shardkit.training.ranks.agree import agreed, gather_json, say
 from shardkit.training.ranks.local import LocalShard, memory_of
-from shardkit.transfer.checks import CheckedSource, SourceCheck, have_read, judge
+from shardkit.transfer.checks import CheckedSource, SourceCheck, as_json, have_read, judge
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.codecs.converted import Convert
 from shardkit.transfer.convert import one_thread_each
@@ -679,7 +679,7 @@ def compare_together(check: SourceCheck | None) -> CheckedSource:
         IntegrityError: on all ranks: the source is not what it records; names the ranks that read it.
     """
     readings = [] if check is None else check.packed()
-    of_all = [each for of_rank in gather_json(readings, phase=_PHASE) for each in of_rank]
+    of_all = [each for of_rank in gather_json([*map(as_json, readings)], phase=_PHASE) for each in of_rank]
     with agreed(_PHASE):
         verdict = judge(of_all)
         damaged = [
