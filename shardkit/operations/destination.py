@@ -1,13 +1,13 @@
-"""Where a verb may write: a directory, or a single file that appears whole or not at all.
+"""Checks of a destination, default names for outputs, and single files beside an output (`--manifest-file`).
 
-In a store:
+An output in a store:
 
-    sharded checkpoint    OUT/.metadata            the marker, which names what lies in data-<hash>
-                          OUT/data-<hash>/...      everything else
+    sharded checkpoint    OUT/.metadata            the marker, which names the files in data-<hash>
+                          OUT/data-<hash>/...      all other files
     Hub model             OUT/model.safetensors.index.json    the marker, which names files with the hash in their names
-                          OUT/...                             everything else
+                          OUT/...                             all other files
 
-The marker is put last, by one request that succeeds only if nobody was faster: that is the commit.
+The marker is put last, by one conditional request: that is the commit (`files/output/bucket`).
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ def check_destination(
     """Return the absolute path of a destination that may be written.
 
     Args:
-        output: as the user gave it.
-        source: the directory that is read, or None if it lies in a cache of its own.
-        overwrite: an existing output may be replaced. Nothing else ever is.
-        kind: of what is written; None if what is there stays, whatever it is.
+        output: the user's path.
+        source: the directory that is read, or None for one in the Hub's cache.
+        overwrite: an existing output of shardkit may be replaced. Nothing else ever is.
+        kind: of the output; None if an existing one stays, so that its content does not matter.
         files: as for `owned.find_foreign`.
-        named_after: the path that gave `output` its name; None if a person named it. Checkpoints of two runs may have
-            one name: the hint has another one then.
+        named_after: the path after which `output` was named, or None if the user named it. Checkpoints of two runs may
+            have one name; then the hint has a longer one.
 
     Raises:
-        UsageError: it exists, or holds what shardkit did not write, or is the source, lies in it or around it; or it is
-            an address that is no store's.
-        ResourceError: its parent directory is missing or cannot be written.
+        UsageError: it exists; or has files that shardkit did not write; or is the source, or lies inside or around it; or
+            it is an address of an unknown scheme.
+        ResourceError: its parent directory is missing or not writable.
     """
-    if not output:  # an unset variable in a script is not a request for the default
+    if not output:  # probably an unset variable in a script, so the default name would be wrong
         raise UsageError(
             "the output is an empty path", hint="name a directory, or leave it out for the default"
         )
@@ -111,19 +111,19 @@ def check_replaceable(
     files: Made | None,
     another: str | None = None,
 ) -> None:
-    """Refuse to replace what is there, unless it is an empty directory, or an output that holds nothing of a person's.
+    """Refuse to replace an existing path, unless it is an empty directory, or an output without foreign files.
 
     Args:
-        path: of something that exists.
-        shown: its name in messages, safe to print.
+        path: exists.
+        shown: the path in messages, escaped.
         overwrite: an existing output may be replaced. An empty directory is replaced in any case.
-        kind: of what is written; None if what is there stays, whatever it is.
+        kind: of the new output; None if the existing one stays, so that its content does not matter.
         files: as for `owned.find_foreign`.
-        another: a name to suggest in its place.
+        another: a free name to suggest.
 
     Raises:
         OutputExists: with the reason.
-        ResourceError: it cannot be looked into, or its user may not write it.
+        ResourceError: the directory cannot be read, or not be written by this user.
     """
     choose = f"{_CHOOSE}, such as {escape(another)}" if another else _CHOOSE
     if not storage.isdir(path):
@@ -132,7 +132,7 @@ def check_replaceable(
     if storage.ismount(path):  # no rename can replace it, with or without --overwrite
         raise OutputExists(f"{shown} is a mount point: it cannot be replaced", hint=_CHOOSE_IN_IT)
     if is_free(path):
-        if _is_working_directory(path):  # a shell in it would stay in what was replaced
+        if _is_working_directory(path):  # a shell in it would remain in the replaced directory
             raise OutputExists(f"{shown} is the working directory: it is not replaced", hint=_CHOOSE_IN_IT)
         return
     refused = None if kind is None else refusal(path, shown, kind, files)
@@ -156,36 +156,36 @@ _SUFFIXES = (".safetensors.index.json", ".bin.index.json", ".safetensors", ".ckp
 
 
 def label_of(checkpoint: str) -> str:
-    """Return the name of a checkpoint without what says that it is one: `run/last.ckpt` -> `last`."""
+    """Return the name of a checkpoint without its file suffix: `run/last.ckpt` -> `last`."""
     name = os.path.basename(storage.absolute(checkpoint))
     return next((name.removesuffix(end) for end in _SUFFIXES if name.endswith(end)), name) or name or "model"
 
 
 def default_output(label: str, source: str | None, mesh: Mesh) -> str:
-    """Return a name made of label and mesh: "Qwen3-8B-dp_shard32", "last-dp_replicate2-dp_shard16".
+    """Return a name for an output: label and mesh, such as "Qwen3-8B-dp_shard32" or "last-dp_replicate2-dp_shard16".
 
-    The mesh takes the place of another one in the label: "last-dp_shard16" becomes "last-dp_shard32".
+    A mesh at the end of the label is replaced: "last-dp_shard16" becomes "last-dp_shard32".
 
     Args:
-        label: of what is written.
-        source: what is read; None if it lies in a cache.
-        mesh: that it is written for.
+        label: the name of the model or checkpoint.
+        source: the directory that is read, or None for one in the Hub's cache.
+        mesh: of the output.
     """
     axes = str(mesh).replace("=", "").split(",")
     name = "-".join([_OF_A_MESH.sub("", label), *axes])
-    if name == label:  # the source's own name
+    if name == label:  # the name of the source itself
         name = "-".join([label, *axes])
     return default_place(name, source)
 
 
 def default_place(name: str, source: str | None) -> str:
-    """Return where an output lies that nobody has named: in the working directory, or beside a source that lies around it.
+    """Return the path for a default name: in the working directory; beside the source, if the working directory is in it.
 
     Args:
         name: of the output.
-        source: what is read; None if it lies in a cache.
+        source: the directory that is read, or None for one in the Hub's cache.
     """
-    if source is None or is_snapshot(source):  # beside it lies the Hub's cache
+    if source is None or is_snapshot(source):  # never beside it, in the Hub's cache
         return name
     home = storage.realpath(source)
     is_around = f"{os.getcwd()}/".startswith(f"{home.rstrip('/')}/")
@@ -193,12 +193,12 @@ def default_place(name: str, source: str | None) -> str:
 
 
 def _longer_name(output: str, named_after: str) -> str | None:
-    """Return a name that is free: a default one after the names of the directories around its source, `run2-step-30`."""
+    """Return a free name that begins with parent directories of the source, such as `run2-step-30`; None if all exist."""
     directory, name = os.path.split(output)
     around = os.path.dirname(storage.absolute(named_after))
     while parent := os.path.basename(around):
         around = os.path.dirname(around)
-        if name.startswith(f"{parent}-"):  # a file, named after its directory
+        if name.startswith(f"{parent}-"):  # the source is a file whose name begins with that of its directory
             continue
         name = f"{parent}-{name}"
         path = os.path.join(directory, name)
@@ -208,7 +208,7 @@ def _longer_name(output: str, named_after: str) -> str | None:
 
 
 def free_bytes(path: str) -> int:
-    """Return the bytes that are free for this user on a destination's file system. Its directory may be missing."""
+    """Return the free bytes for this user on the file system of a path whose directory may not exist yet."""
     return storage.disk_usage(storage.nearest_existing(os.path.dirname(path))).free
 
 
@@ -218,15 +218,15 @@ def check_space(
     *,
     hint: str = "free some space or choose another file system",
 ) -> None:
-    """Refuse to begin what cannot end.
+    """Refuse to write more than fits.
 
     Args:
-        path: absolute.
-        needed_bytes: room for everything that is to be written.
-        hint: what to do if there is less.
+        path: of the output; absolute.
+        needed_bytes: of all files that will be written.
+        hint: of the error.
 
     Raises:
-        ResourceError: there is less room; the message has both sizes.
+        ResourceError: too few bytes are free; the message has both sizes.
     """
     free = free_bytes(path)
     if needed_bytes > free:
@@ -244,17 +244,17 @@ def check_sidecar(
     outside: Sequence[str] = (),
     is_ours: Callable[[str], bool] = manifest.is_manifest,
 ) -> str:
-    """Return the absolute path of a file that may be written.
+    """Return the absolute path of a single file that may be written.
 
     Args:
-        path: as the user gave it.
-        overwrite: an existing file may be replaced, if it is ours.
-        outside: directories that it must not lie in.
-        is_ours: tells a file of shardkit's from a person's.
+        path: the user's path.
+        overwrite: an existing file of shardkit may be replaced.
+        outside: directories in which the file must not lie.
+        is_ours: True for the path of a file that shardkit wrote.
 
     Raises:
-        UsageError: it exists, or is a person's, or is not a file, or lies in one of those directories.
-        ResourceError: its directory is missing or cannot be written.
+        UsageError: the path exists and may not be replaced, or lies in one of those directories.
+        ResourceError: its directory is missing or not writable.
     """
     full, shown = os.path.abspath(path), escape(path)
     if "://" in path:
@@ -272,7 +272,7 @@ def check_sidecar(
 
 
 def _check_file(path: str, shown: str, is_ours: Callable[[str], bool] | None) -> None:
-    """Refuse to replace what is not ours; anything, if there is nothing to say what is."""
+    """Raise UsageError if a path exists, unless it is a file for which `is_ours` is true."""
     if not storage.lexists(path):
         return
     if storage.islink(path) or not storage.isfile(path):
@@ -293,16 +293,16 @@ def write_sidecar(
     overwrite: bool,
     is_ours: Callable[[str], bool] = manifest.is_manifest,
 ) -> None:
-    """Write a file beside its place, sync it, and only then give it its name.
+    """Write a single file under a temporary name, sync it, and rename it.
 
     Args:
-        path: absolute, and checked by `check_sidecar`.
-        data: the whole content.
-        overwrite: an existing file is replaced, if it is ours; asked again, since it may have appeared meanwhile.
+        path: the result of `check_sidecar`.
+        data: the content.
+        overwrite: an existing file of shardkit is replaced. This is checked again, as the file may be new.
         is_ours: as for `check_sidecar`.
 
     Raises:
-        UsageError: it exists, or is a person's.
+        UsageError: the path exists and may not be replaced.
         ResourceError: the system refuses.
     """
     directory, name = os.path.split(path)
@@ -332,18 +332,18 @@ def check_target(
     files: Made | None = None,
     looks: bool = True,
 ) -> tuple[str, bool]:
-    """Return the address of an output in a store, and whether one of its kind is there.
+    """Return the address of an output in a store, and whether an output of its kind exists there.
 
     Args:
-        output: as the user gave it.
-        source: what is read, or None if it lies in a cache of its own.
-        kind: of what is written.
-        overwrite: an output that is there is going to be replaced.
+        output: the user's address.
+        source: the directory that is read, or None for one in the Hub's cache.
+        kind: of the output.
+        overwrite: an existing output is going to be replaced.
         files: as for `owned.find_foreign`.
-        looks: refuse files that are not shardkit's, beside which nothing is written, or which would be replaced.
+        looks: refuse an address with files that shardkit did not write.
 
     Raises:
-        UsageError: it holds something else; it is the source, lies in it or around it; the store can only be read.
+        UsageError: the address has foreign files; it is the source, or inside or around it; the store is read only.
         ResourceError: the store does not answer.
     """
     shown = escape(output)
@@ -364,14 +364,14 @@ def check_target(
 
 
 def check_same(path: str, data: bytes) -> None:
-    """Refuse to write a file where another one lies.
+    """Refuse to replace an object by one of other content.
 
     Args:
-        path: of an object.
-        data: what is going to be written there.
+        path: of the object.
+        data: the new content.
 
     Raises:
-        UsageError: it exists, and is something else.
+        UsageError: the object exists and has other content.
     """
     directory, _, name = path.rpartition("/")
     stored_file = Objects(directory).get(name)
@@ -383,10 +383,10 @@ def check_same(path: str, data: bytes) -> None:
 
 
 def check_one_folder(folders: Sequence[str]) -> None:
-    """Refuse a checkpoint whose parts lie in folders: no single request makes all of them visible.
+    """Refuse a checkpoint of several folders: no single request of a store makes all of them visible.
 
     Raises:
-        UsageError: it is one.
+        UsageError: there are several folders.
     """
     if list(folders) != [""]:
         raise UsageError(
@@ -396,7 +396,7 @@ def check_one_folder(folders: Sequence[str]) -> None:
 
 
 def check_apart(path: str, source: str, shown: str) -> None:
-    """Refuse a destination that is the source, lies in it or around it.
+    """Refuse a destination that is the source, or lies inside or around it.
 
     Raises:
         UsageError: it does.

@@ -25,10 +25,6 @@ OnWarning = Callable[[str], object]
 _MEMORY, _MIN_MEMORY, _MIN_MEMORY_PER_JOB = 256 * MIB, 2 * MIB, 512 * KIB
 
 
-def _refuse(warning: str) -> None:
-    refuse_warnings([warning])
-
-
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
     """The keywords that preshard, consolidate and reshard share. Each adds its own, and its docstring describes all.
@@ -60,8 +56,6 @@ class WriteOptions:
             value = getattr(self, field.name)
             if field.name.endswith("dtype") and value is not None:
                 object.__setattr__(self, field.name, short_dtype(value))
-        if self.refuses_warnings:
-            object.__setattr__(self, "on_warning", _refuse)
 
     @property
     def given(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Where an output goes: what is there, what may be replaced, the room for it, and what its job writes into.
+"""The two kinds of destinations, on a disk and in a store: what exists there, what may be replaced, how much room is left.
 
-Another kind of destination is a row of `KINDS`, and a `JobOutput` (`files/output`).
+A further kind is a subclass, a row of `KINDS`, and a `JobOutput` (`files/output`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from shardkit.transfer.plan import TransferPlan
 
 
 class Destination(ABC):
-    """Where the output of a verb goes.
+    """The destination of a verb's output.
 
     Args:
-        output: as the user gave it.
+        output: the user's path.
         options: of the verb.
-        kind: of what is written.
-        looks_late: with `overwrite` what is there is looked into by `check_beside` alone, which names all foreign files at
-            once.
+        kind: of the output.
+        looks_late: with `overwrite`, check the content of an existing output only in `check_beside`, which gets the list of
+            new files and so can name all foreign files at once.
     """
 
     path: str
@@ -54,47 +54,46 @@ class Destination(ABC):
     def __init__(self, output: str, options: WriteOptions, kind: OutputKind, looks_late: bool) -> None:
         self.path = output
         self.exists: UsageError | None = None
-        """Why the output that is there is not replaced: it is left as it is with `exist_ok`, or by a job that made it."""
+        """The error for an existing output that is not replaced. It is not raised with `exist_ok`, nor by the job that made it."""
         self.files: Made | None = None
-        """As for `owned.find_foreign`, after `check_beside`."""
+        """The argument of `check_beside`; None before."""
         self._options, self._kind, self._looks_late = options, kind, looks_late
         share = options.share
         self._overwrite = options.overwrite or (isinstance(share, Committing) and share.overwrite)
 
     @abstractmethod
     def check(self, output: str, source: str | None, named_after: str | None) -> None:
-        """Refuse a destination that may not be written; arguments and errors as `destination.check_destination`."""
+        """Refuse a destination that may not be written. Arguments and errors are those of `destination.check_destination`."""
 
     def check_beside(self, files: Made) -> None:
-        """Refuse to replace what lies beside the weights and is somebody's, before anything moves.
+        """Refuse to replace files that shardkit did not write, before any byte moves.
 
         Args:
-            files: what is going to lie beside the weights.
+            files: the files that will lie beside the weights.
 
         Raises:
-            UsageError: something there is not what shardkit writes; or, in a store, it has another content, and nothing
-                is to be replaced.
+            UsageError: the existing output has a foreign file; or, in a store without `overwrite`, a file of the same
+                name but other content.
         """
         self.files = files
 
     @property
     @abstractmethod
     def is_there(self) -> bool:
-        """True if an output has the destination's name."""
+        """True if the destination holds an output."""
 
     @abstractmethod
     def jobs(self) -> Sequence[JobStatus]:
-        """Return the jobs of the destination that are not committed."""
+        """Return the uncommitted jobs of the destination."""
 
     def check_jobs(self, record: JobRecord) -> None:
-        """Refuse a job that cannot begin, because another one is under way. In a bucket, jobs do not see each other."""
+        """Raise UsageError if another job is under way. In a bucket jobs do not see each other."""
         return
 
     def end_commits(self) -> list[str]:
-        """End commits that were interrupted, and remove what is left of jobs that have ended; return warnings of that.
+        """Complete interrupted commits, remove the rest of ended jobs, and return warnings.
 
-        What somebody else has put at the destination stays, and the commits with it; so does all in a place that may not
-        be written.
+        Nothing changes if the destination holds something else by now, or may not be written.
         """
         with self.output("") as output, contextlib.suppress(OutputExists, ResourceError):
             output.end_commits()
@@ -102,40 +101,40 @@ class Destination(ABC):
 
     @abstractmethod
     def output(self, job_hash: str) -> LocalOutput | BucketOutput:
-        """Return what a job of a hash writes into."""
+        """Return the output of the job with a hash."""
 
     def folder(self, job_hash: str) -> str:
-        """Return the folder of a job's data files, below the output; empty if they lie in the output itself."""
+        """Return the folder of the data files below the output; empty for the output itself."""
         return ""
 
     @property
     def marker(self) -> str:
-        """Name of the file by which readers find the output in a store."""
+        """Name of the file by which readers recognise the output: the marker of a commit in a store."""
         return self._kind.value
 
     def prepared(self, plan: TransferPlan, options: ExecuteOptions) -> tuple[TransferPlan, ExecuteOptions]:
-        """Return a plan, and how its bytes are moved, as they have to be for files that are written here."""
+        """Return plan and options as this kind of destination needs them."""
         return plan, options
 
     @abstractmethod
     def check_room(self, needed_bytes: int, sizes: Iterable[int]) -> None:
-        """Refuse to begin what has no room.
+        """Refuse a job for which there is too little room.
 
         Args:
-            needed_bytes: for everything that this process writes.
+            needed_bytes: of everything that this process writes.
             sizes: bytes of each file that it writes.
 
         Raises:
-            ResourceError: there is less.
+            ResourceError: there is too little.
         """
 
     def free_bytes(self) -> int | None:
-        """Return what is free where the output goes; None if nobody knows."""
+        """Return the free bytes at the destination, or of scratch for a store; None if unknown."""
         return None
 
     @abstractmethod
     def unnamed_data(self) -> tuple[str, ...]:
-        """Return how the paths begin of data that no output names any more, nor a job."""
+        """Return paths of data that belongs to no output and no job: replaced data in a store, unremoved directories on a disk."""
 
 
 class DiskDestination(Destination):
@@ -161,10 +160,10 @@ class DiskDestination(Destination):
             try:
                 check_destination(output, source, overwrite=True, kind=None)
             except ShardkitError as refused:
-                # A place that cannot be written does not matter to what is there.
+                # With `exist_ok` nothing is written, so the place need not be writable.
                 if not (options.exist_ok and isinstance(refused, ResourceError)):
                     raise error from None
-            # A commit of this very job may be interrupted, or end at this moment.
+            # The existing output may be that of this very job, whose commit is in progress or was interrupted.
             if not (options.exist_ok or is_commit or self.jobs()):
                 raise
             self.exists = error
@@ -226,7 +225,7 @@ class StoreDestination(Destination):
             self.exists = UsageError(f"{escape(output)} exists", hint=KEEP_OR_REPLACE)
             if self._options.dry_run and not self._options.exist_ok:
                 raise self.exists
-            # Otherwise `begin` looks whether this very job has made it.
+            # Otherwise `begin` finds out whether this very job has made it.
 
     def check_beside(self, files: Made) -> None:
         super().check_beside(files)
@@ -280,7 +279,7 @@ KINDS: list[tuple[Callable[[str], bool], Kind]] = [
     (lambda output: location_of(output).renames, DiskDestination),
     (lambda output: True, StoreDestination),
 ]
-"""What claims a path, and what it is then. The first one counts."""
+"""(condition for a path, kind of destination); the first match counts."""
 
 
 def destination_at(
@@ -290,13 +289,6 @@ def destination_at(
     *,
     looks_late: bool = True,
 ) -> Destination:
-    """Return where an output goes.
-
-    Args:
-        output: as the user gave it.
-        options: of the verb that writes; None for one that does not.
-        kind: of what is written.
-        looks_late: with `overwrite` what is there is looked into by `check_beside` alone.
-    """
+    """Return the destination of an output; arguments as for `Destination`. Verbs that do not write have no options."""
     make = next(make for claims, make in KINDS if claims(output))
     return make(output, options or WriteOptions(), kind, looks_late)

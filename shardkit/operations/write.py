@@ -1,9 +1,9 @@
-"""Writing a directory: the one way that every verb takes.
+"""Writing an output, the same way for every verb.
 
-    check the destination -> compare the source with its manifests -> room -> stage, move, describe -> commit
+    check the destination -> find the source's manifests -> check for room -> write files -> describe them -> commit
 
-A verb decides what to write, as a `Job`, and a `Writer` carries it out. Nothing is written before every check has
-passed, and the output appears under its name at one moment: whole, or not at all. `places` says where that is.
+A verb plans the output as a `Job`, and a `Writer` executes the plan. Nothing is written before all checks have passed.
+The output appears in one step, complete. `places` has the kinds of destinations, `parts.work` the writing of files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardkit.operations.options import WriteOptions
 from shardkit.operations.parts.agreement import PLAN, Agreement, Committing, as_typed
 from shardkit.operations.parts.ingredients import Job, agreement_of
 from shardkit.operations.parts.part import Part
-from shardkit.operations.parts.results import Told, converted_in
+from shardkit.operations.parts.results import Warnings, converted_in
 from shardkit.operations.parts.work import Describe, Work, finish, part_result, read_notes, write_files
 from shardkit.operations.places import Destination, destination_at
 from shardkit.transfer.checks import OFF, CheckedSource, SourceCheck
@@ -46,71 +46,74 @@ from shardkit.transfer.execute import FileDigest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writing:
-    """What is to be written."""
+    """An output to be written."""
 
     job: Job
     describe: Describe
-    """Writes what lies beside the images."""
+    """Writes the files beside the images: config, index or `.metadata`, manifest."""
     needed_bytes: int
-    """Room on the disk for everything that is written."""
+    """Disk space for all files of the output."""
     share_extents: bool = False
-    """Clone blocks of the source instead of copying them."""
+    """Clone blocks of the source instead of copying them, where the file system can."""
     on_file: Callable[[str, FileDigest], None] = lambda directory, digest: None
-    """Called for each finished file, as `Work` has it."""
+    """Called for each finished file; see `Work.on_file`."""
 
 
 class Writer:
-    """One run of a verb that writes a directory. Its methods are called in the order in which they stand here.
+    """One call of a verb that writes an output. Public methods are called in the order of their definition.
 
     Args:
-        options: of the verb. Each warning is told once, as soon as it is known: a person may want to stop before anything is
-            written.
-        kind: of the output: what may be replaced, and which file makes it an output in a store.
-        looks_late: what lies at the destination is looked into by its `check_beside`, which is given what the job puts there.
+        options: of the verb.
+        kind: of the output. It decides which existing outputs may be replaced, and which file is the marker in a store.
+        looks_late: with `overwrite`, leave the check of an existing output to `Destination.check_beside`, which the verb
+            calls once it has the list of the files that it will write.
 
     Raises:
-        UsageError: the options cannot be carried out.
+        UsageError: the options contradict each other, or have impossible values.
     """
 
     def __init__(
         self, options: WriteOptions, *, kind: OutputKind = OutputKind.SHARDED, looks_late: bool = False
     ) -> None:
         options.check()
-        self._begun, self._request = time.monotonic(), options
+        self._begun, self._verb_options = time.monotonic(), options
         self._destination_at = partial(destination_at, options=options, kind=kind, looks_late=looks_late)
-        self._progress, self._report = TimedProgress(progress_for(options.progress)), Told(options.on_warning)
-        self.warn = self._report.tell
+        self._progress = TimedProgress(progress_for(options.progress))
+        self._warnings = Warnings(options.on_warning, are_errors=options.refuses_warnings)
+        self.warn = self._warnings.show
         self._infinite: dict[tuple[str, DType], None] = {}
         self.options = replace(
             options.execute_options(), infinite=partial(options.note_infinite, self._infinite)
         )
-        """How the engine moves bytes."""
+        """The engine's options, such as threads and memory."""
         self._destination: Destination | None = None
         self._agreement: Agreement | None = None
         self.was_there = False
-        """True once an output that is there already is left as it is."""
+        """True once an existing output was left as it is."""
         self.has_made = False
-        """True once this process has made the output."""
+        """True once this process has committed the output."""
         self._facts: dict[str, Any] = {"replaced": ()}
 
     @property
     def destination(self) -> Destination:
-        """Where the output goes, once it has been checked."""
+        """Where the output goes. Set by `check_destination`."""
         assert self._destination is not None
         return self._destination
 
     @property
     def path(self) -> str:
-        """The destination, absolute, once it has been checked."""
+        """The absolute path of the destination; empty before `check_destination`."""
         return "" if self._destination is None else self._destination.path
 
     def check_destination(self, output: str, source: str | None, named_after: str | None = None) -> str:
-        """Return the absolute path of a destination that may be written; errors as `destination.check_destination`.
+        """Refuse a destination that may not be written; else return its absolute path.
+
+        Arguments and errors are those of `destination.check_destination`.
 
         Args:
-            output: as the user gave it.
-            source: directory that is read, or None for one in a cache of its own.
-            named_after: as `destination.check_destination` has it.
+            output: the user's path.
+            source: directory that is read, or None for one in the Hub's cache.
+            named_after: the path after which `output` was named, or None if the user named it.
         """
         self._destination = self._destination or self._destination_at(output)
         self._destination.check(output, source, named_after)
@@ -118,62 +121,62 @@ class Writer:
 
     @property
     def exists(self) -> bool:
-        """True if an output is at the destination, and nothing is going to be written."""
+        """True if the destination has an output that stays, so that nothing will be written."""
         return self._destination is not None and self._destination.exists is not None
 
     def find_manifests(self, catalogs: Sequence[Catalog], source: str) -> SourceManifests:
-        """Return the manifests to compare the source with; arguments and errors as `recorded.find_manifests`."""
-        source_manifest, check_source = self._request.source_manifest, self._request.check_source
+        """Return the source's manifests, whose checksums are compared with what is read; see `recorded.find_manifests`."""
+        source_manifest, check_source = self._verb_options.source_manifest, self._verb_options.check_source
         manifests = find_manifests(catalogs, source, manifest_path=source_manifest, check_source=check_source)
-        self._report.keep((*(() if check_source else (OFF,)), *manifests.warnings))
+        self._warnings.add((*(() if check_source else (OFF,)), *manifests.warnings))
         self._facts["source_manifests"] = tuple(manifests.paths)
         return manifests
 
     def agreement(self, job: Job) -> Agreement:
-        """Return what all processes of a job agree on. The job that is given first counts: names of files may have its hash."""
-        self._agreement = self._agreement or agreement_of(job, self._request.command)
+        """Return the `Agreement` of a job. It is made once, from the job of the first call: file names may contain its hash."""
+        self._agreement = self._agreement or agreement_of(job, self._verb_options.command)
         return self._agreement
 
     def write(self, writing: Writing) -> bool:
-        """Write a job's output, or with a dry run check that it could be written.
+        """Write the output. In a dry run check only that it could be written.
 
-        What was finished stays after an error: the same command resumes, and `abort` removes it.
+        Finished files stay after an error: the same command resumes with them, and `shardkit abort` removes them.
 
         Returns:
-            True if what comes after the output is this call's to do: the call has made the output, or with `exist_ok` it
-            was there.
+            True if this call has to do what follows the output, such as a push to the Hub: it has committed the output, or
+            `exist_ok` was set and the output existed.
 
         Raises:
             Interrupted: after a signal.
-            IntegrityError, ResourceError: as `Execution.run`, and whatever `describe` raises; or there is no room.
-            UsageError: something else is at the destination by now, or another job is under way there.
-            IncompleteError: somebody has aborted the job.
+            IntegrityError, ResourceError: as `Execution.run` and `Describe`; or there is too little room.
+            UsageError: the destination holds something else by now, or another job is under way there.
+            IncompleteError: another process has aborted the job.
         """
         if writing.job.plan.needs_torch:
             check_torch()
-        work, exist_ok = self._work(writing), self._request.exist_ok
+        work, exist_ok = self._work(writing), self._verb_options.exist_ok
         try:
             if self.exists and exist_ok:
-                if not self._request.dry_run:
-                    self._report.keep(self.destination.end_commits())
-                self._find_there(work)
-            elif self._request.dry_run:
+                if not self._verb_options.dry_run:
+                    self._warnings.remark(self.destination.end_commits())
+                self._leave_existing(work)
+            elif self._verb_options.dry_run:
                 self._check_dry(writing, work)
             else:
                 self._write(writing, work)
         except (JobEnded, OutputExists) as error:
-            if not (isinstance(error, JobEnded) and error.is_committed) and not self._is_left_as_it_is:
+            if not (isinstance(error, JobEnded) and error.is_committed) and not self._may_leave_existing:
                 raise
-            self._find_there(work)
-        finally:  # of files that an interrupted process finished, the next one converts nothing
+            self._leave_existing(work)
+        finally:  # also after an error: a process that resumes does not convert finished files again
             self._progress.finish()
-            self.warn(beyond_range(self._infinite))
-        is_alone = self._request.share is None and not self._request.dry_run
+            self._warnings.remark(beyond_range(self._infinite))  # with `strict` it was an error already
+        is_alone = self._verb_options.share is None and not self._verb_options.dry_run
         return self.has_made or (self.was_there and exist_ok and is_alone)
 
     def _work(self, writing: Writing) -> Work:
-        """Return the job as this process carries it out."""
-        job, share, request = writing.job, self._request.share, self._request
+        """Return the job, with everything that this process needs to execute it."""
+        job, share, request = writing.job, self._verb_options.share, self._verb_options
         options = replace(self.options, share_extents=writing.share_extents)
         plan, options = self.destination.prepared(job.plan, options)
         agreement = self.agreement(job)
@@ -203,29 +206,29 @@ class Writer:
         )
 
     def _check_dry(self, writing: Writing, work: Work) -> None:
-        """Check that there is room, and keep what the result says of a dry run."""
+        """Do what a dry run does: check the destination and the room, and store the facts for the result."""
         if self.destination.exists is not None:
             raise self.destination.exists
         self.destination.check_jobs(work.record)
         finished = self._finished(work)
-        self._check_room(writing, work, finished.intersection(work.numbers(self._request.share)))
-        self._note(work, finished)
+        self._check_room(writing, work, finished.intersection(work.numbers(self._verb_options.share)))
+        self._set_facts(work, finished)
 
     def _check_room(self, writing: Writing, work: Work, finished: Collection[int]) -> None:
-        """Refuse to begin what has no room.
+        """Raise ResourceError if there is too little room for this process's files.
 
         Args:
             writing, work: the job.
-            finished: numbers of this process's files that need no room any more.
+            finished: numbers of this process's finished files, which need no more room.
         """
-        share = self._request.share
+        share = self._verb_options.share
         numbers = {*work.numbers(share)}.difference(finished)
         sizes = work.sizes(numbers)
         needed = writing.needed_bytes - work.plan.written_bytes
         self.destination.check_room((0 if isinstance(share, Part) else max(needed, 0)) + sum(sizes), sizes)
 
     def _write(self, writing: Writing, work: Work) -> None:
-        share = self._request.share
+        share = self._verb_options.share
         with self.destination.output(work.record.hash) as output:
             try:
                 if isinstance(share, Committing):
@@ -235,46 +238,46 @@ class Writer:
             except KeyboardInterrupt as interrupt:
                 if not output.is_committed:
                     raise self._interrupted(interrupt, work, output) from interrupt
-                self._note(work)  # only what is left of the job is not removed yet
+                self._set_facts(work)  # the output is complete; only the job's directory may remain
             except (IntegrityError, OutputExists, ResourceError) as error:
-                if isinstance(error, OutputExists) and self._is_left_as_it_is:
+                if isinstance(error, OutputExists) and self._may_leave_existing:
                     output.discard()
                 kept = self._kept_files(work, output)
-                self._report.tell([f"{kept}: {self._how_to_resume(kept, error)}"] if kept else [])
+                self._warnings.remark([f"{kept}: {self._how_to_resume(kept, error)}"] if kept else [])
                 raise
-            finally:  # this call may have ended the commit of another process
+            finally:  # also after an error: this call may have completed the commit of another process
                 self.has_made = output.is_committed
-                self._report.keep(output.warnings)
+                self._warnings.remark(output.warnings)
         self._facts["replaced"] = output.replaced
 
     def _write_files(self, writing: Writing, work: Work, output: JobOutput, share: Part | None) -> None:
-        """Write this process's files, and make the output if no other process has files left."""
+        """Write this process's files. Commit the output if all files of all processes are finished."""
         numbers = work.numbers(share)
         if share is not None and not numbers:  # there are more parts than files
-            self._note(work, self._finished(work), is_whole=False)
+            self._set_facts(work, self._finished(work), is_whole=False)
             return
-        if not self.destination.jobs():  # without room nothing is written, not even the job
-            self._report.keep(self.destination.end_commits())
+        if not self.destination.jobs():  # check for room before the job's directory is made
+            self._warnings.remark(self.destination.end_commits())
             self._check_room(writing, work, ())
         output.begin(work.record)
         notes = read_notes(work, output, numbers)
         self._check_room(writing, work, notes.keys())
         written = write_files(work, output, numbers, notes)
-        # `notes` raises if the job has ended
+        # If no job was found because it has ended meanwhile, `notes` raises JobEnded.
         finished = set(numbers) if share is None else self._finished(work) or set(output.notes(()))
         if len(finished) == len(work.record.files):
             finish(work, output, written)
-            self._note(work, num_resumed=len(notes))
+            self._set_facts(work, num_resumed=len(notes))
         elif share is not None:
-            self._note(work, finished, num_resumed=len(notes), is_whole=False)
+            self._set_facts(work, finished, num_resumed=len(notes), is_whole=False)
 
     def _finished(self, work: Work) -> set[int]:
-        """Return the numbers of the files of a job that are finished; none if it is not under way."""
+        """Return the numbers of a job's finished files; empty if the job is not under way."""
         jobs = [job for job in self.destination.jobs() if job.record.hash == work.record.hash]
         return {number for job in jobs for number in job.finished}
 
     def _commit(self, share: Committing, work: Work, output: JobOutput) -> None:
-        """Make the output of what other processes have written."""
+        """Commit what other processes have written. Raises UsageError if the job planned here is not theirs."""
         recorded, planned = Agreement.of(share.record, output.path), self._agreement
         assert planned is not None
         if recorded.hash != planned.hash:
@@ -288,20 +291,20 @@ class Writer:
         if record is None or record.hash != share.record.hash:
             raise JobEnded(output.path, is_committed=self.destination.is_there)
         finish(replace(work, record=record), output, {})
-        self._note(work)
+        self._set_facts(work)
 
     @property
-    def _is_left_as_it_is(self) -> bool:
-        """True if an output is at the destination by now that may stay."""
-        return self._request.exist_ok and self.destination.is_there
+    def _may_leave_existing(self) -> bool:
+        """True with `exist_ok`, if an output exists by now."""
+        return self._verb_options.exist_ok and self.destination.is_there
 
-    def _find_there(self, work: Work) -> None:
-        """Leave an output as it is."""
+    def _leave_existing(self, work: Work) -> None:
+        """Store the facts for the result of a call that leaves an existing output as it is."""
         self.was_there = True
-        self._note(work, is_whole=False, by_another=True)
+        self._set_facts(work, is_whole=False, by_another=True)
 
     def _interrupted(self, interrupt: KeyboardInterrupt, work: Work, output: JobOutput) -> Interrupted:
-        """Return the error of a process that a signal has ended: what became of the output, and what to type."""
+        """Return the error for a signal, with the state of the output and the command that resumes."""
         kept, signum = self._kept_files(work, output), signal_of(interrupt)
         state = f"was not made; {kept or 'no file was finished'}"
         text = f"interrupted: {escape(self.path)} {'is there, and whole' if output.is_made() else state}"
@@ -314,7 +317,7 @@ class Writer:
         return f"{when}run the same command again to resume{remove}"
 
     def _kept_files(self, work: Work, output: JobOutput) -> str:
-        """Return how many files of the job are finished and kept; empty if none are, or nobody can say."""
+        """Return a sentence with the number of finished files of the job; empty if none are, or if it cannot be read."""
         with contextlib.suppress(OSError, ShardkitError):
             for job in [] if output.is_made() else self.destination.jobs():
                 if job.finished and job.record.hash == work.record.hash:
@@ -323,7 +326,7 @@ class Writer:
                     )
         return ""
 
-    def _note(
+    def _set_facts(
         self,
         work: Work,
         finished: Collection[int] | None = None,
@@ -332,16 +335,16 @@ class Writer:
         is_whole: bool = True,
         by_another: bool = False,
     ) -> None:
-        """Keep what the result says of the writing.
+        """Store the facts for the result.
 
         Args:
             work: the job.
-            finished: numbers of all files that are finished, as far as this process sees them; None if the output is there.
-            num_resumed: files that were finished before.
-            is_whole: this process has compared what all have read.
-            by_another: another process has made the output.
+            finished: numbers of all finished files that this process sees; None if the output exists.
+            num_resumed: number of files that were finished before this call.
+            is_whole: this process has compared the readings of all processes with the source's checksums.
+            by_another: another process has committed the output.
         """
-        share, part = self._request.share, None
+        share, part = self._verb_options.share, None
         if isinstance(share, Part):
             part = part_result(work, share, finished, num_resumed=num_resumed, by_another=by_another)
         plan = work.plan
@@ -361,17 +364,17 @@ class Writer:
         }
 
     def facts(self, warnings: Iterable[str]) -> dict[str, Any]:
-        """Return the fields of `WriteResult` that every verb fills alike.
+        """Return the fields of `WriteResult` that are the same for every verb.
 
         Args:
-            warnings: the verb's own; they come first.
+            warnings: of the verb; they come first.
         """
         return {
             **self._facts,
             "output": self.path,
-            "dry_run": self._request.dry_run,
+            "dry_run": self._verb_options.dry_run,
             "was_there": self.was_there,
             "elapsed_s": round(time.monotonic() - self._begun, 3),
             "moving_s": round(self._progress.phases_s, 3),
-            "warnings": (*warnings, *self._report.kept, *beyond_range(self._infinite)),
+            "warnings": (*warnings, *self._warnings.of_result),
         }

@@ -42,6 +42,13 @@ write_until_killed(*json.loads(sys.argv[1]))
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(WriteOptions):
+    """Those of a verb that has `strict`."""
+
+    strict: bool = False
+
+
 @dataclass(frozen=True)
 class Copy:
     """A Hub model is written again, with a file for each tensor."""
@@ -103,7 +110,7 @@ def write(
     """Do what a verb does; return what it can say."""
     job = job or copy_of(source)
     describe = describe or index_of(job)
-    options = WriteOptions(jobs=1, **writing)  # type: ignore[arg-type]
+    options = Options(jobs=1, **writing)  # type: ignore[arg-type]
     writer = Writer(options, kind=OutputKind.HUB, looks_late=True)
     writer.check_destination(str(out), str(source))
     writer.destination.check_beside({})
@@ -366,6 +373,25 @@ class TestFailing:
         )
         assert write(source, out, overwrite=overwrite)["resumed_files"] == num_finished
         check_whole(out)
+
+    def test_what_is_kept_does_not_hide_the_error(self, source: Path, out: Path) -> None:
+        """With `strict` as well: that files stay beside the output is no warning about the model."""
+        job, warnings = copy_of(source), list[str]()
+
+        def fail() -> None:
+            raise ResourceError("a disk fails")
+
+        with pytest.raises(ResourceError, match="a disk fails"):
+            write(
+                source,
+                out,
+                job=job,
+                describe=index_of(job, on_finish=fail),
+                strict=True,
+                on_warning=warnings.append,  # type: ignore[arg-type]
+            )
+        (warning,) = warnings
+        assert warning.startswith("4 of 4 files are finished and kept")
 
     def test_what_other_parts_have_finished_is_not_said_to_resume_whatever_the_source(
         self, source: Path, out: Path

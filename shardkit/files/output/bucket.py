@@ -1,17 +1,18 @@
 """The output of one job in a bucket of S3, Google or Azure: whole or absent, and resumed from any machine.
 
-    OUT/model-<hash>-00001-of-00004.safetensors   data; nothing names a file with the job's hash before the commit
-    OUT/.shardkit-<hash>/files/config.json        a file without the hash in its name; the commit copies it to its name
-    OUT/.shardkit-<hash>/draft/0                  the draft
-    OUT/.shardkit-<hash>/job.json                 the record; the job is under way as long as this exists
+    OUT/model-<hash>-00001-of-00004.safetensors   data, with the job's hash in its name: unused until the marker names it
+    OUT/.shardkit-<hash>/files/config.json        a file without the hash in its name; the commit copies it to OUT/config.json
+    OUT/.shardkit-<hash>/draft/0                  a file of the draft
+    OUT/.shardkit-<hash>/job.json                 the record; the job is under way as long as this object exists
     OUT/.shardkit-<hash>/7.json                   the note of file 7, put after the file
-    OUT/.metadata, or an index                    the marker; one conditional put of it is the commit
+    OUT/.metadata, or an index                    the marker: the object by which readers find the output
 
-No state stays on this machine. Processes of one job put the same bytes under the same names, so they need no lock, and
-jobs do not see each other. The tags of a marker name the job that put it, which settles every unclear answer.
+The commit is one conditional put of the marker, which succeeds only if the marker has not changed since the job began.
+The marker's tags name the job. If a put fails with an unclear error, they show whether it has happened.
 
-A file is written into scratch on this machine and sent from there. Data of an output that was replaced stays, since
-readers may be at it.
+Processes of one job put the same bytes under the same names, so they need no locks, and keep no state on their machines.
+Different jobs do not see each other. A file is written into a local scratch directory and sent from there. Data of a
+replaced output stays, since readers may still need it.
 """
 
 from __future__ import annotations
@@ -52,35 +53,35 @@ from shardkit.files.strict_json import parse_object
 
 _RECORD, _ABORTED = "job.json", "aborted.json"
 _JOB, _MARKER = "shardkit_job", "shardkit_marker"
-"""Tags: the hash of the job, of a marker and of a record; the name of its marker, of a record."""
+"""Tags of objects. Of markers and records: the hash of their job. Of records: the name of the job's marker."""
 _HOME = re.compile(r"\.shardkit-[0-9a-f]{16}", re.ASCII)
 _HASH_DIGITS, _LEAST_DIGITS = 16, 8
-"""Of a job's hash, in the name of its folder, and at least in the name of a data file."""
+"""Digits of a job's hash in the name of its folder, and at least in the names of its data files."""
 _PIECE_NBYTES = 1 << 20
 _NUM_PUTS = 6
-"""Of a record, until a store counts as one that ignores conditions: after a fault nobody knows who has put it."""
+"""Puts of a record before a store is refused because it ignores conditions. One may fail for another reason."""
 _ON_DISK = "/var/tmp"  # temporary files that are kept over a restart. Source: Filesystem Hierarchy Standard
 NAME_SCRATCH = "name a directory with enough room: --scratch DIR"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredJob:
-    """A job, and the names of its objects."""
+    """A job in the bucket. Methods return the names of its objects, relative to the output."""
 
     record: JobRecord
-    """Without the draft, if it was read from the store."""
+    """Read from the store, it has an empty draft."""
     marker: str
     draft: Sequence[str]
-    """Names in the draft."""
+    """Names of the draft's files."""
 
     @property
     def home(self) -> str:
-        """The folder of everything but the data."""
+        """The folder of all objects except the data."""
         return _home(self.record.hash)
 
     @property
     def tags(self) -> dict[str, str]:
-        """Of the record."""
+        """The tags of the record."""
         return {_JOB: self.record.hash, _MARKER: self.marker}
 
     def names(self) -> list[str]:
@@ -88,11 +89,11 @@ class _StoredJob:
         return [file.name for file in self.record.files]
 
     def owns(self, name: str) -> bool:
-        """True if no other job has a file of this name."""
+        """True if a name contains the job's hash, so that no other job uses it."""
         return self.record.hash[:_LEAST_DIGITS] in name
 
     def place(self, name: str) -> str:
-        """Return the object of a file before the commit."""
+        """Return the object that holds a file until the commit."""
         return name if self.owns(name) else f"{self.home}/files/{name}"
 
     def note(self, number: int) -> str:
@@ -104,7 +105,11 @@ class _StoredJob:
         return [f"{self.home}/draft/{number}" for number in range(len(self.draft))]
 
     def finished(self, sizes: Mapping[str, int]) -> list[int]:
-        """Return the numbers of the files that have a note and are there, by the bytes of the job's objects."""
+        """Return the numbers of the files that have a note and the right size.
+
+        Args:
+            sizes: bytes of each object of the job, by name.
+        """
         return [
             number
             for number, file in enumerate(self.record.files)
@@ -112,20 +117,20 @@ class _StoredJob:
         ]
 
     def has_put(self, marker: StoredObject | None) -> bool:
-        """True if a marker is that of this job."""
+        """True if this job has put a marker."""
         return marker is not None and marker.tags.get(_JOB) == self.record.hash
 
 
 class BucketOutput:
-    """Where the files of one job go. Its methods are those of `JobOutput`.
+    """A `JobOutput` in a bucket, as one process of a job sees it.
 
     Args:
         address: of the output, such as `s3://bucket/model`.
-        marker: the name of the file by which readers find the output; the verbs that `join` need not name it.
-        may_replace: raises if what is at an address may not be replaced. It is called if there is a marker, and again
-            before files are replaced whose names other jobs use.
-        overwrite: an output may be replaced at all.
-        scratch: the directory for scratch files; see `scratch_home`.
+        marker: name of the marker. `join` takes it from the record instead.
+        may_replace: raises if the output at an address may not be replaced. Called if there is a marker, and again before
+            the commit replaces objects without a hash in their names.
+        overwrite: an existing output may be replaced.
+        scratch: directory for scratch files; see `scratch_home`.
 
     Raises:
         UsageError: the store is read only.
@@ -159,24 +164,24 @@ class BucketOutput:
         return
 
     def is_made(self) -> bool:
-        """True if the marker is that of this job."""
+        """See `JobOutput.is_made`."""
         return "_job" in vars(self) and self._job.has_put(self._objects.head(self._marker))
 
     def begin(self, record: JobRecord) -> None:
-        """Create the job, or join it."""
+        """See `JobOutput.begin`."""
         self._job = job = _StoredJob(record=record, marker=self._marker, draft=list(record.draft))
         for turn in range(_NUM_PUTS):
             try:
-                self._look()
+                self._check_marker()
             except UsageError:
-                if turn:  # it appeared just now: nobody has worked in the new job
+                if turn:  # the marker is new, and so is this job: no process has worked on it
                     self._remove_home()
                 raise
             if not turn and self._objects.head(f"{job.home}/{_RECORD}") is None:
                 drafts = zip(job.drafts(), record.draft.values(), strict=True)
                 at_once(lambda each: self._put(*each), drafts, NUM_SENDS)
-            # A commit removes the record after it has put the marker. So a record that existed after the look at the
-            # marker belongs to a job that was not committed; one that is new may have come after a commit.
+            # A commit puts the marker and then removes the record. So if the record still exists now, after the marker was
+            # checked, the job is not committed. If this put creates it, a commit may have come between: check again.
             result = self._put_record(None)
             if result == "other":
                 raise SourceError(
@@ -193,7 +198,7 @@ class BucketOutput:
         )
 
     def join(self) -> JobRecord | None:
-        """Join the job that is under way and return its record."""
+        """See `JobOutput.join`."""
         jobs = list(_jobs(self._objects))
         if not jobs:
             return None
@@ -205,24 +210,24 @@ class BucketOutput:
                 hint=f"run the command of one of them, or remove all: `shardkit abort {in_shell(self.path)}`",
             )
         self._job, self._marker = jobs[0], jobs[0].marker
-        self._look()
+        self._check_marker()
         return self._job.record
 
     def notes(self, numbers: Collection[int]) -> dict[int, FileNote]:
-        """Return the notes of those of these files that are finished, by number."""
+        """See `JobOutput.notes`."""
         numbers, notes = [each for each in self._finished() if each in numbers], dict[int, FileNote]()
         contents = at_once(self._objects.get, map(self._job.note, numbers))
-        if None in contents:  # another process has removed one since they were listed: a commit, or `forget`
+        if None in contents:  # removed since the listing, by a commit or by `forget` of another process
             self._check_under_way()
         for number, content in zip(numbers, contents, strict=True):
-            with contextlib.suppress(SourceError):  # a damaged note counts for nothing
+            with contextlib.suppress(SourceError):  # without a readable note the file is written again
                 if content is not None:
                     notes[number] = parse_object(content.data, self._job.note(number))
         return notes
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[str]:
-        """Give a directory on this machine with the folders of all files. It is removed at the end."""
+        """See `JobOutput.scratch`. The directory is on this machine."""
         with contextlib.ExitStack() as stack:
             above = scratch_home(self._scratch)
             with _scratch_errors(above):
@@ -232,7 +237,7 @@ class BucketOutput:
             yield path
 
     def add(self, scratch: str, number: int, note: FileNote) -> None:
-        """Send a finished file, and record its note."""
+        """See `JobOutput.add`."""
         self._check_under_way()
         name = self._job.record.files[number].name
         with _scratch_errors(scratch):
@@ -241,12 +246,12 @@ class BucketOutput:
             storage.unlink(os.path.join(scratch, name))
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Remove notes, so that their files are written again."""
+        """See `JobOutput.forget`."""
         self._check_under_way()
         self._objects.delete(map(self._job.note, numbers))
 
     def commit(self, scratch: str) -> None:
-        """Give the finished files, and those in the directory `scratch`, their names."""
+        """See `JobOutput.commit`."""
         check_complete(self.path, self._job.record, self._finished())
         replaced = self._replaced_data()
         paths = [os.path.join(here, name) for here, _, names in storage.walk(scratch) for name in names]
@@ -276,13 +281,17 @@ class BucketOutput:
         self.is_committed = result == "put"
         self.replaced = replaced
         stores.forget()
-        with contextlib.suppress(ResourceError):  # the same command removes the rest when it is run again
+        with contextlib.suppress(ResourceError):  # if the command is run again, it removes the rest
             self._remove_home()
         if result == "same":
             raise JobEnded(self.path, is_committed=True)
 
     def keep(self, scratch: str) -> None:
-        """Send the files in the directory `scratch` but the marker, and leave all where it is. The job ends."""
+        """End the job without a marker, since the destination may not be replaced: its data stays where it is.
+
+        Args:
+            scratch: as for `commit`; all of its files but the marker are sent.
+        """
         for here, _, names in storage.walk(scratch):
             for path in sorted(os.path.join(here, name) for name in names):
                 if (name := os.path.relpath(path, scratch)) != self._marker:
@@ -291,7 +300,7 @@ class BucketOutput:
         self._remove_home()
 
     def discard(self) -> None:
-        """Remove this job and its data, unless it has been committed."""
+        """Remove this job, and its data unless it was committed."""
         is_committed = self._job.has_put(self._objects.head(self._marker))
         if not is_committed:
             self._objects.delete([f"{self._job.home}/{_RECORD}"])
@@ -300,14 +309,14 @@ class BucketOutput:
         stores.forget()
 
     def abort(self) -> bool:
-        """Remove every job of this address that is not committed."""
+        """See `JobOutput.abort`."""
         homes = _homes(self._objects)
         for home in homes:
-            with contextlib.suppress(FileNotFoundError):  # an abort that was killed has removed it
+            with contextlib.suppress(FileNotFoundError):  # a killed abort has removed the record
                 self._objects.copy(f"{home}/{_RECORD}", f"{home}/{_ABORTED}")
             self._objects.delete([f"{home}/{_RECORD}"])
             inside = self._objects.sizes(home).keys()
-            with contextlib.suppress(SourceError):  # damaged: its data cannot be found
+            with contextlib.suppress(SourceError):  # without a readable record the data cannot be found
                 job = _read_job(self._objects, self.path, f"{home}/{_ABORTED}")
                 if job is not None and not job.has_put(self._objects.head(job.marker)):
                     self._objects.delete(_data(self._objects, job))
@@ -316,7 +325,7 @@ class BucketOutput:
         return bool(homes)
 
     def end_commits(self) -> None:
-        """Remove what is left of jobs whose marker is there."""
+        """Remove the rest of committed jobs."""
         for home in _homes(self._objects):
             with contextlib.suppress(SourceError):
                 job = _read_job(self._objects, self.path, f"{home}/{_RECORD}")
@@ -329,7 +338,7 @@ class BucketOutput:
         return self._objects.put_if(f"{job.home}/{_RECORD}", job.record.dump(), job.tags, replaced)
 
     def _version(self) -> Version | None:
-        """Return the version of the marker; None if there is none. Raises JobEnded if it is that of this job."""
+        """Return the version of the marker, or None. Raises JobEnded if this job has put it."""
         return self._version_of(self._objects.head(self._marker))
 
     def _version_of(self, marker: StoredObject | None) -> Version | None:
@@ -338,8 +347,8 @@ class BucketOutput:
             raise JobEnded(self.path, is_committed=True)
         return None if marker is None else marker.version
 
-    def _look(self) -> None:
-        """Keep the version of the marker. Raises OutputExists if it may not be replaced, and as `_version`."""
+    def _check_marker(self) -> None:
+        """Remember the version of the marker, which the commit replaces. Raises OutputExists if it may not; and as `_version`."""
         version = self._version()
         if version is not None and version != self._replaced:
             self._check_may_replace()
@@ -350,8 +359,10 @@ class BucketOutput:
         self._replaced = version
 
     def _replaced_data(self) -> tuple[str, ...]:
-        """Return how the paths begin of the data that the commit will replace. Raises OutputExists as `commit`."""
-        marker = self._objects.get(self._marker)  # by one request: a twin may commit between two
+        """Return the prefixes of the data that the commit will replace. Raises OutputExists if the marker has changed."""
+        marker = self._objects.get(
+            self._marker
+        )  # version and content in one request: a commit may come between two
         if self._version_of(marker) != self._replaced:
             raise self._changed()
         if marker is None:
@@ -363,19 +374,22 @@ class BucketOutput:
         self._may_replace(self.path)
 
     def _send_beside(self, path: str, name: str) -> None:
-        """Send a file that is not in the record. Without `overwrite` one of other content stays.
+        """Send a file that is not in the record, such as config.json.
 
-        It may be that of another job, which will be committed in a moment: its output would be a mixture of both.
+        Without `overwrite` an existing object of other content is not replaced: it may belong to another job that is about
+        to be committed, whose output would then be a mixture.
         """
         if not (self._overwrite or self._job.owns(name)):
-            if 2 * storage.getsize(path) <= upload_nbytes(0):  # a conditional put takes all of it in memory
+            if 2 * storage.getsize(path) <= upload_nbytes(
+                0
+            ):  # a conditional put needs the whole file in memory
                 self._create(name, b"".join(_pieces(path)))
                 return
             self._check_free(name, self._objects.head(name))
         self._send(path, name)
 
     def _create(self, name: str, data: bytes) -> None:
-        """Put an object, in place of none or of one that an aborted job has left. One of the same content may stay."""
+        """Put an object, unless one of the same content exists. Only an object of an aborted job is replaced."""
         replaced: Version | None = None
         for _ in range(3):
             if self._objects.put_if(name, data, {_JOB: self._job.record.hash}, replaced) != "other":
@@ -388,7 +402,7 @@ class BucketOutput:
         raise self._changed()
 
     def _check_free(self, name: str, stored: StoredObject | None) -> None:
-        """Raise if an object may not be replaced: only this job and those that were aborted give way."""
+        """Raise unless an object belongs to this job, or to an aborted one, and so may be replaced."""
         if stored is None or self._job.has_put(stored):
             return
         if _JOB not in stored.tags:
@@ -397,13 +411,15 @@ class BucketOutput:
                 hint="choose another name, or replace it: --overwrite",
             )
         job = _read_job(self._objects, self.path, f"{_home(stored.tags[_JOB])}/{_RECORD}")
-        if self._version() != self._replaced:  # a commit puts its marker before it removes the record
+        if (
+            self._version() != self._replaced
+        ):  # no record, but a new marker: that job was committed, not aborted
             raise self._changed()
         if job is not None:
             raise other_job(self.path, job.record, self._job.record)
 
     def _changed(self) -> OutputExists:
-        """Return the error of a commit that finds another marker than there was when the process began."""
+        """Return the error for a marker that has changed since this process began."""
         how = "appeared" if self._replaced is None else "changed"
         return OutputExists(
             f"{escape(self.path)} {how} while it was being written: another job was faster",
@@ -423,7 +439,7 @@ class BucketOutput:
         return self._job.finished(sizes)
 
     def _remove_home(self) -> None:
-        """Remove the record and then all else that is not data."""
+        """Remove the record, then all other objects of the job except the data."""
         self._objects.delete([f"{self._job.home}/{_RECORD}"])
         self._objects.delete(self._objects.sizes(self._job.home))
 
@@ -438,7 +454,7 @@ class BucketOutput:
 
 
 def status(address: str) -> list[JobStatus]:
-    """Return the jobs of an address that are not committed, with their finished files.
+    """Return the uncommitted jobs of an address.
 
     Raises:
         SourceError: a record is damaged.
@@ -453,13 +469,13 @@ def status(address: str) -> list[JobStatus]:
 
 
 def unnamed_data(address: str, markers: Iterable[str]) -> list[str]:
-    """Return how the paths begin of data that no output names and no job that is under way.
+    """Return the prefixes of data that belongs neither to an output nor to a job that is under way.
 
-    It is data of outputs that were replaced, or of jobs that an earlier version has begun.
+    It is data of replaced outputs, or of jobs of an earlier version of shardkit.
 
     Args:
         address: of the output.
-        markers: names of the markers that an output may have.
+        markers: all names that markers may have.
 
     Raises:
         SourceError, ResourceError: as `status`.
@@ -473,7 +489,7 @@ def unnamed_data(address: str, markers: Iterable[str]) -> list[str]:
         for prefix in data_prefixes(names.encode())
         if prefix.encode() not in named and not any(job.owns(prefix) for job in jobs)
     ]
-    # An earlier version left a save that came second as a whole checkpoint, with a marker in its folder.
+    # Of two saves at once, an earlier version left the second one as a complete checkpoint with a marker in its folder.
     markers_inside = at_once(lambda prefix: prefix.endswith("/") and objects.head(prefix + METADATA), unnamed)
     return [
         f"{objects.path}/{prefix}"
@@ -483,21 +499,21 @@ def unnamed_data(address: str, markers: Iterable[str]) -> list[str]:
 
 
 def is_job_folder(name: str) -> bool:
-    """True for the name of a folder of a job that is not committed."""
+    """True for the name of an uncommitted job's folder."""
     return _HOME.fullmatch(name) is not None
 
 
 def scratch_nbytes(sizes: Iterable[int]) -> int:
-    """Return the room that a job needs for scratch files, by the sizes of the files that this process writes."""
+    """Return the bytes needed for scratch files, by the sizes of the files that this process writes."""
     return sum(sorted(sizes)[-NUM_SENDS:])
 
 
 def scratch_home(directory: str | None) -> str:
-    """Return the directory for scratch files: one that a person names, else one that is not in memory.
+    """Return the directory for scratch files: the user's, else the first usual one that is not on a file system in memory.
 
     Raises:
-        UsageError: it is in a store.
-        ResourceError: all of the usual ones are in memory, or may not be written.
+        UsageError: the user's directory is in a store.
+        ResourceError: all usual directories are in memory or not writable.
     """
     if directory is not None:
         if stores.is_remote(directory):
@@ -516,7 +532,7 @@ def scratch_home(directory: str | None) -> str:
 
 @contextlib.contextmanager
 def _scratch_errors(directory: str) -> Iterator[None]:
-    """Raise ResourceError for what the system refuses. A store's FileNotFoundError has no number."""
+    """Raise ResourceError instead of errors of the local file system. A store's FileNotFoundError has no errno."""
     try:
         yield
     except OSError as error:
@@ -528,7 +544,7 @@ def _scratch_errors(directory: str) -> Iterator[None]:
 
 
 def _jobs(objects: Objects) -> Iterator[_StoredJob]:
-    """Yield the jobs that are under way."""
+    """Yield the uncommitted jobs."""
     for home in _homes(objects):
         job = _read_job(objects, objects.path, f"{home}/{_RECORD}")
         if job is not None and not job.has_put(objects.head(job.marker)):
@@ -544,12 +560,12 @@ def _homes(objects: Objects) -> list[str]:
 
 
 def _sizes(objects: Objects, job: _StoredJob, places: Iterable[str] | None = None) -> dict[str, int]:
-    """Return the bytes of a job's objects, by name. Objects of others are not listed: they may be many.
+    """Return the bytes of a job's objects, by name. Other objects, of which there may be many, are not listed.
 
     Args:
-        objects: at the address.
-        job: one there.
-        places: objects of its files; by default those of files that have notes.
+        objects: of the output's address.
+        job: in that address.
+        places: objects of the job's files; by default of the files that have notes.
     """
     sizes = objects.sizes(job.home)
     if places is None:
@@ -565,14 +581,14 @@ def _sizes(objects: Objects, job: _StoredJob, places: Iterable[str] | None = Non
 
 
 def _data(objects: Objects, job: _StoredJob) -> set[str]:
-    """Return the names of a job's data that is there: its files, and all in a folder with its hash."""
+    """Return the existing data objects of a job: its files, and all objects in the folder with its hash."""
     places = {job.place(name) for name in job.names()}
     folder = f"data-{job.record.hash[:_HASH_DIGITS]}"
     return (_sizes(objects, job, places).keys() & places) | objects.sizes(folder).keys()
 
 
 def _read_job(objects: Objects, path: str, name: str) -> _StoredJob | None:
-    """Return the job of a record; None if there is none. Raises SourceError if it is damaged."""
+    """Return the job of a record, or None. Raises SourceError if the record is damaged."""
     stored = objects.get(name)
     if stored is None:
         return None

@@ -1,12 +1,14 @@
-"""Where the files of one job go: a directory on a file system, or a place in a bucket.
+"""The interface of an output: the directory, on a file system or in a bucket, that one job writes.
 
-An output is whole or absent, and an output that is replaced is the old one or the new one:
+A *job* writes the files of one output. Its files are invisible to readers until the commit, so that an output is whole
+or absent, and a replaced output is the old or the new one:
 
     begin(record)                          create the job, or join it
-    scratch() -> add(scratch, 0, note)     one finished file, then its note
-    commit(scratch)                        everything gets its name at one moment
+    scratch() -> add(scratch, 0, note)     store one finished file, then its note
+    commit(scratch)                        give all files their final names in one step
 
-Several processes may work on a job at once, on several hosts. What one has finished counts for all.
+A *note* records a finished file: its checksums, and what was read for it. Several processes, on several hosts, may work
+on one job at the same time; each skips the files that have notes.
 """
 
 from __future__ import annotations
@@ -23,46 +25,46 @@ from shardkit.core.text import escape, escape_command, in_shell
 from shardkit.errors import IncompleteError, SourceError, UsageError
 
 FileNote = Mapping[str, Any]
-"""What is recorded of a finished file, as plain data."""
+"""The note of a finished file, as JSON data."""
 _FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFile:
-    """A file that a job writes."""
+    """A file of the output that a job writes."""
 
     name: str
-    """Below the output, with "/"."""
+    """Path below the output, with "/"."""
     size: int
     """In bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """What all processes of a job agree on. It is recorded when the job begins."""
+    """The description of a job that all its processes share. The first process stores it as `job.json`."""
 
     hash: str
-    """Of everything that decides about the bytes. Two jobs with the same hash are one."""
+    """Hash of all inputs and options that affect the output's bytes. Processes with equal hashes work on one job."""
     command: str
-    """The command that began the job, as the shell takes it; empty for a call from Python."""
+    """The shell command that began the job; empty for a call from Python."""
     directory: str
-    """In which the command was typed; empty where it is not known."""
+    """The working directory of that command; empty if unknown."""
     files: Sequence[JobFile]
     """A file's number is its position."""
     output: str = ""
-    """Name of the destination: that of the job's directory may be shorter."""
+    """The destination's own name. The name of the job's directory may contain only its beginning."""
     num_parts: int = 1
-    """Processes that the work was divided over by the one that began."""
+    """The N of `--part K/N` of the command that began the job; 1 without parts."""
     draft: Mapping[str, bytes] = field(default_factory=dict)
-    """What describes the output, by name, without what the notes of its files add."""
+    """Files that only the job's processes need, by name, such as the call that `shardkit commit` repeats."""
 
     @property
     def folders(self) -> list[str]:
-        """All folders that the files lie in, outer ones first."""
+        """All folders of the files, parents before children."""
         return sorted({parent for file in self.files for parent in _parents(file.name)})
 
     def dump(self) -> bytes:
-        """Return the content of `job.json`, which has everything but the contents of the draft."""
+        """Return the content of `job.json`: all fields, but of the draft only the names."""
         fields = {
             "format": _FORMAT,
             "hash": self.hash,
@@ -77,14 +79,14 @@ class JobRecord:
 
     @classmethod
     def parse(cls, data: bytes, name: str) -> tuple[JobRecord, list[str]]:
-        """Return the record in a `job.json`, without its draft, and the names in the draft.
+        """Parse a `job.json`. Return the record with an empty draft, and the names of the draft's files.
 
         Args:
-            data: its content.
-            name: of the file, for messages.
+            data: the content of the file.
+            name: the path of the file, for messages.
 
         Raises:
-            SourceError: another version of shardkit has written it, or it is damaged.
+            SourceError: the file is damaged, or another version of shardkit wrote it.
         """
         hint = "shardkit abort OUTPUT removes the job"
         try:
@@ -106,26 +108,26 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """How far a job is that is not committed."""
+    """The progress of a job that is not committed."""
 
     record: JobRecord
     finished: set[int]
     """Numbers of the files that have notes."""
     is_committing: bool = False
-    """Its output is being made, or a commit was interrupted."""
+    """A commit is in progress, or was interrupted."""
 
 
 class JobOutput(Protocol):
-    """Where the files of one job go. A context manager: leaving it leaves the job as it is."""
+    """The output of one job, as one process sees it. A context manager; the job remains when a process leaves it."""
 
     path: str
     """The destination, absolute."""
     replaced: tuple[str, ...]
-    """How the paths begin of data in a store that the commit has replaced. The data stays, since readers may need it."""
+    """Prefixes of the data in a store that the commit has replaced. The data stays, since readers may need it."""
 
     @property
     def warnings(self) -> Sequence[str]:
-        """What a person should know of the jobs that this process has ended."""
+        """What the user should know about jobs that this process has ended."""
 
     def __enter__(self) -> JobOutput: ...
 
@@ -135,10 +137,10 @@ class JobOutput(Protocol):
 
     @property
     def is_committed(self) -> bool:
-        """True once this process has made the output; what is left of the job may not be removed yet."""
+        """True once this process has committed, although some files of the job may still have to be removed."""
 
     def is_made(self) -> bool:
-        """True if the destination is the output of the job that this process has joined; maybe not after a power loss.
+        """True if the destination is now the output of the job that this process has joined. It may not be durable yet.
 
         Raises:
             ResourceError: the store does not answer.
@@ -150,22 +152,22 @@ class JobOutput(Protocol):
         Raises:
             OutputExists: something at the destination may not be replaced.
             UsageError: another job is under way there.
-            JobEnded: this call has ended a commit of the job that was interrupted.
+            JobEnded: the job's commit had been interrupted, and this call has completed it.
             ResourceError: the system or the store refuses.
         """
 
     def join(self) -> JobRecord | None:
-        """Join the job that is under way and return its record, without the draft; None if there is none.
+        """Join the job that is under way, and return its record without the draft; None without a job.
 
         Raises:
             JobEnded: as `begin`.
-            UsageError: there are several, or the job belongs to another user.
-            SourceError: its record is damaged.
+            UsageError: several jobs are under way, or the job belongs to another user.
+            SourceError: the record of the job is damaged.
             ResourceError: as `begin`.
         """
 
     def notes(self, numbers: Collection[int]) -> dict[int, FileNote]:
-        """Return the notes of those of these files that are finished, by number.
+        """Return the notes of the finished files among these, by number.
 
         Raises:
             JobEnded: another process has committed or aborted the job. So do all methods below.
@@ -173,40 +175,40 @@ class JobOutput(Protocol):
         """
 
     def scratch(self) -> AbstractContextManager[str]:
-        """Give a directory of this process with the folders of all files. It is removed at the end."""
+        """Make a directory for unfinished files of this process, with the folders of all files; remove it at the end."""
 
     def add(self, scratch: str, number: int, note: FileNote) -> None:
-        """Move a finished file out of `scratch`, and record its note.
+        """Move a finished file from `scratch` into the job, then store its note.
 
-        Both are durable when this returns, the file first. May be called from any thread.
+        Both are durable when this returns, the file before the note. May be called from any thread.
         """
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Remove notes, so that their files are written again. Durable when this returns."""
+        """Remove notes, durably, so that these files are written again."""
 
     def commit(self, scratch: str) -> None:
-        """Give the finished files, and those in the directory `scratch`, their names. Durable when this returns.
+        """Publish the finished files, and all files in the directory `scratch`. Durable when this returns.
 
         Raises:
             IncompleteError: files are missing.
             OutputExists: something at the destination may not be replaced. The job stays.
-            UsageError: another job is being committed. This one stays, too.
+            UsageError: another job is being committed. This job stays, too.
         """
 
     def abort(self) -> bool:
-        """Remove every job of this destination that is not committed. A commit that has begun is ended instead.
+        """Remove every uncommitted job of this destination. A commit that has begun is completed instead.
 
         Returns:
-            True if there was something to remove or to end.
+            True if there was something to remove or to complete.
         """
 
 
 class OutputExists(UsageError):
-    """Something at the destination may not be replaced."""
+    """The destination holds something that may not be replaced."""
 
 
 class JobEnded(IncompleteError):
-    """Another process has ended the job: it is committed, or aborted."""
+    """Another process has committed or aborted the job."""
 
     def __init__(self, path: str, *, is_committed: bool) -> None:
         if is_committed:
@@ -220,7 +222,7 @@ class JobEnded(IncompleteError):
 
 
 def other_job(path: str, record: JobRecord, new: JobRecord) -> UsageError:
-    """Return the error of a process with a new job that finds another one under way for its destination."""
+    """Return the error for a new job whose destination has another job under way: `record`."""
     is_same = (record.command, record.directory) == (new.command, new.directory)
     is_changed = is_same and new.files  # two saves are two jobs
     changed = ", this command: since then the source, or what reads it, has changed" if is_changed else ""
@@ -232,7 +234,7 @@ def other_job(path: str, record: JobRecord, new: JobRecord) -> UsageError:
 
 
 def check_complete(path: str, record: JobRecord, finished: Collection[int]) -> None:
-    """Refuse a commit that lacks files. Raises IncompleteError, which names them."""
+    """Raise IncompleteError, which names the missing files, unless all files are finished."""
     missing = [escape(file.name) for number, file in enumerate(record.files) if number not in finished]
     IncompleteError.raise_for(
         missing,
@@ -242,7 +244,7 @@ def check_complete(path: str, record: JobRecord, finished: Collection[int]) -> N
 
 
 def _parents(name: str) -> list[str]:
-    """Return the folders above a file's name, outermost first."""
+    """Return the folders of a file, outermost first: "a/b/c" -> ["a", "a/b"]."""
     pieces = name.split("/")[:-1]
     return ["/".join(pieces[: depth + 1]) for depth in range(len(pieces))]
 

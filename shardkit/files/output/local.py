@@ -1,28 +1,29 @@
-"""The output of a job on a local or shared file system: a directory that is whole, or absent.
+"""The output of a job on a local or shared file system: a directory OUT that is whole or absent.
 
-Beside OUT lies one directory, and its name is the state of the job:
+The job has one directory beside OUT, whose name is the state of the job:
 
-    .OUT.shardkit-new-<id>/      being made; it gets the next name once it is complete
+    .OUT.shardkit-new-<id>/      being made; renamed to the next name once it is complete
     .OUT.shardkit/               the job is under way
-    .OUT.shardkit-commit-<id>/   one process makes OUT of it; from here on only forward
-    .OUT.shardkit-trash-<id>/    over, and being removed
+    .OUT.shardkit-commit-<id>/   one process turns it into OUT; there is no way back from here
+    .OUT.shardkit-trash-<id>/    the job has ended, and its directory is being removed
 
-Each step is one rename of the whole directory: it cannot be half done, only one process can do it, and the next call of
-every process that still uses the old name fails. Nothing in it is ever made again under such a name.
+Each step is one rename of the whole directory. So no step can be half done, only one process can do it, and every
+process that still uses the old name fails with its next call. No path in a job's directory is created a second time.
 
-    job.json, draft/   what all processes agree on (`JobRecord`)
+    job.json, draft/   the `JobRecord`
     data/              finished files under their final names; becomes OUT
     done/7.json        the note of file 7
     tmp/<id>/          unfinished files of one process
-    users              flock, shared by all processes that work here
-    lock               flock of the process that commits or aborts
-    witness            hard link to a file of `data`, made before OUT and `data` are exchanged
+    users              flocked (shared) by all processes that work on the job
+    lock               flocked by the process that commits or aborts
+    witness            hard link to a file of `data`, made before OUT and `data` are exchanged: shows whether they were
     old/               the previous OUT, until it is removed
 
-Safety does not depend on locks; they only make others wait. Where flock is missing, or counts on one host only, a process
-may take over a commit that is alive: it renames the directory to an id of its own, and the other one finds OUT made.
+Safety does not depend on locks, which only make other processes wait. Where flock is missing, or works within one host
+only, a process may take over the commit of a live process by renaming its directory; the other process then finds OUT
+complete.
 
-Durable: the job before `begin` returns, a file before its note has a name, OUT before `commit` returns.
+What is durable when: the job before `begin` returns, a file before its note has a name, OUT before `commit` returns.
 """
 
 from __future__ import annotations
@@ -60,35 +61,38 @@ from shardkit.files.output.contract import (
 from shardkit.files.strict_json import parse_object
 
 _RECORD = "job.json"
-_MOST_TRIES = 100  # each only if another process begins or aborts in the same moment
-_MOST_WAITS, _WAIT_S = 20, (1.0, 3.0)  # for a commit that is alive, where flock does not work between hosts
+_MOST_TRIES = 100  # a further try is needed only if another process begins or aborts at the same moment
+_MOST_WAITS, _WAIT_S = (
+    20,
+    (1.0, 3.0),
+)  # for the commit of a live process, where flock does not work between hosts
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
-"""What a rename of a directory onto something that is not an empty directory fails with."""
+"""Errors of a rename of a directory onto anything but an empty directory."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _NO_LINKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EMLINK, errno.EXDEV)
 _GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
-"""ESTALE: another host has removed it (NFS). ENOTDIR: there is a file where the path has a folder."""
+"""ESTALE: another host has removed the file (NFS). ENOTDIR: a folder of the path is now a file."""
 _MAX_HOST_CHARS = 40
-_MAX_NAME_BYTES = 120  # of the output's name, in the names of its jobs; a name has at most 255
+_MAX_NAME_BYTES = 120  # of the output's name in the name of a job's directory; file systems allow 255 in all
 
 _OF_A_JOB = re.compile(r"\.(.+)\.shardkit(-(new|commit|trash)-[^/]+)?", re.DOTALL)
-"""Names of the directories of jobs, as far as they are short."""
+"""Matches the name of a job's directory; its groups are the output's name, maybe shortened, and the state."""
 
 MayReplace = Callable[[str, str], None]
-"""Raises `OutputExists` if the directory at a path may not be replaced by the new output in another; that is empty as long
-as there is none. It is not called for a directory that is empty."""
+"""Raises `OutputExists` if the directory at the first path may not be replaced. The second path is the directory with the
+new output, or empty while there is none. Not called for an empty directory."""
 ForeignFiles = Callable[[str, str], list[str]]
-"""Returns the names in a directory that shardkit has not written; the second directory has the new output."""
+"""Returns the names in the first directory that shardkit did not write; the second directory is the new output."""
 
 
 class LocalOutput:
     """A `JobOutput` on a file system, as one process of a job sees it.
 
     Args:
-        path: the directory to make; absolute.
-        may_replace: checks what is at `path`, when a job begins and just before it is replaced.
-        foreign_files: finds what was put into the old output while it was being replaced; those files stay.
-        overwrite: a job of another hash that nobody works on gives way, also if it has finished files.
+        path: the output directory; absolute.
+        may_replace: checks what is at `path`, when a job begins and again just before the replacement.
+        foreign_files: finds files that somebody put into the old output during its replacement; they are kept.
+        overwrite: remove another job that no process works on, even if it has finished files.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class LocalOutput:
         self._users_fd = self._data_fd = -1
         self._tmp = ""
         self._stage: Literal["", "begun", "claimed", "committed"] = ""
-        """What this process has done with the job. A claim may be taken over by another process."""
+        """The last step of this process in the job. "claimed": it has begun the commit, which another process may take over."""
 
     def __enter__(self) -> LocalOutput:
         return self
@@ -114,7 +118,7 @@ class LocalOutput:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave the job. After an error it is removed if no file is finished and nobody else works on it."""
+        """Leave the job. After an error remove it, if no file is finished and no other process works on it."""
         with contextlib.suppress(OSError):
             if error is not None and self._stage != "claimed" and self._is_joined():
                 self._discard_if_idle(with_files=False)
@@ -145,7 +149,7 @@ class LocalOutput:
         with _system_errors(self.path):
             for _ in range(_MOST_TRIES):
                 if record.hash in self._finish_commits():
-                    self._join()  # what this process has created meanwhile is removed when it leaves
+                    self._join()  # a directory that this process has created meanwhile is removed when it leaves
                     self._stage = "committed"
                     raise JobEnded(self.path, is_committed=True)
                 if self._join() is None:
@@ -154,7 +158,7 @@ class LocalOutput:
                     _create(self.path, record)
                     continue
                 storage.sync_directory(os.path.dirname(self.path))
-                self._check_replaceable()  # again: a commit may have ended before this job was created
+                self._check_replaceable()  # again: another job may have been committed before this one was created
                 if self.record.hash == record.hash:
                     self._stage = "begun"
                     return
@@ -169,7 +173,9 @@ class LocalOutput:
         """See `JobOutput.join`."""
         with _system_errors(self.path):
             ended = set[str]()
-            for _ in range(_MOST_TRIES):  # another process may take this one for dead as it joins
+            for _ in range(
+                _MOST_TRIES
+            ):  # while this process joins, another one may remove its directory in tmp
                 ended |= self._finish_commits()
                 record = self._join()
                 if record is not None or not _exists(self._work):
@@ -183,17 +189,20 @@ class LocalOutput:
         notes = dict[int, FileNote]()
         with self._in_job():
             for number in self._finished().intersection(numbers):
-                with _if_there(), contextlib.suppress(SourceError):  # damaged: the file is written again
+                with (
+                    _if_there(),
+                    contextlib.suppress(SourceError),
+                ):  # without a readable note the file is written again
                     note = os.path.join(self._done, f"{number}.json")
                     notes[number] = parse_object(storage.read_file(note), note)
-            self._require_joined()  # otherwise some may be missing because the job has ended
+            self._require_joined()  # else notes may be missing because the job has ended
         return notes
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[str]:
         """See `JobOutput.scratch`.
 
-        Nothing may call `makedirs` there: the directories above it may be gone, and have to stay so.
+        Never call `makedirs` below it: if the job has ended, its directories must not be created again.
         """
         path = os.path.join(self._tmp, _new_id())
         try:
@@ -238,13 +247,13 @@ class LocalOutput:
         self._leave()
 
     def keep(self, scratch: str) -> str:
-        """Give the output another name, where the destination may not be replaced. The job ends.
+        """End the job by giving its output a name beside the destination, which may not be replaced: `OUT-new`.
 
         Args:
             scratch: as for `commit`, which may have moved the files already.
 
         Returns:
-            Its path, beside the destination.
+            The path of the output.
         """
         with self._in_job(), _locked(self._work):
             if self._stage != "claimed":
@@ -255,14 +264,14 @@ class LocalOutput:
                 with contextlib.suppress(FileExistsError):
                     storage.rename_noreplace(self.data, kept)
                     break
-            with contextlib.suppress(OSError):  # the next job says what is in its way
+            with contextlib.suppress(OSError):  # the output is complete; the next job reports what remains
                 storage.sync_directory(os.path.dirname(self.path))
                 self._discard(self._work)
         self._leave()
         return kept
 
     def discard(self) -> None:
-        """Remove the job that `begin` has begun, unless it has ended. A commit that has begun is ended instead."""
+        """Remove the job that this process has begun, unless it has ended."""
         if self._stage == "begun" and self._tmp:
             with contextlib.suppress(JobEnded), self._in_job(), _locked(self._work):
                 self._discard(self._work)
@@ -285,10 +294,10 @@ class LocalOutput:
         return has_leftovers
 
     def end_commits(self) -> None:
-        """End commits that were interrupted, and remove what dead processes left of jobs that have ended.
+        """Complete interrupted commits, and remove the remaining directories of jobs that have ended.
 
         Raises:
-            OutputExists: something else was put at the destination. All stays as it is.
+            OutputExists: the destination holds something else by now. Nothing is changed.
             ResourceError: the system refuses.
         """
         with _system_errors(self.path):
@@ -296,20 +305,21 @@ class LocalOutput:
             self._discard_all("new")
 
     def _join(self) -> JobRecord | None:
-        """Join the job that is under way and return its record; None if there is none."""
+        """Join the job that is under way, and return its record, or None."""
         self._leave()
         users = os.path.join(self._work, "users")
         with _if_there():
             # For writing: over NFS an exclusive lock needs it.
             self._users_fd = _open(users, os.O_RDWR)
             is_alone = _flock(self._users_fd, exclusive=True, wait=False)
-            # All that this process does in the job passes through here by rename: it fails in another job of this name.
+            # This process creates files only below here, and renames them into the job. So it can never add a file to
+            # another job that has the same path by then: there this directory does not exist.
             self._tmp = os.path.join(self._work, "tmp", _new_id())
             storage.mkdir(self._tmp)
             if is_alone and _is_same(users, self._users_fd):
                 self._remove_scratch_of_dead()
             _flock(self._users_fd, exclusive=False)
-            # Fails if another process has taken this one for dead. Notes of another user are not believed.
+            # The lstat fails if another process has removed the directory. Notes of other users are not trusted.
             _check_owner(self.path, storage.lstat(self._tmp).st_uid)
             self._data_fd = _open(self.data, os.O_RDONLY | os.O_DIRECTORY)
             self._record = _read_record(self._work)
@@ -319,7 +329,7 @@ class LocalOutput:
         return None
 
     def _leave(self) -> None:
-        """Leave the job; it stays as it is."""
+        """Close what belongs to this process, and remove its unfinished files."""
         tmp, fds = self._tmp, (self._users_fd, self._data_fd)
         self._tmp, self._users_fd, self._data_fd = "", -1, -1
         for fd in fds:
@@ -335,7 +345,7 @@ class LocalOutput:
 
     @contextlib.contextmanager
     def _in_job(self) -> Iterator[None]:
-        """Raise JobEnded in place of the errors that follow from the end of the job."""
+        """Raise JobEnded instead of an error that is a consequence of the end of the job."""
         try:
             self._require_joined()
             yield
@@ -348,7 +358,7 @@ class LocalOutput:
                 raise self._ended() from error
 
     def _ended(self) -> JobEnded:
-        """Return the error of a process whose job is gone. Commits that were interrupted are ended before."""
+        """Complete any interrupted commit, and return the error for a process whose job is gone."""
         data_fd = self._data_fd
         self._finish_commits()
         return JobEnded(self.path, is_committed=_is_same(self.path, data_fd))
@@ -358,7 +368,7 @@ class LocalOutput:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.data)
 
     def _finished(self) -> set[int]:
-        """Return the numbers of the files that have notes and are there."""
+        """Return the numbers of the files that have a note and exist with the right size."""
         finished = set[int]()
         for name in storage.listdir(self._done):
             stem = name.removesuffix(".json")
@@ -368,11 +378,11 @@ class LocalOutput:
                 with _if_there():
                     if storage.lstat(os.path.join(self.data, file.name)).st_size == file.size:
                         finished.add(number)
-        self._require_joined()  # otherwise some may be missing because the job has ended
+        self._require_joined()  # else files may be missing because the job has ended
         return finished
 
     def _remove_scratch_of_dead(self) -> None:
-        """Remove unfinished files of processes on this host, all of which are dead."""
+        """Remove unfinished files of this host's other processes, which are all dead: only this one has locked `users`."""
         tmp, mine = os.path.split(self._tmp)
         for name in storage.listdir(tmp):
             if name.rpartition("-")[0] == _host() and name != mine:
@@ -381,10 +391,10 @@ class LocalOutput:
                 storage.remove_tree(moved)
 
     def _discard_if_idle(self, *, with_files: bool) -> bool:
-        """Leave the job. Remove it if no other process works on it, and no file is finished or `with_files`.
+        """Leave the job. Remove it if no other process works on it and it has no finished files, or `with_files` is set.
 
         Returns:
-            True if it is gone.
+            True if the job no longer exists.
         """
         try:
             is_idle = _flock(self._users_fd, exclusive=True, wait=False)
@@ -401,7 +411,7 @@ class LocalOutput:
             self._leave()
 
     def _check_replaceable(self, new: str = "") -> None:
-        """Raise OutputExists if what is at the destination may not be replaced by the new output in a directory."""
+        """Raise OutputExists if the destination may not be replaced. `new` is the directory with the new output, if any."""
         if is_free(self.path):
             return
         try:
@@ -412,7 +422,7 @@ class LocalOutput:
             raise
 
     def _refuse_foreign(self) -> None:
-        """Refuse what has the name of a job's directory and is none."""
+        """Raise UsageError if the path of the job's directory holds something that is not a job."""
         with _if_there():
             before = storage.lstat(self._work)
             names = storage.listdir(self._work) if stat.S_ISDIR(before.st_mode) else ["a file"]
@@ -423,7 +433,7 @@ class LocalOutput:
                 )
 
     def _adopt(self, directory: str, below: str = "") -> None:
-        """Move all files of a directory into `data`. A twin may be moving the same."""
+        """Move all files of a directory into `data`. Another process may be moving files of the same names."""
         files = list[str]()
         for entry in storage.listdir(os.path.join(directory, below)):
             name = os.path.join(below, entry)
@@ -434,19 +444,19 @@ class LocalOutput:
             else:
                 files.append(name)
         paths = [os.path.join(directory, name) for name in files]
-        # A thousand small files, one after another, take seconds; for a few a thread is not worth it.
+        # Syncing a thousand small files one by one takes seconds; for a few files threads cost more than they save.
         at_once(storage.sync_file, paths, num_threads=min(max(len(paths) // 64, 1), 16))
         for name in files:
             storage.rename(os.path.join(directory, name), os.path.join(self.data, name))
 
     def _finish_commits(self) -> set[str]:
-        """Bring interrupted commits to their end, and wait for one that is alive.
+        """Complete interrupted commits. Wait for the commit of a live process.
 
         Returns:
-            The hashes of the jobs whose commits this call has ended.
+            The hashes of the jobs whose commits this call has completed.
 
         Raises:
-            OutputExists: something else was put at the destination. All stays as it is.
+            OutputExists: the destination holds something else by now. Nothing is changed.
         """
         ended = set[str]()
         for waits in range(_MOST_WAITS):
@@ -454,7 +464,7 @@ class LocalOutput:
             if not works:
                 self._discard_all("trash")
                 return ended
-            if waits:  # only where locks do not work: another process continues with it
+            if waits:  # without working locks: another process has taken the commit over, and completes it
                 time.sleep(random.uniform(*_WAIT_S))
             for work in works:
                 with _if_there(), _locked(work):
@@ -468,17 +478,17 @@ class LocalOutput:
         )
 
     def _publish_own(self) -> None:
-        """Publish the job that this process commits.
+        """Publish the job whose commit this process has begun.
 
         Raises:
-            ResourceError: the output is there, but maybe not after a power loss.
-            OSError: the system refuses; or another process has taken the commit over.
+            ResourceError: the output is complete, but could not be made durable.
+            OSError: the system refuses, or another process has taken the commit over.
         """
         try:
             self._publish(self._work, is_own=True)
         except OSError as error:
             if self.is_committed:
-                return  # the next command removes what is left of the job
+                return  # the next command removes the rest of the job
             if error.errno in _GONE:
                 self._stage = "begun"
             elif _is_same(self.path, self._data_fd):
@@ -489,9 +499,10 @@ class LocalOutput:
             raise
 
     def _publish(self, work: str, *, is_own: bool = False) -> None:
-        """Give `data` the name of the destination, unless it has it already, and remove the rest.
+        """Rename `data` to the destination, unless this has been done, and remove the rest of the job.
 
-        No other process has a name for `work`: what is found in it stays true, or the next call fails.
+        Only this process uses the path `work`. If another process takes the commit over, the path no longer exists and the
+        next call fails; until then nothing else changes below it.
         """
         data, old, parent = os.path.join(work, "data"), os.path.join(work, "old"), os.path.dirname(self.path)
         if _has_new(work):
@@ -500,7 +511,9 @@ class LocalOutput:
         if _exists(data):  # after an exchange
             storage.rename(data, old)
         storage.sync_directory(parent)  # else a power loss may lose this rename and keep the next one
-        if _exists(old) and self._foreign_files(old, self.path):  # they were put there after the last look
+        if _exists(old) and self._foreign_files(
+            old, self.path
+        ):  # somebody added them after `_check_replaceable`
             kept = os.path.join(parent, os.path.basename(_beside(self.path, "replaced"))[1:])  # not hidden
             storage.rename(old, kept)
             self.warnings.append(
@@ -539,20 +552,20 @@ class LocalOutput:
             )
 
     def _discard_all(self, state: str) -> None:
-        """Remove what dead processes left in the state "trash", or "new"; whoever makes a new one begins again."""
+        """Remove all directories of jobs in the state "trash" or "new". A live process whose "new" one is gone starts again."""
         for work in _listed(self.path, state):
             with _if_there():
                 self._discard(work)
 
 
 def status(path: str) -> list[JobStatus]:
-    """Return the job of a destination that is not committed, with its finished files. Nothing is changed.
+    """Return the uncommitted job of a destination as a list of at most one. Nothing is changed.
 
     Raises:
-        SourceError: its record is damaged.
+        SourceError: the record of the job is damaged.
         ResourceError: the system refuses.
     """
-    with _system_errors(path), _if_there():  # the directory around it may be missing
+    with _system_errors(path), _if_there():  # the parent directory may not exist
         for work in [*_listed(path, "commit"), _beside(path)]:
             with _if_there():
                 names = storage.listdir(os.path.join(work, "done"))
@@ -563,7 +576,7 @@ def status(path: str) -> list[JobStatus]:
 
 
 def output_of(path: str) -> str | None:
-    """Return the output whose job has a directory, or one around it; None if no job has.
+    """Return the output of the job whose directory contains a path, or is that path; None outside of jobs.
 
     Args:
         path: absolute.
@@ -578,27 +591,27 @@ def output_of(path: str) -> str | None:
 
 
 def is_under_way(path: str) -> bool:
-    """True if there is a job for a destination that is not committed. Raises nothing that the system says."""
+    """True if a destination has an uncommitted job; False also if the system refuses to list the directory."""
     with contextlib.suppress(OSError):
         return _exists(_beside(path)) or bool(_listed(path, "commit"))
     return False
 
 
 def unremoved(path: str) -> list[str]:
-    """Return the directories of jobs of a destination that are over, and that are being removed, or could not be."""
+    """Return the directories of a destination's ended jobs that are being removed, or could not be removed."""
     with _if_there():
         return _listed(path, "trash")
     return []
 
 
 def outputs_in(directory: str) -> list[str]:
-    """Return the paths in a directory beside which there are directories of jobs."""
+    """Return the outputs in a directory that have a job's directory beside them, in any state."""
     matches = filter(None, map(_OF_A_JOB.fullmatch, storage.listdir(directory)))
     return sorted({_output_of(directory, match) for match in matches})
 
 
 def _output_of(parent: str, match: re.Match[str]) -> str:
-    """Return the output whose job has a directory, by the name of that, which may be short, or by its record."""
+    """Return the output of a job's directory: by its record, as its name may be shortened, else by that name."""
     path = os.path.join(parent, match[1])
     with contextlib.suppress(OSError, ShardkitError, ValueError):  # ValueError: a lone surrogate
         recorded = os.path.join(parent, _read_record(os.path.join(parent, match[0])).output)
@@ -607,7 +620,7 @@ def _output_of(parent: str, match: re.Match[str]) -> str:
 
 
 def _create(path: str, record: JobRecord) -> None:
-    """Create the directory of a job, if there is none."""
+    """Create the directory of a job, unless another process does so first."""
     new = _beside(path, "new")
     storage.mkdir(new)
     try:
@@ -620,7 +633,9 @@ def _create(path: str, record: JobRecord) -> None:
         for folder in [*reversed(folders), ""]:
             storage.sync_directory(os.path.join(new, folder))
         storage.rename(new, _beside(path))
-    except OSError as error:  # gone: another process has tidied up; in the way: it was faster
+    except (
+        OSError
+    ) as error:  # _GONE: another process has removed `new`; _IN_THE_WAY: another process was faster
         if error.errno not in (*_GONE, *_IN_THE_WAY):
             raise
     finally:
@@ -628,13 +643,13 @@ def _create(path: str, record: JobRecord) -> None:
 
 
 def _read_record(work: str) -> JobRecord:
-    """Return the record of a job's directory, without its draft."""
+    """Read the record of a job's directory, without its draft."""
     path = os.path.join(work, _RECORD)
     return JobRecord.parse(storage.read_file(path), path)[0]
 
 
 def _read_draft(work: str) -> dict[str, bytes]:
-    """Return the files of a job's draft that are there."""
+    """Read the files of a job's draft that exist."""
     path = os.path.join(work, _RECORD)
     names = JobRecord.parse(storage.read_file(path), path)[1]
     paths = {name: os.path.join(work, "draft", str(number)) for number, name in enumerate(names)}
@@ -642,7 +657,7 @@ def _read_draft(work: str) -> dict[str, bytes]:
 
 
 def _has_new(work: str) -> bool:
-    """True if `data` is the new output; False if that has become OUT, and `data` is the old one or absent."""
+    """True if `data` is the new output. False if OUT is, and `data` is the old output or absent."""
     data, witness = os.path.join(work, "data"), os.path.join(work, "witness")
     if not _exists(data):
         return False
@@ -653,7 +668,8 @@ def _exchange(work: str, path: str) -> bool:
     """Exchange `data` and OUT in one step.
 
     Returns:
-        False if the file system has no such thing, or no hard links, which show afterwards whether it has happened.
+        False if the file system cannot exchange directories, or has no hard links, without which nobody could find out
+        after a crash whether the exchange has happened.
     """
     witness, first = os.path.join(work, "witness"), _first_file(work)
     if not first:
@@ -677,7 +693,7 @@ def _exchange(work: str, path: str) -> bool:
 
 
 def _first_file(work: str) -> str:
-    """Return the path in `data` of the job's first file; of a job without files, of the first that was committed."""
+    """Return the path in `data` of the job's first file; for a save, whose record lists no files, of the first one found."""
     files, data = _read_record(work).files, os.path.join(work, "data")
     if files:
         return os.path.join(data, files[0].name)
@@ -686,7 +702,7 @@ def _first_file(work: str) -> str:
 
 
 def _stem(path: str) -> str:
-    """Return how the names of all directories of jobs of an output begin; short enough for any file system."""
+    """Return the beginning of the names of an output's job directories, short enough for any file system."""
     name = os.path.basename(path)
     data = os.fsencode(name)
     if len(data) > _MAX_NAME_BYTES:
@@ -695,19 +711,19 @@ def _stem(path: str) -> str:
 
 
 def _beside(path: str, state: str = "") -> str:
-    """Return the path of a job's directory; with a state, of a new one in that state."""
+    """Return the path of an output's job directory; with a state, a new path for that state."""
     parent, stem = os.path.dirname(path), _stem(path)
     return os.path.join(parent, f"{stem}-{state}-{_new_id()}" if state else stem)
 
 
 def _listed(path: str, state: str) -> list[str]:
-    """Return the directories of jobs in a state."""
+    """Return an output's job directories in a state."""
     parent, prefix = os.path.dirname(path), f"{_stem(path)}-{state}-"
     return [os.path.join(parent, entry) for entry in storage.listdir(parent) if entry.startswith(prefix)]
 
 
 def _rename(path: str, work: str, state: str) -> str:
-    """Bring a job's directory into a state, under a name of this process; return its new path."""
+    """Move a job's directory to a state, under a name that only this process uses; return the new path."""
     renamed = _beside(path, state)
     storage.rename(work, renamed)
     return renamed
@@ -715,10 +731,10 @@ def _rename(path: str, work: str, state: str) -> str:
 
 @contextlib.contextmanager
 def _locked(work: str) -> Iterator[None]:
-    """Hold the lock of a job's directory. The directory may be gone once the lock is free: the next call fails then.
+    """Lock a job's directory. It may be gone by the time the lock is free; then the next call fails.
 
     Raises:
-        FileNotFoundError: there is no such directory.
+        FileNotFoundError: the directory does not exist.
     """
     fd = _open(os.path.join(work, "lock"), os.O_RDWR | os.O_CREAT)  # missing if somebody has removed it
     try:
@@ -730,7 +746,7 @@ def _locked(work: str) -> Iterator[None]:
 
 
 def _flock(fd: int, *, exclusive: bool, wait: bool = True) -> bool:
-    """Lock an open file. Without locks in the file system waiting succeeds, and trying without waiting fails."""
+    """Lock an open file. On a file system without locks the result is True with `wait`, else False."""
     try:
         return storage.flock(fd, exclusive=exclusive, wait=wait)
     except OSError as error:
@@ -751,14 +767,14 @@ def _exists(path: str) -> bool:
 
 
 def is_free(path: str) -> bool:
-    """True if nothing is there, or an empty directory: a rename takes its place."""
+    """True if the path does not exist or is an empty directory, which a rename replaces."""
     with _if_there():
         return stat.S_ISDIR(storage.lstat(path).st_mode) and not storage.listdir(path)
     return True
 
 
 def _is_same(path: str, path_or_descriptor: str | int) -> bool:
-    """True if a path leads to the same file or directory as another path, or as a descriptor."""
+    """True if a path is the same file or directory as another path or a descriptor."""
     try:
         second = (
             storage.fstat(path_or_descriptor)
@@ -774,7 +790,7 @@ def _is_same(path: str, path_or_descriptor: str | int) -> bool:
 
 @contextlib.contextmanager
 def _if_there() -> Iterator[None]:
-    """Leave the block where a file or directory is gone."""
+    """Run the block only until it finds a file or directory missing."""
     try:
         yield
     except OSError as error:
@@ -784,7 +800,7 @@ def _if_there() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _system_errors(path: str) -> Iterator[None]:
-    """Raise ResourceError for what the system refuses, UsageError for the job of another user."""
+    """Raise ResourceError instead of OSError; UsageError if the reason is that the job belongs to another user."""
     try:
         yield
     except OSError as error:
@@ -797,7 +813,7 @@ def _system_errors(path: str) -> Iterator[None]:
 
 
 def _check_owner(path: str, uid: int) -> None:
-    """Refuse a job that belongs to another user than this one."""
+    """Raise UsageError if the job of an output belongs to another user than `uid`."""
     for work in [_beside(path), *_listed(path, "commit")]:
         if _exists(work) and storage.lstat(work).st_uid != uid:
             raise UsageError(
@@ -807,7 +823,7 @@ def _check_owner(path: str, uid: int) -> None:
 
 
 def _new_id() -> str:
-    """Return an id that no other process has; it begins with the name of this host."""
+    """Return a unique id that begins with the name of this host."""
     return f"{_host()}-{secrets.token_hex(6)}"
 
 

@@ -1,4 +1,4 @@
-"""commit, status and abort: what becomes of a job that has not ended.
+"""commit, status and abort: complete, show or remove uncommitted jobs.
 
 Internal: import from `shardkit`.
 """
@@ -17,7 +17,7 @@ from shardkit.core.keywords import suggests_keywords
 from shardkit.core.result import Result, wrote
 from shardkit.core.text import escape, in_shell, listed
 from shardkit.core.threads import ProgressOption
-from shardkit.errors import SourceError, UsageError
+from shardkit.errors import ResourceError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.location import location_of
 from shardkit.files.output.contract import JobEnded, JobRecord, JobStatus
@@ -48,84 +48,84 @@ _VERBS: Mapping[str, Callable[..., WriteResult]] = {
 }
 _LOOK_AGAIN_S = 0.5
 _MAY_RUN = ("wrap", "stages")
-"""Options that may be "module:function"."""
+"""Options whose value may be "module:function", which a verb imports and calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitResult(Result):
-    """What became of an output that parts have written."""
+    """The result of `commit`."""
 
     output: str
     """The directory; absolute."""
     by_another: bool
-    """It was there already, or another process was faster: nothing was left to do."""
+    """The output existed already, or another process has committed it meanwhile."""
     num_files: int = 0
-    """Files with tensors in them; 0 where there was nothing to do."""
+    """Number of files with tensors; 0 if there was nothing to do."""
     written_bytes: int = 0
     """Size of all these files."""
     checked_bytes: int = 0
-    """Bytes of the source that were compared with the CRC-32 recorded for them, by all parts."""
+    """Bytes of the source that all parts have compared with recorded CRC-32s."""
     unchecked: tuple[Unchecked, ...] = ()
-    """What could not be compared, by reason."""
+    """Bytes that could not be compared, by reason."""
     source_manifests: tuple[str, ...] = ()
-    """Manifests by shardkit that the source was compared with, beside what its files record."""
+    """Paths of the shardkit manifests whose checksums were compared, besides those in the source's own files."""
     replaced: tuple[str, ...] = ()
-    """How the paths begin of data in a bucket that were replaced. They stay, as readers may need them."""
+    """Prefixes of replaced data in a bucket. The data stays, since readers may need it."""
     elapsed_s: float
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     pushed_to: str | None = None
-    """Address of the repo on the Hub, where the parts were told to upload."""
+    """Address of the repo on the Hub, if the parts had `--push-to-hub`."""
 
     def headline(self) -> str:
-        """Return what was made, or that it is there."""
+        """Return the first line of the text output."""
         return f"{escape(self.output)} is there" if self.by_another else wrote(self.output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnfinishedJob:
-    """A job that is not committed."""
+    """An uncommitted job."""
 
     output: str
-    """Its destination; absolute."""
+    """The destination; absolute."""
     command: str
-    """The command that began it, as the shell takes it; empty for a call from Python."""
+    """The shell command that began the job; empty for a call from Python."""
     directory: str
-    """In which the command was typed; empty where it is not known."""
+    """The working directory of that command; empty if unknown."""
     hash: str
-    """Of everything that decides about the output's bytes."""
+    """Hash of all inputs and options that affect the output's bytes."""
     num_parts: int
-    """Of the process that began."""
+    """The N of `--part K/N` of the command that began the job; 1 without parts."""
     num_files: int
     file_bytes: int
     finished_files: int
     finished_bytes: int
     missing: tuple[tuple[str, int, str], ...]
-    """(part, files that it lacks, what to type) of each part that lacks something."""
+    """(part, number of its unfinished files, command that runs it) for each part that has some."""
     is_committing: bool
-    """Its output is being made, or a commit was interrupted: the same command, or `commit`, ends it."""
+    """A commit is in progress, or was interrupted. Then the same command, or `commit`, completes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusResult(Result):
-    """The jobs of a destination that nobody has committed."""
+    """The result of `status`."""
 
     output: str
     """The directory; absolute."""
     is_there: bool
-    """Something has its name."""
+    """The destination exists."""
     jobs: tuple[UnfinishedJob, ...]
-    """On a disk there is at most one for each output."""
+    """The uncommitted jobs; on a disk at most one for each output."""
     replaced: tuple[str, ...] = ()
-    """How the paths begin of data in a bucket that no output names any more; on a disk, what could not be removed of jobs
-    that are over."""
+    """In a bucket, prefixes of data that belongs to no output and no job; on a disk, directories of ended jobs that could
+    not be removed."""
     outputs: tuple[str, ...] | None = None
-    """Where no output was named, all in the directory that have such jobs."""
+    """For a call without an output, all outputs of the directory that have such jobs; else None."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
 
     def headline(self) -> str:
-        """Return whether the output is there, or which are not committed in a directory."""
+        """Return the first line of the text output."""
         if self.outputs is not None:
             names = listed([os.path.basename(path) for path in self.outputs])
             return (
@@ -140,12 +140,12 @@ def _headline(output: str, is_there: bool) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortResult(Result):
-    """What was removed of jobs that nobody has committed."""
+    """The result of `abort`."""
 
     output: str
     """The directory; absolute."""
     is_there: bool
-    """An output has its name, which stays."""
+    """The destination exists. It was not changed."""
     aborted: bool
     """Something was removed."""
     jobs: tuple[UnfinishedJob, ...]
@@ -154,7 +154,7 @@ class AbortResult(Result):
     warnings: tuple[str, ...] = ()
 
     def headline(self) -> str:
-        """Return whether an output is there."""
+        """Return the first line of the text output."""
         return _headline(self.output, self.is_there)
 
 
@@ -167,19 +167,19 @@ def commit(
     progress: ProgressOption = None,
     on_warning: OnWarning | None = None,
 ) -> CommitResult:
-    """Make the output of what all parts of a job have written. May run any number of times, and several at once.
+    """Complete an output from the files of all parts of a job. May run repeatedly and concurrently.
 
     Args:
-        output: the destination that the parts were given.
-        wait: seconds to wait for parts that are not finished, or that a network file system does not show yet.
-        overwrite: replace what is there, if it is of the same kind, even if the parts were not told to.
-        progress: told of the bytes that are read to compare what parts read of the source; by default a bar, on a terminal and in a notebook. False: none.
-        on_warning: told each warning.
+        output: the destination of the parts.
+        wait: seconds to wait for unfinished parts, or for files that a network file system does not show yet.
+        overwrite: replace an existing output of the same kind, even if the parts did not have this option.
+        progress: receives the bytes of tensors that have to be read once more for their checksums; by default a bar, on a terminal and in a notebook. False: none.
+        on_warning: called with each warning.
 
     Raises:
-        IncompleteError: parts lack something; says which, and what to type. Or another process has aborted the job.
-        UsageError: no part was begun, something else is at the destination, or the plan is another one by now.
-        IntegrityError: what the parts read is not what the source records.
+        IncompleteError: parts have unfinished files; lists the commands that write them. Or another process has aborted the job.
+        UsageError: there is no job, something else is at the destination, or source, options or version have changed.
+        IntegrityError: the parts read bytes that differ from the source's checksums.
         ResourceError: disk or permission.
     """
     begun, warnings = time.monotonic(), list[str]()
@@ -204,10 +204,10 @@ def commit(
 
 
 def _destination(output: str | os.PathLike[str]) -> Destination:
-    """Return where an output goes.
+    """Return the destination of an output.
 
     Raises:
-        UsageError: no output can be there.
+        UsageError: the store is read only.
     """
     path = os.fspath(output)
     if not location_of(path).is_writable:
@@ -216,10 +216,10 @@ def _destination(output: str | os.PathLike[str]) -> Destination:
 
 
 def _join(place: Destination, record: JobRecord, warnings: list[str], *, overwrite: bool) -> None:
-    """Look whether this user may commit a job. What a person should know is added to `warnings`.
+    """Check that this user may commit a job; add warnings of the output to `warnings`.
 
     Raises:
-        JobEnded: its commit was interrupted, and this call has ended it.
+        JobEnded: the commit had been interrupted, and this call has completed it.
         UsageError: as `JobOutput.join`.
     """
     is_save = PLAN not in record.draft
@@ -240,7 +240,7 @@ def _repeat(
     progress: ProgressOption,
     on_warning: OnWarning | None,
 ) -> WriteResult:
-    """Plan once more, as each part did, and let the verb describe what they wrote."""
+    """Call the verb as each part did, but as `Committing`: it plans again, describes the parts' files, and commits."""
     if not record.files:
         raise UsageError(
             f"the ranks of a training job save {escape(output)}: they make it themselves",
@@ -271,10 +271,10 @@ def _repeat(
 
 
 def _check_harmless(command: Command) -> None:
-    """Refuse what a record in a store may not ask for: whoever may write there may have written it.
+    """Refuse a call from a record in a store, which any user of the store may have written, if it could do harm.
 
     Raises:
-        UsageError: it names code to run, or a file to write on this machine.
+        UsageError: the call would run code, or write a file on this machine.
     """
     values = command.options
     flags = ["--trust-remote-code"] if values.get("trust_remote_code") else []
@@ -294,10 +294,10 @@ def _abort(output: str) -> str:
 
 
 def _wait_for_all(place: Destination, record: JobRecord, until: float) -> None:
-    """Return once every file is finished, or the job is over.
+    """Wait until all files are finished, or the job has ended.
 
     Raises:
-        IncompleteError: some are not when the time is over.
+        IncompleteError: files are unfinished at the time `until`.
     """
     while jobs := [job for job in place.jobs() if job.record.hash == record.hash]:
         missing = [number for number in range(len(record.files)) if number not in jobs[0].finished]
@@ -326,13 +326,13 @@ def _was_there(place: Destination, begun: float, warnings: Iterable[str] = ()) -
 
 @suggests_keywords
 def status(output: str | os.PathLike[str] | None = None) -> StatusResult:
-    """Return the jobs of an output that nobody has committed: how far each is, which parts are missing, what to type.
+    """Return the uncommitted jobs of an output: their progress, missing parts, and the commands that resume them.
 
     Args:
-        output: the destination that they were given. None: all of those in the working directory.
+        output: the destination. None for all outputs in the working directory.
 
     Raises:
-        SourceError, ResourceError: the record of a job cannot be read.
+        SourceError, ResourceError: the job of `output` cannot be read.
     """
     if output is None:
         return _status_here()
@@ -352,27 +352,33 @@ def _nothing(place: Destination) -> str:
 
 
 def _status_here() -> StatusResult:
-    """Return what is under way in the working directory."""
+    """Return the jobs of all outputs in the working directory; a warning names each output whose job cannot be read."""
     directory = storage.absolute(os.curdir)
+    jobs, unreadable = list[UnfinishedJob](), dict[str, str]()
     places = [_destination(path) for path in outputs_in(directory)]
-    jobs = tuple(job for place in places for job in _unfinished(place))
+    for place in places:
+        try:
+            jobs += _unfinished(place)
+        except (SourceError, ResourceError) as error:
+            unreadable[place.path] = "; ".join(filter(None, (error.message, error.hint)))
     return StatusResult(
         output=directory,
         is_there=True,
-        jobs=jobs,
+        jobs=tuple(jobs),
         replaced=tuple(path for place in places for path in place.unnamed_data()),
-        outputs=tuple(dict.fromkeys(job.output for job in jobs)),
+        outputs=tuple(dict.fromkeys((*(job.output for job in jobs), *unreadable))),
         notes=(),
+        warnings=tuple(unreadable.values()),
     )
 
 
 def abort(output: str | os.PathLike[str]) -> AbortResult:
-    """Remove what was written of an output and nobody has committed. Processes that are still at work end with an error.
+    """Remove the uncommitted files of an output. Processes that still write them end with an error.
 
-    A commit that was interrupted after its output got its name is ended instead.
+    If a commit was interrupted after the output got its name, the commit is completed instead.
 
     Args:
-        output: the destination that they were given. An output that is there stays.
+        output: the destination. An existing output stays.
 
     Raises:
         ResourceError: something cannot be removed.
@@ -380,7 +386,7 @@ def abort(output: str | os.PathLike[str]) -> AbortResult:
     place = _destination(output)
     try:
         jobs = _unfinished(place)
-    except SourceError:  # a record is damaged, and is removed for that
+    except SourceError:  # a job with a damaged record cannot be described, but is removed
         jobs = ()
     with place.output("") as files:
         has_leftovers = files.abort()

@@ -1,4 +1,4 @@
-"""What all processes of a job agree on, and how a process says which share of it is its own."""
+"""What all processes of a job have to agree on, and the share of the job that one process writes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from shardkit.files.output.contract import JobRecord
 from shardkit.operations.parts.part import Part, divide, parse_part
 
 PLAN = "plan.json"
-"""Name of the agreement in a draft."""
+"""Name of the agreement among the files of a draft."""
 _PATHS = ("source", "checkpoint", "base", "tokenizer", "keys", "source_manifest", "adapter_config")
-_MADE = "manifest_file"
-"""A path that does not exist yet."""
-_OWN = {
+_NEW_PATH = "manifest_file"
+"""An argument with a path that does not exist yet."""
+_OF_ONE_PROCESS = {
     "output",
     "part",
     "executor",
@@ -37,18 +37,18 @@ _OWN = {
     "holdings",
     "scratch",
 }
-"""Arguments of a verb that say how one process works, not what is made."""
+"""Arguments of a verb that do not affect the output."""
 _SETTINGS = ("sha256", "manifest", "manifest_file", "check_source")
 
 
 _BEFORE_PATHS = re.compile(r"^((?:[^'\"]|\"'\"|'[^']*')*?)( -- |$)")
-"""The end of a command's options, as the shell takes it: what is in quotes does not end them."""
+"""Matches the options of a shell command: up to its end or a " -- ", not counting quoted text."""
 _typed = ContextVar("_typed", default="")
 
 
 @contextlib.contextmanager
 def typed(command: str) -> Iterator[None]:
-    """Let runs that are begun meanwhile say which command was typed, as the shell takes it, without its part."""
+    """Within this context, record a shell command, without its `--part`, as the one that begins jobs."""
     token = _typed.set(command)
     try:
         yield
@@ -57,35 +57,35 @@ def typed(command: str) -> Iterator[None]:
 
 
 def as_typed() -> tuple[str, str]:
-    """Return the command that was typed, as the shell takes it, and where; empty if none was, or it is gone."""
+    """Return the shell command that runs now, and its working directory; both empty for a call from Python."""
     command = _typed.get()
     return command, storage.current_directory() if command else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A call of a verb."""
+    """A call of a verb, in a form that other processes can repeat."""
 
     verb: str
-    """Empty if no other process can repeat the call, since an argument is an object of Python's."""
+    """Name of the verb; empty if an argument is a Python object, so that no other process can repeat the call."""
     options: Mapping[str, Any]
-    """Its arguments, without those of one process alone; plain data."""
+    """The arguments that affect the output, as JSON data."""
 
     @classmethod
     def of(cls, verb: str, arguments: Mapping[str, Any]) -> Command:
-        """Return a call that another process, in another directory, can repeat.
+        """Return a call that other processes, in other directories, can repeat.
 
         Args:
-            verb: its name.
-            arguments: all of them, as the verb got them.
+            verb: name of the verb.
+            arguments: all arguments of the call.
         """
-        options = {name: _plain(value) for name, value in arguments.items() if name not in _OWN}
+        options = {name: _plain(value) for name, value in arguments.items() if name not in _OF_ONE_PROCESS}
         for name in _PATHS:
             path = options.get(name)
             if isinstance(path, str) and storage.exists(path):
                 options[name] = storage.absolute(path)
-        if isinstance(options.get(_MADE), str):
-            options[_MADE] = storage.absolute(options[_MADE])
+        if isinstance(options.get(_NEW_PATH), str):
+            options[_NEW_PATH] = storage.absolute(options[_NEW_PATH])
         try:
             json.dumps(options)
         except TypeError:
@@ -93,7 +93,7 @@ class Command:
         return cls(verb=verb, options=options)
 
     def settings(self) -> dict[str, Any]:
-        """Return the options that the parts have to agree on and that a plan does not contain."""
+        """Return the options that affect the output but not the plan."""
         return {name: self.options.get(name) for name in _SETTINGS}
 
 
@@ -105,13 +105,13 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """The call that made a job, and what its hash is made of: in the draft of the job's record."""
+    """The call that began a job, and the ingredients of the job's hash. Stored in the draft of the job's record."""
 
     version: str
     """Of shardkit."""
     command: Command
     ingredients: Mapping[str, Any]
-    """The state of each source file, and digests of all else that the hash is made of."""
+    """The state of each source file, and digests of everything else that affects the output."""
 
     @property
     def hash(self) -> str:
@@ -120,16 +120,16 @@ class Agreement:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def dump(self) -> bytes:
-        """Return it as a file of the draft."""
+        """Return the content of the draft's file `PLAN`."""
         return json.dumps(asdict(self), indent=1).encode()
 
     @classmethod
     def of(cls, record: JobRecord, output: str) -> Agreement:
-        """Return the agreement in a job's record.
+        """Parse the agreement of a job's record.
 
         Args:
-            record: with its draft.
-            output: for which the job is, for messages.
+            record: including the draft.
+            output: of the job, for messages.
 
         Raises:
             SourceError: the record is damaged.
@@ -147,7 +147,7 @@ class Agreement:
         )
 
     def differences(self, other_agreement: Agreement) -> Iterator[str]:
-        """Yield what another process decided otherwise."""
+        """Yield the ingredients in which another agreement differs, for messages."""
         changed = []
         for name in sorted(self.ingredients.keys() | other_agreement.ingredients.keys()):
             recorded, current = self.ingredients.get(name), other_agreement.ingredients.get(name)
@@ -163,7 +163,7 @@ class Agreement:
 
 
 def part_command(record: JobRecord, part: Part, output: str) -> str:
-    """Return the command that runs a part of a job; for a job that a call from Python began, the call."""
+    """Return the shell command that runs a part of a job; a Python call, if one began the job."""
     is_all = part.count == 1
     if record.command:
         typed = in_directory(record.directory, record.command, here=storage.current_directory())
@@ -177,11 +177,11 @@ def part_command(record: JobRecord, part: Part, output: str) -> str:
 
 
 def missing_parts(record: JobRecord, files: Collection[int]) -> list[tuple[Part, int]]:
-    """Return the parts that lack something, with how many files each lacks.
+    """Return the parts with unfinished files, and the number of these files.
 
     Args:
         record: of the job.
-        files: numbers of the files that are not finished.
+        files: numbers of the unfinished files.
     """
     parts = divide([file.size for file in record.files], record.num_parts)
     lacking = Counter(parts[number] for number in files)
@@ -189,7 +189,7 @@ def missing_parts(record: JobRecord, files: Collection[int]) -> list[tuple[Part,
 
 
 def incomplete(output: str, record: JobRecord, files: Collection[int]) -> IncompleteError:
-    """Return the error that names the parts that lack files, and what to type."""
+    """Return the error for unfinished files, with each part that has some and the command that runs it."""
     parts = missing_parts(record, files)
     return IncompleteError(
         f"{escape(output)}: {count(len(files), 'file')} of {len(record.files)} "
@@ -204,17 +204,17 @@ def incomplete(output: str, record: JobRecord, files: Collection[int]) -> Incomp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committing:
-    """Not a part: all parts are done, and what they wrote becomes the output."""
+    """The share of `shardkit commit`: it writes no files, but commits those of all parts."""
 
     record: JobRecord
-    """Of the job that is committed, with its draft."""
+    """Of the job, including the draft."""
     overwrite: bool = False
-    """Replace whatever output is there by now."""
+    """Replace an existing output, even if the parts did not have this option."""
 
 
 Share = Part | Committing
 
 
 def as_share(part: str | Share | None) -> Share | None:
-    """Return what of a job a process carries out, however it was said; errors as `parse_part`."""
+    """Return the share of a process; for the text of `--part` by `parse_part`, which has the errors."""
     return parse_part(part, os.environ) if isinstance(part, str) else part

@@ -1,4 +1,4 @@
-"""What a job is, for its hash: of one that is equal, what others have finished counts."""
+"""The hash of a job: inputs, options and version. Processes with equal hashes share the finished files of one job."""
 
 from __future__ import annotations
 
@@ -18,51 +18,52 @@ from shardkit.transfer.images import ImageSet
 from shardkit.transfer.plan import TransferPlan
 
 _NOTES = 3
-"""What parts note of their files; those of another version of shardkit may not be put together with ours."""
+"""Version of the notes' content. It is part of the hash, so that notes of another format are never read."""
 
 
 class Images(ImageSet, Protocol):
-    """Images that know how much of each is data."""
+    """Images with the number of data bytes of each."""
 
     @property
     def data_nbytes(self) -> Sequence[int]:
-        """Bytes of all holes of each image."""
+        """Return the bytes of all holes of each image."""
         ...
 
 
 class Job(Protocol):
-    """Something decided that is to be carried out."""
+    """The plan of an output."""
 
     @property
     def plan(self) -> TransferPlan:
-        """What to move."""
+        """Return the moves."""
         ...
 
     @property
     def output(self) -> Images:
-        """The plan's images."""
+        """Return the plan's images."""
         ...
 
     @property
     def decided(self) -> Mapping[str, object]:
-        """Whatever decides what is written, beside sources and images, as plain data; a `ReadFile` may be in a list."""
+        """Return everything else that affects the output, as plain data; lists may contain a `ReadFile`."""
         ...
 
 
 class ReadFile(NamedTuple):
-    """A file that is read, and its state."""
+    """A source file, and its state."""
 
     name: str
     path: str
     stamp: FileStamp | None = None
-    """None if it is to be asked for."""
+    """None to read it from the file system."""
 
 
 def ingredients(job: Job) -> dict[str, object]:
-    """Return the ingredients of a job's hash, as plain data: inputs, options and the version of shardkit."""
+    """Return the ingredients of a job's hash, as plain data."""
     files = job.plan.catalog.files
     plain = {file.path for file in files if file.is_raw}
-    # What is decoded or computed of a file is known to those processes alone that read it.
+    # An entry for values that are decoded or computed from a file exists only in processes that read them, so it counts
+    # only where no plain entry names the same file.
     sources = [
         ReadFile(file.name, file.path, file.stamp) for file in files if file.is_raw or file.path not in plain
     ]
@@ -79,21 +80,21 @@ def ingredients(job: Job) -> dict[str, object]:
 
 
 def hash_of(described: object) -> str:
-    """Return a digest of plain data."""
+    """Return the SHA-256 of plain data, in hex."""
     text = json.dumps(described, sort_keys=True, default=manifest.to_json)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _stamp(file: ReadFile) -> FileStamp | None:
-    """Return the stamp of a source file: another file may have its name and size."""
+    """Return the stamp of a source file, read now unless it is recorded."""
     return stamp_at(file.path) if file.stamp is None else file.stamp
 
 
 def shared_stamp(file: ReadFile) -> list[int | str] | None:
-    """Return a stamp that is the same on all machines: numbers of inodes and devices are not.
+    """Return the part of a stamp that is equal on all machines, unlike inode and device numbers.
 
-    In the Hub's cache a file is named after its content, and each machine may have a cache of its own. What stands for the
-    inode of an object in a store is its version.
+    For a file of the Hub's cache, which each machine may have for itself, it is the name of the blob, which stands for
+    the content. For an object of a store it is the hash of the version, which the stamp has as its inode.
     """
     stamp = _stamp(file)
     if stamp is None:
@@ -101,17 +102,17 @@ def shared_stamp(file: ReadFile) -> list[int | str] | None:
     if location_of(file.path).has_versions:
         return [stamp.size, stamp.inode]
     place, name = os.path.split(storage.realpath(file.path))
-    if os.path.basename(place) == "blobs":
+    if os.path.basename(place) == "blobs":  # of the Hub's cache
         return [stamp.size, name]
     return [stamp.size, stamp.modified_ns // 1000]  # some file systems keep no more
 
 
 def agreement_of(job: Job, command: Command) -> Agreement:
-    """Return what all processes of a job agree on.
+    """Return the agreement of a job.
 
     Args:
-        job: what is to be carried out.
-        command: the call that others may repeat.
+        job: the planned output.
+        command: the call that planned it.
     """
     made_of = {**ingredients(job), "settings": command.settings(), "notes": _NOTES}
     return Agreement(

@@ -1,4 +1,4 @@
-"""Which part of a job a process carries out: as a person says it, or as a launcher tells it."""
+"""The part of a job that a process writes: by `--part K/N`, or by the variables of a launcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardkit.core.text import escape
 from shardkit.errors import UsageError
 
 _MAX_PARTS = 100_000
-_UNEVEN = 1.02  # the most that a part may have, to the least that it can be
+_UNEVEN = 1.02  # largest part in relation to that of the most even division
 _FORM = "--part takes K/N such as 3/16, env, or env/N"
 _RANKS = (
     ("RANK", "WORLD_SIZE"),  # torchrun, and what follows it
@@ -36,25 +36,25 @@ class Part:
     """From 1 on."""
     count: int
     found: str = ""
-    """What told it; empty where a person did."""
+    """The variables of the launcher that name it; empty for one that the user named."""
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
 
 
 ALL = Part(number=1, count=1)
-"""What a run of one process carries out."""
+"""All of a job, as one part."""
 
 
 def parse_part(text: str, environ: Mapping[str, str]) -> Part:
-    """Return the part that `--part` asks for.
+    """Parse the value of `--part`.
 
     Args:
-        text: "3/16", "env", or "env/16" where the launcher tells an index and no number.
+        text: "3/16", "env", or "env/16" where the launcher sets only an index.
         environ: the environment, for "env".
 
     Raises:
-        UsageError: it is none of these, the launcher tells nothing, or it contradicts the number.
+        UsageError: the text has another form, no launcher has set variables, or they contradict the count.
     """
     if text == "env":
         return _checked(*_from_launcher(environ))
@@ -78,10 +78,10 @@ def _checked(number: int, count: int, origin: str) -> Part:
 
 
 def _of_count(count: int, environ: Mapping[str, str]) -> Part:
-    """Return the part whose index a launcher tells without their number; another launcher must agree on it."""
+    """Return the part for "env/N": by Kubernetes' index, else by another launcher, whose count must be N."""
     index = _number(environ, _INDEX)
     if index is not None:
-        return _checked(index + 1, count, _told(environ, _INDEX))
+        return _checked(index + 1, count, _shown(environ, _INDEX))
     number, launcher_count, origin = _from_launcher(environ)
     if launcher_count != count:
         raise UsageError(
@@ -92,12 +92,12 @@ def _of_count(count: int, environ: Mapping[str, str]) -> Part:
 
 
 def _from_launcher(environ: Mapping[str, str]) -> tuple[int, int, str]:
-    """Return (number from 1 on, count, what told it) of the first launcher that tells both."""
+    """Return (number from 1 on, count, variables) of the first launcher that sets both."""
     for place in _launchers(environ):
         return place
     if _number(environ, _INDEX) is not None:
         raise UsageError(
-            f"--part env: {_told(environ, _INDEX)} does not say how many parts there are",
+            f"--part env: {_shown(environ, _INDEX)} does not say how many parts there are",
             hint="say --part env/N, with the completions of the Job as N",
         )
     names = ", ".join(" and ".join(names) for names in (*_RANKS, _ARRAY[:1], _STEP, (_INDEX,)))
@@ -112,16 +112,16 @@ def _launchers(environ: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
     for rank, size in _RANKS:
         pair = _pair(environ, rank, size)
         if pair is not None:
-            yield (*pair, _told(environ, rank, size))
+            yield (*pair, _shown(environ, rank, size))
     array, step = _array(environ), _pair(environ, *_STEP)
     if array is not None and step is not None and "SLURM_STEP_NUM_TASKS" in environ:
         # srun within a task of an array: each task of the array has as many parts as the step has tasks
         number, count = (array[0] - 1) * step[1] + step[0], array[1] * step[1]
-        yield number, count, _told(environ, *_ARRAY, *_STEP)
+        yield number, count, _shown(environ, *_ARRAY, *_STEP)
     elif array is not None:
-        yield (*array, _told(environ, *_ARRAY))
+        yield (*array, _shown(environ, *_ARRAY))
     elif step is not None:
-        yield (*step, _told(environ, *_STEP))
+        yield (*step, _shown(environ, *_STEP))
 
 
 def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
@@ -130,10 +130,10 @@ def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] |
 
 
 def _array(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the place of a task in an array of SLURM, whose ids may begin anywhere and have gaps of one size.
+    """Return (number from 1 on, count) of a task in an array of SLURM. Ids may begin anywhere, with any constant step.
 
     Raises:
-        UsageError: the ids do not follow one another at one distance.
+        UsageError: the distances between ids differ.
     """
     task, first, step, count = (_number(environ, name) for name in _ARRAY)
     if task is None or first is None or count is None:
@@ -142,7 +142,7 @@ def _array(environ: Mapping[str, str]) -> tuple[int, int] | None:
     last = _number(environ, "SLURM_ARRAY_TASK_MAX")
     if rest or not 0 <= place < count or (last is not None and last - first != (count - 1) * (step or 1)):
         raise UsageError(
-            f"--part env: the tasks of the array are not evenly spaced ({_told(environ, *_ARRAY)})",
+            f"--part env: the tasks of the array are not evenly spaced ({_shown(environ, *_ARRAY)})",
             hint="use --array=1-16 or the like; to run single tasks again, say --part K/N",
         )
     return place + 1, count
@@ -157,19 +157,19 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _told(environ: Mapping[str, str], *names: str) -> str:
+def _shown(environ: Mapping[str, str], *names: str) -> str:
     return ", ".join(f"{name}={escape(environ[name])}" for name in names if name in environ)
 
 
 def divide(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the part of each file, from 1 on.
+    """Return the part of each file, from 1 on: [5, 5, 5, 5] in 2 parts -> [1, 1, 2, 2].
 
-    Files that follow one another go to one part where that is as even: they are often made of bytes that lie side by side in
-    the source. Otherwise the largest go first, each to the part that has the least so far. Every process comes to the same
-    answer, whatever is finished by then.
+    Consecutive files go to one part if this is about as even as any division, as they are often made of neighbouring
+    bytes of the source. Otherwise the largest files are dealt first, each to the part with the fewest bytes so far. The
+    result depends on the arguments only, so that all processes agree, whatever files are finished.
 
     Args:
-        sizes: bytes of each file, or what else a part is busy with.
+        sizes: bytes of each file, or other weights.
         count: number of parts.
     """
     dealt = _deal(sizes, count)
@@ -189,7 +189,7 @@ def _loads(sizes: Sequence[int], parts: Sequence[int], count: int) -> list[int]:
 
 
 def _cut(sizes: Sequence[int], count: int) -> list[int]:
-    """Cut the files, in their order, where that is nearest to even."""
+    """Divide the files in their order, with cuts at the most even places."""
     total, before, numbers = max(sum(sizes), 1), 0, list[int]()
     for size in sizes:
         numbers.append(min((2 * before + size) * count // (2 * total), count - 1) + 1)
@@ -198,7 +198,7 @@ def _cut(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _deal(sizes: Sequence[int], count: int) -> list[int]:
-    """Deal the files out, the largest first."""
+    """Deal the files, largest first, to the part with the fewest bytes so far."""
     loads = [(0, number) for number in range(1, count + 1)]
     numbers = [0] * len(sizes)
     for file in sorted(range(len(sizes)), key=lambda each: (-sizes[each], each)):
@@ -209,5 +209,5 @@ def _deal(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def share_of(sizes: Sequence[int], part: Part) -> list[int]:
-    """Return the numbers of what a part does, of things of these sizes."""
+    """Return the numbers of the files, by their sizes, that belong to a part."""
     return [number for number, each in enumerate(divide(sizes, part.count)) if each == part.number]

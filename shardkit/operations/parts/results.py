@@ -1,4 +1,4 @@
-"""What verbs answer that write a directory, and parts of one."""
+"""The results of verbs that write an output, or a part of one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass
 
 from shardkit.core.result import Result, wrote
 from shardkit.core.text import escape
+from shardkit.errors import refuse_warnings
 from shardkit.transfer.checks import Unchecked
 from shardkit.transfer.plan import TransferPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult:
-    """What became of a part."""
+    """The result of a part."""
 
     part: str
     """Such as "3/16"."""
     found: str
-    """What told the number; empty where a person did."""
+    """The variables of the launcher that name the part; empty for one that the user named."""
     plan: str
     """Hash of the job."""
     num_files: int
@@ -27,77 +28,77 @@ class PartResult:
     written_bytes: int
     """Size of these files."""
     resumed_files: int
-    """Those of them that were finished before."""
+    """Files of this part that were finished before this run."""
     finished_files: int
-    """Of all parts, as far as this one can see."""
+    """Finished files of all parts, as far as this process sees them."""
     missing: tuple[str, ...]
-    """The parts that lack files, as far as this one can see."""
+    """Parts with unfinished files, as far as this process sees them, such as "3/16"."""
     is_committed: bool
-    """The output is there: this part was the last to finish, or another process has committed meanwhile."""
+    """The output exists: this part was the last to finish, or another process has committed."""
     by_another: bool = False
-    """Another process has made the output, and this one knows its own share alone."""
+    """Another process has committed the output, so that the numbers cover only this part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """Tensors of one dtype that are written in another."""
+    """The tensors of one dtype that are written in another."""
 
     stored: str
-    """torch's name of the dtype in the source."""
+    """The dtype in the source, by torch's name."""
     written: str
-    """The same of the dtype in the output."""
+    """The dtype in the output, by torch's name."""
     num_tensors: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteResult(Result):
-    """What every verb that writes a directory answers: what it wrote, or with `dry_run` would write."""
+    """The common part of the results of preshard, consolidate and reshard: what was written, or with `dry_run` would be."""
 
     output: str
     """The directory; absolute."""
     dry_run: bool
     num_tensors: int
     num_files: int
-    """Files with tensors in them."""
+    """Number of files with tensors."""
     file_bytes: tuple[int, ...]
     """Size of each of these files."""
     read_bytes: int
-    """Of the source's tensors, once."""
+    """Bytes of the source's tensors, each counted once."""
     written_bytes: int
     """Size of all these files."""
     converted: tuple[Converted, ...]
-    """What has another dtype in the output than in the source."""
+    """The tensors that get another dtype."""
     checked_bytes: int
-    """Bytes of the source that were compared, as they moved, with the CRC-32 recorded for them."""
+    """Bytes of the source that were compared, while they moved, with recorded CRC-32s."""
     unchecked: tuple[Unchecked, ...]
-    """What could not be compared, by reason."""
+    """Bytes that could not be compared, by reason."""
     source_manifests: tuple[str, ...]
-    """Manifests by shardkit that the source was compared with, beside what its files record."""
+    """Paths of the shardkit manifests whose checksums were compared, besides those in the source's own files."""
     peak_memory_bytes: int
-    """Bound on the buffers, beside the interpreter and the plan."""
+    """Upper bound of all buffers, without the interpreter and the plan."""
     free_bytes: int | None
     """On the destination's file system, before writing; None for a store."""
     resumed_files: int
-    """Files that an interrupted run had finished."""
+    """Files that were finished before this run."""
     was_there: bool = False
-    """An output was there already and is left as it is: other processes of this job made it, or `exist_ok` was given."""
+    """An existing output was left as it is: other processes of this job made it, or `exist_ok` was set."""
     part: PartResult | None = None
-    """What became of a part; None where one process wrote all."""
+    """The result of a part; None for a run of one process."""
     replaced: tuple[str, ...] = ()
-    """How the paths begin of data in a bucket that were replaced. They stay, as readers may need them."""
+    """Prefixes of replaced data in a bucket. The data stays, since readers may need it."""
     elapsed_s: float
     moving_s: float
-    """Of `elapsed_s`, how long bytes moved; 0 if this process moved none."""
+    """The part of `elapsed_s` during which bytes moved."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
     @property
     def unfinished(self) -> PartResult | None:
-        """The part, if the output is not there yet or this is a dry run of it."""
+        """Return the part, if the output does not exist yet or this is a dry run; else None."""
         return self.part if self.part and (self.dry_run or not self.part.is_committed) else None
 
     def headline(self) -> str:
-        """Return what was written, would be, or is there already."""
+        """Return the first line of the text output."""
         if self.unfinished is not None:
             return (
                 f"{'dry run: ' if self.dry_run else ''}part {self.unfinished.part} of {escape(self.output)}"
@@ -108,7 +109,7 @@ class WriteResult(Result):
 
 
 def converted_in(plan: TransferPlan) -> Iterator[Converted]:
-    """Yield what a plan converts."""
+    """Yield the conversions of a plan, by pairs of dtypes."""
     tensors = plan.catalog.tensors
     counts = Counter((tensors[holes.source].dtype, holes.dtype) for holes in plan.images.tensors())
     for (stored, written), number in counts.items():
@@ -116,27 +117,47 @@ def converted_in(plan: TransferPlan) -> Iterator[Converted]:
             yield Converted(stored=stored.name, written=written.name, num_tensors=number)
 
 
-class Told:
-    """The warnings of a run. Each is told once, as soon as it is known.
+class Warnings:
+    """The warnings of one call of a verb. Each is shown once, as soon as it is known.
 
     Args:
-        on_warning: is told each; None if nobody is.
+        on_warning: shows a warning; None shows none.
+        are_errors: a warning about the source or the output is an error: `strict`.
     """
 
-    def __init__(self, on_warning: Callable[[str], object] | None) -> None:
-        self._on_warning, self._seen_warnings = on_warning, set[str]()
-        self.kept: tuple[str, ...] = ()
-        """Those of the writing, for the result."""
+    def __init__(self, on_warning: Callable[[str], object] | None, *, are_errors: bool) -> None:
+        self._on_warning, self._are_errors, self._shown = on_warning, are_errors, set[str]()
+        self.of_result: tuple[str, ...] = ()
+        """What `add` and `remark` were called with, for the result."""
 
-    def tell(self, warnings: Iterable[str]) -> None:
-        """Tell the warnings that were not told before."""
+    def show(self, warnings: Iterable[str]) -> None:
+        """Show warnings that the verb itself adds to its result.
+
+        Raises:
+            SourceError: they are errors.
+        """
+        warnings = list(warnings)
+        if self._are_errors:
+            refuse_warnings(warnings)
+        self._show(warnings)
+
+    def add(self, warnings: Iterable[str]) -> None:
+        """Show warnings, and add them to the result; errors as `show`."""
+        warnings = list(warnings)
+        self.show(warnings)
+        self._add(warnings)
+
+    def remark(self, warnings: Iterable[str]) -> None:
+        """Show what became of a job's files, and add it to the result. It is never an error: nothing is wrong with the model."""
+        warnings = list(warnings)
+        self._show(warnings)
+        self._add(warnings)
+
+    def _show(self, warnings: Iterable[str]) -> None:
         for warning in warnings:
-            if self._on_warning is not None and warning not in self._seen_warnings:
+            if self._on_warning is not None and warning not in self._shown:
                 self._on_warning(warning)
-            self._seen_warnings.add(warning)
+            self._shown.add(warning)
 
-    def keep(self, warnings: Iterable[str]) -> None:
-        """Tell warnings, and keep for the result those that are new."""
-        new_warnings = [warning for warning in warnings if warning not in self.kept]
-        self.tell(new_warnings)
-        self.kept += tuple(new_warnings)
+    def _add(self, warnings: Iterable[str]) -> None:
+        self.of_result = tuple(dict.fromkeys((*self.of_result, *warnings)))

@@ -1,9 +1,9 @@
-"""Carrying out a job, or one part of it: write files, and let the output appear once all are finished.
+"""The execution of a job, or of one part of it.
 
-    write_files    this process's files, each with a note of what describing it needs
-    finish         the notes of all files -> compare what was read -> describe -> commit
+    write_files    write this process's files, each with a note
+    finish         once all files have notes: compare the readings with the source's checksums -> describe -> commit
 
-A `JobOutput` (`files/output`) has the files until there is an output, on a disk or in a store.
+Until the commit the files belong to a `JobOutput` (`files/output`), on a disk or in a store.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from shardkit.transfer.plan import TransferPlan
 
 
 class Describe(Protocol):
-    """Returns what writes the files that describe an output."""
+    """Makes the `Describer` of an output, which writes the files beside the images."""
 
     def __call__(self, directory: str, /, *, folder: str = "") -> Describer:
-        """Return it.
+        """Return the describer.
 
         Args:
-            directory: where it writes them.
-            folder: below which the output has the described files, if the description names one: in a store, where that is
-                not the folder of the marker.
+            directory: where it writes its files.
+            folder: path from the marker to the images, which `.metadata` has to contain; empty if they lie beside it.
         """
         ...
 
@@ -49,30 +48,30 @@ def _accept(directory: str, digest: FileDigest) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A job as this process carries it out."""
+    """A job, with everything that this process needs to execute it."""
 
     record: JobRecord
     plan: TransferPlan
     data_nbytes: Sequence[int]
     """Bytes of all holes of each image."""
     folder: str
-    """Of the plan's files, below the output; empty if they lie in the output itself."""
+    """Folder of the images, below the output; empty for the output itself."""
     marker: str
-    """Name of the file that makes an output of the others in a store."""
+    """Name of the file by which readers recognise the output; see `Destination.marker`."""
     options: ExecuteOptions
     progress: Progress
     label: str
-    """What the progress is called."""
+    """Label of the progress bar."""
     describe: Describe
     check: SourceCheck | None
-    """Compares what is read with what the source records; None with --check-source off."""
+    """Compares the readings with the source's checksums; None with `--check-source off`."""
     takes_sha256: bool
     on_file: Callable[[str, FileDigest], None] = _accept
-    """Called with the directory of a finished file and its digest, before the file is added; may raise."""
+    """Called with the scratch directory and the digest of each finished file, before it is added to the job; may raise."""
 
     @property
     def images(self) -> Sequence[str]:
-        """The names of the plan's images, in its order."""
+        """Return the names of the images in the order of the plan: the position is the file's number."""
         return [image.name for image in self.plan.images]
 
     def sizes(self, numbers: Iterable[int]) -> list[int]:
@@ -80,28 +79,28 @@ class Work:
         return [self.record.files[number].size for number in numbers]
 
     def numbers(self, share: Share | None) -> list[int]:
-        """Return the numbers of the files that a process writes; all of them without a share."""
+        """Return the numbers of the files that a process with a share writes; without a share, of all files."""
         if isinstance(share, Part):
             return share_of(self.sizes(self.everything), share)
         return list(self.everything) if share is None else []
 
     @property
     def everything(self) -> range:
-        """The numbers of all files."""
+        """Return the numbers of all files."""
         return range(len(self.record.files))
 
 
 def part_result(
     work: Work, part: Part, finished: Collection[int] | None, *, num_resumed: int, by_another: bool
 ) -> PartResult:
-    """Return what became of a part.
+    """Return the result of a part.
 
     Args:
         work: the job.
-        part: of it.
-        finished: numbers of all files that are finished, as far as this process sees them; None if the output is there.
+        part: of the job.
+        finished: numbers of all finished files that this process sees; None if the output exists.
         num_resumed: files of the part that were finished before.
-        by_another: another process has made the output.
+        by_another: another process has committed the output.
     """
     numbers = work.numbers(part)
     missing = [] if finished is None else [number for number in work.everything if number not in finished]
@@ -120,9 +119,9 @@ def part_result(
 
 
 def read_notes(work: Work, output: JobOutput, numbers: Collection[int]) -> dict[int, Note]:
-    """Return the notes of those of these files that are finished; the check gets what was read for them.
+    """Return the notes of the finished files among these, and add their readings to the check.
 
-    A note that is damaged, or that has no readings to compare, counts for nothing: its file is written again.
+    Damaged notes are left out, and so are notes without the readings that the check needs: these files are written again.
     """
     notes = dict[int, Note]()
     images = list(work.plan.images)
@@ -139,17 +138,17 @@ def read_notes(work: Work, output: JobOutput, numbers: Collection[int]) -> dict[
 def write_files(
     work: Work, output: JobOutput, numbers: Sequence[int], notes: Mapping[int, Note]
 ) -> dict[int, Note]:
-    """Write files that are not finished; return the notes of all of them.
+    """Write the unfinished files of this process, and return the notes of all its files.
 
     Args:
         work: the job.
         output: which this process has joined.
         numbers: of this process's files.
-        notes: of those that are finished.
+        notes: of the finished ones among them.
 
     Raises:
         JobEnded: another process has committed or aborted the job.
-        IntegrityError, ResourceError: as `Execution.run`. After an IntegrityError none of these files counts as finished.
+        IntegrityError, ResourceError: as `Execution.run`. After an IntegrityError all notes of this process are removed.
     """
     images = work.images
     finished = {note.digest.name: note.digest for note in notes.values()}
@@ -164,7 +163,7 @@ def write_files(
         def on_finished(digest: FileDigest, readings: Readings) -> None:
             number = number_of[digest.name]
             work.on_file(directory, digest)
-            if work.takes_sha256:  # now, while the file is still in memory
+            if work.takes_sha256:  # now, while the file is still in the page cache
                 path = os.path.join(directory, digest.name)
                 digest = replace(digest, sha256=sha256_of(path, digest.name))
             note = Note(
@@ -194,17 +193,18 @@ def write_files(
         try:
             execution.run()
         except IntegrityError:
-            output.forget(numbers)  # their notes vouch for what was read
+            output.forget(numbers)  # their values may come from damaged bytes
             raise
         finally:
-            work.progress.finish()  # a commit moves no bytes
+            work.progress.finish()  # the commit that may follow moves no bytes
     return written
 
 
 def _scattered_by_file(plan: TransferPlan) -> dict[int, list[str]]:
-    """Return the scattered tensors of each file.
+    """Return the scattered tensors whose CRC-32s the note of each file has: file number -> names in the source.
 
-    One that is gathered is read once more as a whole, for its CRC-32: by whoever writes one of its files.
+    A gathered tensor has to be read once more, as a whole, for its CRC-32. Only one of its files has it, so that only the
+    process that writes this file does so.
     """
     tensors = dict[int, list[str]]()
     for position, (fqn, holes) in enumerate(plan.scattered.items()):
@@ -215,17 +215,17 @@ def _scattered_by_file(plan: TransferPlan) -> dict[int, list[str]]:
 
 
 def finish(work: Work, output: JobOutput, own_notes: Mapping[int, Note]) -> None:
-    """Describe what all processes wrote, and let the output appear.
+    """Describe the files of all processes, and commit the output.
 
     Args:
         work: the job.
         output: which this process has joined.
-        own_notes: notes that this process has read or written.
+        own_notes: notes that this process has read or written already.
 
     Raises:
         IncompleteError: files are missing.
-        IntegrityError: what was read is not what the source records, or processes read different values. The notes of these
-            files are removed.
+        IntegrityError: readings differ from the source's checksums, or between processes. The notes of the files
+            concerned are removed.
         OutputExists: something at the destination may not be replaced.
         JobEnded: another process has committed or aborted the job.
     """
@@ -261,10 +261,10 @@ def finish(work: Work, output: JobOutput, own_notes: Mapping[int, Note]) -> None
 
 
 def _scattered_crcs(work: Work, output: JobOutput, notes: Iterable[Note]) -> dict[str, int | None]:
-    """Return the CRC-32 of every scattered tensor from what was read of it; None where there is none.
+    """Return the CRC-32s of scattered tensors, combined from the pieces in all notes; None for a tensor without one.
 
     Raises:
-        IntegrityError: processes read different values of a tensor.
+        IntegrityError: processes have read different values of a tensor.
     """
     crcs, pieces, different = dict[str, int | None](), dict[str, set[CrcPiece]](), list[str]()
     for fqn, of_note in (each for note in notes for each in note.scattered):
@@ -278,7 +278,7 @@ def _scattered_crcs(work: Work, output: JobOutput, notes: Iterable[Note]) -> dic
         dtype = work.plan.scattered[name][0][1].dtype
         crc, differ = crc_of(of_tensor, work.plan.catalog.tensors[name].num_elements * dtype.itemsize)
         different += [name] if differ else []
-        if crc is not None:  # else the tensor is read once more, for its CRC-32
+        if crc is not None:  # else `Execution` reads the tensor once more, for its CRC-32
             crcs[name] = crc
     if different:
         output.forget(sorted({file for name in different for file, _ in work.plan.scattered[name]}))
@@ -291,7 +291,7 @@ def _scattered_crcs(work: Work, output: JobOutput, notes: Iterable[Note]) -> dic
 
 
 def _forget_damaged(work: Work, output: JobOutput, notes: Mapping[int, Note]) -> None:
-    """Let the files be written again that were made of bytes that differ."""
+    """Remove the notes of files that contain damaged bytes of the source."""
     if work.check is not None:
         damaged = {(damage.file, damage.entry) for damage in work.check.judge().damaged}
         output.forget(

@@ -177,6 +177,19 @@ class TestDamage:
         again = shardkit.abort(out)
         assert (again.aborted, again.notes) == (False, (f"no job is under way for {out}",))
 
+    def test_other_jobs_in_the_directory_are_shown(
+        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("one", "two"):
+            preshard(model, tmp_path / name, "1/2")
+        (tmp_path / ".one.shardkit/job.json").write_text("{")
+        monkeypatch.chdir(tmp_path)
+        result = shardkit.status()
+        assert result.outputs == (str(tmp_path / "two"), str(tmp_path / "one"))
+        assert [job.output for job in result.jobs] == [str(tmp_path / "two")]
+        (warning,) = result.warnings
+        assert warning.endswith("/.one.shardkit/job.json is damaged; shardkit abort OUTPUT removes the job")
+
     def test_a_draft_that_is_gone(self, model: Path, tmp_path: Path) -> None:
         out = tmp_path / "out"
         all_but_commit(model, out)
