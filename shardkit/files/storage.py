@@ -38,7 +38,6 @@ mkdir = os.mkdir
 rmdir = os.rmdir
 rename = os.rename
 hard_link = os.link
-symbolic_link = os.symlink
 open_file = open
 readlink = os.readlink
 islink = os.path.islink

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 
-from shardkit.errors import ShardkitError
-from shardkit.files import storage
 from shardkit.transfer.execute import FileDigest
-from shardkit.transfer.stream import read_back
 
-_CHECK_BUFFER = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -26,21 +21,3 @@ def parse_digest(entry: Mapping[str, object]) -> FileDigest | None:
     if not (sha256 is None or (isinstance(sha256, str) and _SHA256.fullmatch(sha256))):
         return None
     return FileDigest(name=name, size=size, crc32=crc, data_crcs=tuple(data), sha256=sha256)
-
-
-def is_intact(digest: FileDigest, directory: str) -> bool:
-    """True if a file has the size, and the CRC-32 if there is one, of its digest."""
-    try:
-        fd = storage.open_fd(os.path.join(directory, digest.name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        if storage.fstat(fd).st_size != digest.size:
-            return False
-        if digest.crc32 is None:
-            return True
-        return read_back(fd, 0, digest.size, bytearray(_CHECK_BUFFER)) == digest.crc32
-    except (OSError, ShardkitError):
-        return False
-    finally:
-        os.close(fd)

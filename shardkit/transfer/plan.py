@@ -103,8 +103,6 @@ class TransferPlan:
     """Source bytes. Those of a scattered tensor are read once."""
     written_bytes: int
     """Size of all images."""
-    hole_bytes: int
-    """Bytes that fill holes. Progress counts these."""
 
     def in_order(self) -> TransferPlan:
         """Return the plan for files that must be written strictly front to back, as only a few parts are in memory.
@@ -162,7 +160,6 @@ def build_plan(images: ImageSet, catalog: Catalog) -> TransferPlan:
         ),
         read_bytes=sum(catalog.tensors[holes.source].nbytes for holes in every),
         written_bytes=sum(image.size for image in images),
-        hole_bytes=sum(holes.nbytes for holes in every),
     )
 
 

@@ -360,9 +360,8 @@ class BucketOutput:
 
     def _replaced_data(self) -> tuple[str, ...]:
         """Return the prefixes of the data that the commit will replace. Raises OutputExists if the marker has changed."""
-        marker = self._objects.get(
-            self._marker
-        )  # version and content in one request: a commit may come between two
+        # Version and content by one request: a commit may come between two.
+        marker = self._objects.get(self._marker)
         if self._version_of(marker) != self._replaced:
             raise self._changed()
         if marker is None:
@@ -380,9 +379,8 @@ class BucketOutput:
         to be committed, whose output would then be a mixture.
         """
         if not (self._overwrite or self._job.owns(name)):
-            if 2 * storage.getsize(path) <= upload_nbytes(
-                0
-            ):  # a conditional put needs the whole file in memory
+            # A conditional put needs the whole file in memory.
+            if 2 * storage.getsize(path) <= upload_nbytes(0):
                 self._create(name, b"".join(_pieces(path)))
                 return
             self._check_free(name, self._objects.head(name))
@@ -411,9 +409,8 @@ class BucketOutput:
                 hint="choose another name, or replace it: --overwrite",
             )
         job = _read_job(self._objects, self.path, f"{_home(stored.tags[_JOB])}/{_RECORD}")
-        if (
-            self._version() != self._replaced
-        ):  # no record, but a new marker: that job was committed, not aborted
+        # No record, but a new marker: that job was committed, not aborted.
+        if self._version() != self._replaced:
             raise self._changed()
         if job is not None:
             raise other_job(self.path, job.record, self._job.record)

@@ -18,6 +18,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -61,7 +62,8 @@ class JobRecord:
     @property
     def folders(self) -> list[str]:
         """All folders of the files, parents before children."""
-        return sorted({parent for file in self.files for parent in _parents(file.name)})
+        parents = {str(parent) for file in self.files for parent in PurePosixPath(file.name).parents}
+        return sorted(parents - {"."})
 
     def dump(self) -> bytes:
         """Return the content of `job.json`: all fields, but of the draft only the names."""
@@ -241,12 +243,6 @@ def check_complete(path: str, record: JobRecord, finished: Collection[int]) -> N
         f"{escape(path)}: {len(missing)} of {len(record.files)} files are not finished",
         hint=f"`shardkit status {in_shell(path)}` lists the parts that are missing",
     )
-
-
-def _parents(name: str) -> list[str]:
-    """Return the folders of a file, outermost first: "a/b/c" -> ["a", "a/b"]."""
-    pieces = name.split("/")[:-1]
-    return ["/".join(pieces[: depth + 1]) for depth in range(len(pieces))]
 
 
 def _parse_file(name: object, size: object) -> JobFile:

@@ -62,10 +62,7 @@ from shardkit.files.strict_json import parse_object
 
 _RECORD = "job.json"
 _MOST_TRIES = 100  # a further try is needed only if another process begins or aborts at the same moment
-_MOST_WAITS, _WAIT_S = (
-    20,
-    (1.0, 3.0),
-)  # for the commit of a live process, where flock does not work between hosts
+_MOST_WAITS, _WAIT_S = 20, (1.0, 3.0)  # for a live process's commit, where flock does not work between hosts
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 """Errors of a rename of a directory onto anything but an empty directory."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
@@ -173,9 +170,8 @@ class LocalOutput:
         """See `JobOutput.join`."""
         with _system_errors(self.path):
             ended = set[str]()
-            for _ in range(
-                _MOST_TRIES
-            ):  # while this process joins, another one may remove its directory in tmp
+            # While this process joins, another one may remove its directory in tmp.
+            for _ in range(_MOST_TRIES):
                 ended |= self._finish_commits()
                 record = self._join()
                 if record is not None or not _exists(self._work):
@@ -189,10 +185,8 @@ class LocalOutput:
         notes = dict[int, FileNote]()
         with self._in_job():
             for number in self._finished().intersection(numbers):
-                with (
-                    _if_there(),
-                    contextlib.suppress(SourceError),
-                ):  # without a readable note the file is written again
+                # Without a readable note the file is written again.
+                with _if_there(), contextlib.suppress(SourceError):
                     note = os.path.join(self._done, f"{number}.json")
                     notes[number] = parse_object(storage.read_file(note), note)
             self._require_joined()  # else notes may be missing because the job has ended
@@ -511,9 +505,8 @@ class LocalOutput:
         if _exists(data):  # after an exchange
             storage.rename(data, old)
         storage.sync_directory(parent)  # else a power loss may lose this rename and keep the next one
-        if _exists(old) and self._foreign_files(
-            old, self.path
-        ):  # somebody added them after `_check_replaceable`
+        # Somebody may have added files after `_check_replaceable`.
+        if _exists(old) and self._foreign_files(old, self.path):
             kept = os.path.join(parent, os.path.basename(_beside(self.path, "replaced"))[1:])  # not hidden
             storage.rename(old, kept)
             self.warnings.append(
@@ -633,9 +626,8 @@ def _create(path: str, record: JobRecord) -> None:
         for folder in [*reversed(folders), ""]:
             storage.sync_directory(os.path.join(new, folder))
         storage.rename(new, _beside(path))
-    except (
-        OSError
-    ) as error:  # _GONE: another process has removed `new`; _IN_THE_WAY: another process was faster
+    except OSError as error:
+        # _GONE: another process has removed `new`. _IN_THE_WAY: another process was faster.
         if error.errno not in (*_GONE, *_IN_THE_WAY):
             raise
     finally:

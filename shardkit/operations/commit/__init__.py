@@ -131,11 +131,7 @@ class StatusResult(Result):
             return (
                 f"{escape(self.output)}: {f'not committed: {names}' if names else 'no output is under way'}"
             )
-        return _headline(self.output, self.is_there)
-
-
-def _headline(output: str, is_there: bool) -> str:
-    return f"{escape(output)} {'is' if is_there else 'is not'} there"
+        return f"{escape(self.output)} {'is' if self.is_there else 'is not'} there"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +151,7 @@ class AbortResult(Result):
 
     def headline(self) -> str:
         """Return the first line of the text output."""
-        return _headline(self.output, self.is_there)
+        return f"{escape(self.output)} {'is' if self.is_there else 'is not'} there"
 
 
 @suggests_keywords

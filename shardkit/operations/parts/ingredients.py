@@ -85,18 +85,13 @@ def hash_of(described: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _stamp(file: ReadFile) -> FileStamp | None:
-    """Return the stamp of a source file, read now unless it is recorded."""
-    return stamp_at(file.path) if file.stamp is None else file.stamp
-
-
 def shared_stamp(file: ReadFile) -> list[int | str] | None:
     """Return the part of a stamp that is equal on all machines, unlike inode and device numbers.
 
     For a file of the Hub's cache, which each machine may have for itself, it is the name of the blob, which stands for
     the content. For an object of a store it is the hash of the version, which the stamp has as its inode.
     """
-    stamp = _stamp(file)
+    stamp = stamp_at(file.path) if file.stamp is None else file.stamp
     if stamp is None:
         return None
     if location_of(file.path).has_versions:

@@ -42,10 +42,6 @@ class Part:
         return f"{self.number}/{self.count}"
 
 
-ALL = Part(number=1, count=1)
-"""All of a job, as one part."""
-
-
 def parse_part(text: str, environ: Mapping[str, str]) -> Part:
     """Parse the value of `--part`.
 

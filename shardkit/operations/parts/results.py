@@ -118,20 +118,20 @@ def converted_in(plan: TransferPlan) -> Iterator[Converted]:
 
 
 class Warnings:
-    """The warnings of one call of a verb. Each is shown once, as soon as it is known.
+    """The warnings of one call of a verb. Each is shown once, as soon as it is known, and is in the result.
 
     Args:
         on_warning: shows a warning; None shows none.
-        are_errors: a warning about the source or the output is an error: `strict`.
+        are_errors: warnings about source or output are errors: `strict`.
     """
 
     def __init__(self, on_warning: Callable[[str], object] | None, *, are_errors: bool) -> None:
-        self._on_warning, self._are_errors, self._shown = on_warning, are_errors, set[str]()
-        self.of_result: tuple[str, ...] = ()
-        """What `add` and `remark` were called with, for the result."""
+        self._on_warning, self._are_errors = on_warning, are_errors
+        self.shown: dict[str, None] = {}
+        """All so far, in order."""
 
     def show(self, warnings: Iterable[str]) -> None:
-        """Show warnings that the verb itself adds to its result.
+        """Show warnings about source or output.
 
         Raises:
             SourceError: they are errors.
@@ -139,25 +139,11 @@ class Warnings:
         warnings = list(warnings)
         if self._are_errors:
             refuse_warnings(warnings)
-        self._show(warnings)
+        self.show_always(warnings)
 
-    def add(self, warnings: Iterable[str]) -> None:
-        """Show warnings, and add them to the result; errors as `show`."""
-        warnings = list(warnings)
-        self.show(warnings)
-        self._add(warnings)
-
-    def remark(self, warnings: Iterable[str]) -> None:
-        """Show what became of a job's files, and add it to the result. It is never an error: nothing is wrong with the model."""
-        warnings = list(warnings)
-        self._show(warnings)
-        self._add(warnings)
-
-    def _show(self, warnings: Iterable[str]) -> None:
+    def show_always(self, warnings: Iterable[str]) -> None:
+        """Show warnings about the files that a job leaves, which are never errors."""
         for warning in warnings:
-            if self._on_warning is not None and warning not in self._shown:
+            if self._on_warning is not None and warning not in self.shown:
                 self._on_warning(warning)
-            self._shown.add(warning)
-
-    def _add(self, warnings: Iterable[str]) -> None:
-        self.of_result = tuple(dict.fromkeys((*self.of_result, *warnings)))
+            self.shown[warning] = None

@@ -42,10 +42,6 @@ class Describe(Protocol):
         ...
 
 
-def _accept(directory: str, digest: FileDigest) -> None:
-    return
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """A job, with everything that this process needs to execute it."""
@@ -66,13 +62,8 @@ class Work:
     check: SourceCheck | None
     """Compares the readings with the source's checksums; None with `--check-source off`."""
     takes_sha256: bool
-    on_file: Callable[[str, FileDigest], None] = _accept
+    on_file: Callable[[str, FileDigest], None] = lambda directory, digest: None
     """Called with the scratch directory and the digest of each finished file, before it is added to the job; may raise."""
-
-    @property
-    def images(self) -> Sequence[str]:
-        """Return the names of the images in the order of the plan: the position is the file's number."""
-        return [image.name for image in self.plan.images]
 
     def sizes(self, numbers: Iterable[int]) -> list[int]:
         """Return the bytes of files, by their numbers."""
@@ -150,7 +141,7 @@ def write_files(
         JobEnded: another process has committed or aborted the job.
         IntegrityError, ResourceError: as `Execution.run`. After an IntegrityError all notes of this process are removed.
     """
-    images = work.images
+    images = [image.name for image in work.plan.images]  # by number
     finished = {note.digest.name: note.digest for note in notes.values()}
     number_of, written = {images[number]: number for number in numbers}, dict(notes)
     scattered = _scattered_by_file(work.plan)
