@@ -1,7 +1,8 @@
 """`--include` and `--exclude`: which tensors are written, by their names in the output.
 
-What `--exclude` matches is left out before anything else is named, so that it stands in nobody's way. Tensors that key
-rules, the manifest or the class name or form otherwise wait until they have the names of the output.
+Excluded tensors are removed as early as possible, before the others are named, so that they cannot make naming fail. But
+key rules, the manifest or the model's class may still rename or convert some tensors. For these, called *late* here, the
+globs apply once they have their names of the output.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from shardkit.operations.consolidate.options import ConsolidateOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sieve:
-    """Sifts tensors by their names in the output."""
+    """Filters tensors by their names in the output."""
 
     globs: Globs
     left_out: frozenset[str] = frozenset()
-    """Names in the output of tensors that were left out before others were named."""
+    """Names in the output of tensors that were removed early."""
     takes_rules: bool = False
-    """Shipped key rules know all names of the checkpoint."""
+    """Shipped key rules match all names of the checkpoint."""
     class_names: ClassNames | None = None
     """What the model's class says, if it was asked."""
 
     def sift(self, chosen: Chosen) -> Chosen:
-        """Return the tensors to write, of all under the names of the output.
+        """Return the tensors that the globs select, once all tensors have their names of the output.
 
         Raises:
-            UsageError: a glob matches none of these names, or none is left.
+            UsageError: a glob matches no name, or no tensor remains.
         """
         self.globs.check({*self.left_out, *chosen.names.values()})
         return replace(chosen, names=self.taken(chosen))
 
     def taken(self, chosen: Chosen) -> dict[str, str]:
-        """Return name in the catalog -> name so far of what the globs take, whether or not they match anything."""
+        """Return name in the catalog -> current name, for the tensors that the globs select; they need not match any."""
         return {source: name for source, name in chosen.names.items() if self.globs.take(name)}
 
 
@@ -54,18 +55,18 @@ def leave_out(
     options: ConsolidateOptions,
     ask: Callable[[Base], ClassNames | None],
 ) -> tuple[Selection, Sieve]:
-    """Return a selection without what `--exclude` leaves out at once, and what sifts the others.
+    """Return a selection without the tensors that `--exclude` removes early, and the filter for the others.
 
     Args:
-        checkpoint: opened.
-        base: given or found, or None.
-        selection: of all tensors of the model.
-        options: what a person asks for.
+        checkpoint: the opened checkpoint.
+        base: the base that the user named or that was found, or None.
+        selection: all tensors of the model.
+        options: the user's options.
         ask: asks the model's class.
 
     Raises:
-        UsageError: nothing is left.
-        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+        UsageError: no tensor remains.
+        SourceError, IntegrityError: the manifest cannot be read, or was changed after it was written.
     """
     globs = Globs(options.naming.include, options.naming.exclude)
     if not any(globs):
@@ -89,7 +90,7 @@ def leave_out(
 
 class _Waiting(NamedTuple):
     names: Collection[str]
-    """Names in memory of tensors that the output may have under other names."""
+    """Names in memory of tensors that may have other names in the output."""
     takes_rules: bool = False
     class_names: ClassNames | None = None
 
@@ -101,7 +102,7 @@ def _waiting(
     options: ConsolidateOptions,
     ask: Callable[[Base], ClassNames | None],
 ) -> _Waiting:
-    """Return which tensors the output may have under other names; arguments as for `leave_out`."""
+    """Return which tensors may have other names in the output; arguments as for `leave_out`."""
     shapes = {
         selection.live.get(stored, name): checkpoint.catalog.tensors[stored].shape
         for stored, name in selection.names.items()

@@ -764,7 +764,7 @@ class TestChecks:
             check_file(job, directory, digest)
 
         monkeypatch.setattr("shardkit.operations.consolidate.check_file", check_damaged)
-        with pytest.raises(IntegrityError, match="what was written is not what was decided"):
+        with pytest.raises(IntegrityError, match="the file on disk differs from what was written"):
             shardkit.consolidate(trained, max_shard_size=4000)
         assert [p.name for p in tmp_path.iterdir()] == ["step-7"]
 

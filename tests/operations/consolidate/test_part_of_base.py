@@ -179,7 +179,7 @@ def test_an_expert_alone_is_no_part(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="1 difference") as refused:
         consolidate(trained(tmp_path, state), tmp_path / "out", base=base, fill_from_base=["*"])
     assert refused.value.problems == (
-        "no part by itself: experts.2.up.weight: others of experts would not come from the base",
+        "not a whole part: experts.2.up.weight: others of experts would not come from the base",
     )
 
 
