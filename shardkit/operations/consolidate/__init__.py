@@ -307,7 +307,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidateResult(WriteResult):
-    """What consolidate wrote, or with `dry_run` would write. `files` lists the weight files."""
+    """What consolidate wrote, or with `dry_run` would write. "Files" are the weight files, others are `assets`."""
 
     checkpoint: str
     """The argument `checkpoint`."""

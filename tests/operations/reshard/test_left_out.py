@@ -162,7 +162,7 @@ def test_an_older_step_of_veomni_has_no_such_file(tmp_path: Path) -> None:
     assert shardkit.resolve_checkpoint(tmp_path, strict=True).path == str(step)
 
 
-BESIDE = "1 DCP directory beside {} is not in the output: {} (2 tensors); reshard takes each by its own path"
+BESIDE = "1 DCP directory beside {} is not in the output: {} (2 tensors); reshard each by itself"
 
 
 @pytest.mark.parametrize(
