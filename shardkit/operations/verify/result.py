@@ -242,7 +242,7 @@ class Report:
         """Turn errors about a file into problems instead of raising them."""
         try:
             yield
-        except OtherVersion:  # the object in the bucket was replaced meanwhile, so bytes of two versions would mix
+        except OtherVersion:  # the object in the bucket was replaced while it was read
             raise
         except ResourceError as error:
             self.unreadable(error, file=file)
