@@ -140,7 +140,7 @@ def dequantized_as(dtype: str, rules: Iterable[DtypeRule]) -> DType:
     return BY_NAME["bfloat16"] if dtype in (KEEP, BASE) and not any(True for _ in rules) else _FP32
 
 
-def held_dtypes(
+def find_default_dtypes(
     catalog: Catalog,
     sources: Mapping[str, str],
     dequantized: Dequantized | None,
@@ -171,7 +171,7 @@ def held_dtypes(
     }
 
 
-def held_folded(
+def find_folded_dtypes(
     default_dtypes: Mapping[str, DType], folded: Collection[str], nbytes: Mapping[str, int], base: Base | None
 ) -> tuple[dict[str, DType], list[str]]:
     """Return the dtypes without any options for a model with weights folded from factors, and notes.

@@ -37,10 +37,10 @@ from shardkit.formats.registry import stray_weights
 from shardkit.keys.expressions import FusedTensors, NamedTensor
 from shardkit.layout.traced import one_process
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as
-from shardkit.operations.consolidate.averaged import take_averaged
+from shardkit.operations.consolidate.averaged import averaged_beside
 from shardkit.operations.consolidate.job import ConsolidateJob, build_job, is_copied_quantised
 from shardkit.operations.consolidate.options import ConsolidateOptions
-from shardkit.operations.consolidate.own import own_differences, take_own
+from shardkit.operations.consolidate.own import own_differences, use_own_files
 from shardkit.operations.consolidate.run import ClassCheck, HubDescriptions, check_file
 from shardkit.operations.destination import (
     check_sidecar,
@@ -264,14 +264,14 @@ def _open(source: Taken, options: ConsolidateOptions) -> tuple[Checkpoint, Base 
     """
     refuse_part(source.resolved.path)
     dtype, is_asked = dequantized_as(options.dtype, options.rules), options.dequantize
-    stored = source.open() if options.weights != "ema" else take_averaged(source.open())
+    stored = source.open() if options.weights != "ema" else averaged_beside(source.open())
     opened = formats.open(
         stored, plain=PlainWeights(dequantize=is_asked, dtype=dtype, by_content=is_asked), folded=True
     )
     base_name = None if options.base is None else os.fspath(options.base)
     base = find_base(opened) if base_name is None else open_base(base_name, revision=options.base_revision)
     if base is not None and base.is_given and options.config == "checkpoint":
-        base = take_own(base, opened, has_tokenizer=options.tokenizer is not None)
+        base = use_own_files(base, opened, has_tokenizer=options.tokenizer is not None)
     # NVFP4 weights are copied as such, so the base stays as it is too: its files describe them.
     if base is not None and not hidden(opened.catalog.tensors):
         base = plain_base(base)
@@ -468,7 +468,7 @@ def _result(
         assets=tuple(sorted(job.beside)),
         ties=tuple((kept, dropped) for dropped, kept in job.ties.dropped.items()),
         untied=job.ties.diverged,
-        from_base=job.fit.carried,
+        from_base=job.fit.from_base,
         from_checkpoint=tuple(sorted(own_files.names.intersection(job.beside)))
         if own_files is not None
         else (),

@@ -39,7 +39,7 @@ _BY_PEFT = "PEFT merges it into a model that lies elsewhere"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class ChosenTensors:
     """The tensors to write."""
 
     kind: str
@@ -71,7 +71,7 @@ def choose_tensors(
     *,
     merge: bool,
     adapter_config: str | None,
-) -> Chosen:
+) -> ChosenTensors:
     """Choose the tensors to write: all of a model; only the adapter of a PEFT model; or the merged model.
 
     Args:
@@ -87,7 +87,7 @@ def choose_tensors(
     """
     is_whole = all(name == stored for stored, name in names.items())
     if is_whole and is_diffusers_lora(checkpoint) and not merge and adapter_config is None:
-        return Chosen(kind="adapter", catalog=_deferred(checkpoint, list(names)), names=dict(names))
+        return ChosenTensors(kind="adapter", catalog=_deferred(checkpoint, list(names)), names=dict(names))
     of_base = None if base is None else base.tensors
     base_names = of_base if of_base is not None else recorded_names(checkpoint).names
     peft = classify_peft(names.values(), base_names or ())
@@ -99,7 +99,7 @@ def choose_tensors(
             raise _adapter_alone(checkpoint, base)
         return _merged(checkpoint, names, settings)
     if peft.kind == "none":
-        return Chosen(kind="model", catalog=_deferred(checkpoint, list(names)), names=dict(names))
+        return ChosenTensors(kind="model", catalog=_deferred(checkpoint, list(names)), names=dict(names))
     _refuse_shira(peft, names.values(), settings)
     stored = {name: source for source, name in names.items()}
     entries = checkpoint.catalog.tensors
@@ -117,7 +117,7 @@ def choose_tensors(
     content = _config_of(settings, peft, shapes, _repo_of(base))
     values = settings.values if settings else {}
     other_base = base_warnings(checkpoint, stored, peft, {*peft.adapter_names, *extra_names}, values, base)
-    return Chosen(
+    return ChosenTensors(
         kind="adapter",
         catalog=catalog,
         names=chosen,
@@ -186,12 +186,12 @@ def _adapter_notes(
         yield f"{ADAPTER_CONFIG} was made from {settings.origin} and the names of the tensors: check it"
 
 
-def _merged(checkpoint: Checkpoint, names: Mapping[str, str], settings: Settings | None) -> Chosen:
+def _merged(checkpoint: Checkpoint, names: Mapping[str, str], settings: Settings | None) -> ChosenTensors:
     plan = plan_merge(checkpoint.catalog.tensors, names, settings.values if settings else {})
-    catalog = derive(checkpoint.select(list(names)), plan.merges, plan.gone)
+    catalog = derive(checkpoint.select(list(names)), plan.merges, plan.adapter_names)
     origin = f", scaled as {settings.origin} says" if settings else ""
     note = f"the adapter was added to {len(plan.merges)} tensors{origin}"
-    return Chosen(kind="merged", catalog=catalog, names=plan.names, notes=(note,))
+    return ChosenTensors(kind="merged", catalog=catalog, names=plan.names, notes=(note,))
 
 
 def _adapter_alone(checkpoint: Checkpoint, base: Base | None) -> SourceError:

@@ -14,11 +14,11 @@ from shardkit.keys.names import split
 from shardkit.keys.roots import MODEL_KEYS
 from shardkit.keys.trainer_state import is_averaged
 
-BESIDE = "ema"
+AVERAGED = "ema"
 """Name of the weights in the opened checkpoint, which consists of nothing else."""
 
 
-def take_averaged(checkpoint: Checkpoint) -> Checkpoint:
+def averaged_beside(checkpoint: Checkpoint) -> Checkpoint:
     """Return the averaged weights beside a checkpoint, opened as a checkpoint. If there are none, return the argument.
 
     The argument is also returned if it has averaged weights itself, by its tensor names.
@@ -27,7 +27,7 @@ def take_averaged(checkpoint: Checkpoint) -> Checkpoint:
         UsageError: several sets of averaged weights were found.
         SourceError, IntegrityError, ResourceError: they cannot be opened.
     """
-    is_inside = BESIDE in checkpoint.contents.roots or BESIDE in checkpoint.contents.refused_weights
+    is_inside = AVERAGED in checkpoint.contents.roots or AVERAGED in checkpoint.contents.refused_weights
     if is_inside or any(any(map(is_averaged, split(name))) for name in checkpoint.catalog.tensors):
         return checkpoint
     places = sorted(_places(checkpoint))
@@ -44,7 +44,7 @@ def take_averaged(checkpoint: Checkpoint) -> Checkpoint:
         averaged,
         contents=replace(
             averaged.contents,
-            roots={**averaged.contents.roots, BESIDE: ()},
+            roots={**averaged.contents.roots, AVERAGED: ()},
             assets=(*averaged.contents.assets, *checkpoint.contents.assets),
         ),
         remarks=averaged.remarks.plus(
@@ -62,7 +62,7 @@ def _places(checkpoint: Checkpoint) -> Iterator[str]:
     siblings = [
         name
         for name in listing(parent(path))
-        if _stem(name) in (f"{stem}_{BESIDE}", f"{stem}-{BESIDE}") or (is_models and is_averaged(_stem(name)))
+        if _stem(name) in (f"{stem}_{AVERAGED}", f"{stem}-{AVERAGED}") or (is_models and is_averaged(_stem(name)))
     ]
     if not within:
         yield from (place for name in siblings for place in _checkpoints(parent(path), name))

@@ -61,7 +61,7 @@ class BaseFit:
     """Warnings about weights that the base has and the output lacks."""
     is_whole: bool = False
     """The base's weights are known, and the output has all of them."""
-    carried: tuple[str, ...] = ()
+    from_base: tuple[str, ...] = ()
     """Names of tensors that are copied from the base, because the trained model has no place for them, or because the
     user asked for them."""
 
@@ -124,14 +124,14 @@ def check_fit(
     comparison = replace(comparison, missing=filling.missing_names)
     notes += filling.notes(options.fill_from_base, label)
     carried = [*(carried if is_here else ()), *filling.names]
-    short = list(_short(carried, base, vocabulary.changed))
+    short = list(_with_old_rows(carried, base, vocabulary.changed))
     if short and allow_missing:
         notes.append(f"not written, they have the rows of the base's vocabulary: {listed(short)}")
         carried = [name for name in carried if name not in short]
     fit = BaseFit(
         notes=tuple(notes),
         is_whole=not (comparison.missing or comparison.wrong_shapes),
-        carried=tuple(carried),
+        from_base=tuple(carried),
     )
     if comparison.is_equal and not filling.refused and (allow_missing or not short):
         if not vocabulary.changed:
@@ -208,7 +208,7 @@ def _take_out_experts(
     return replace(comparison, missing=missing, unexpected=unexpected), lines
 
 
-class _TakenFromBase(NamedTuple):
+class _Filling(NamedTuple):
     """Which tensors `--fill-from-base` copies. All names are the base's."""
 
     names: tuple[str, ...]
@@ -230,9 +230,7 @@ class _TakenFromBase(NamedTuple):
                 yield f"--fill-from-base {escape(glob)!r} matches no tensor that is missing"
 
 
-def _fill(
-    missing: Collection[str], base: Base, carried: Collection[str], fill: Sequence[str]
-) -> _TakenFromBase:
+def _fill(missing: Collection[str], base: Base, carried: Collection[str], fill: Sequence[str]) -> _Filling:
     """Decide which missing tensors `--fill-from-base` copies from the base.
 
     Args:
@@ -253,7 +251,7 @@ def _fill(
         torn = dict.fromkeys(fill_names, "the checkpoint has no tensor of the base")
     for name, keeper in _tied_in(base, fill_names, checkpoint_names) if fill_names else ():
         torn[name] = f"the base has the same bytes under {escape(keeper)}, which is in the checkpoint"
-    return _TakenFromBase(
+    return _Filling(
         names=tuple(name for name in fill_names if name not in torn),
         checkpoint_names=checkpoint_names,
         missing_names=tuple(missing_names),
@@ -273,7 +271,7 @@ def _tied_in(
 
 def _hint(
     comparison: BaseComparison,
-    filling: _TakenFromBase,
+    filling: _Filling,
     vocabulary: RowsChange,
     checkpoint: str,
     left_out_shapes: Mapping[str, Shape],
@@ -310,7 +308,7 @@ def _end(name: str, shape: Shape) -> tuple[Segments, Shape]:
     return split(name)[-2:], tuple(shape)
 
 
-def _short(carried: Iterable[str], base: Base, rows: Sequence[TokenRows]) -> Iterator[str]:
+def _with_old_rows(carried: Iterable[str], base: Base, rows: Sequence[TokenRows]) -> Iterator[str]:
     """Yield tensors to copy that have as many rows as the base's vocabulary, if the output's vocabulary has others."""
     old = {change.old for change in rows}
     for name in carried:

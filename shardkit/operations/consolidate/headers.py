@@ -69,16 +69,16 @@ def keep_settings(checkpoint: Checkpoint, tensors: Sequence[OutputTensor]) -> He
     ]
     _refuse(checkpoint, types, contradicting, values, is_renamed=is_renamed, is_cast=is_cast)
     if is_renamed:
-        return HeaderSettings(notes=(_left_out(values, "because names of tensors change"),))
+        return HeaderSettings(notes=(_left_out_note(values, "because names of tensors change"),))
     settings = {
         key: next(iter(stated_values)) for key, stated_values in values.items() if len(stated_values) == 1
     }
     aliases = [key for key, value in settings.items() if value in stored and value not in written]
     notes = []
     if contradicting:
-        notes.append(_left_out(contradicting, "in which the source's files contradict each other"))
+        notes.append(_left_out_note(contradicting, "in which the source's files contradict each other"))
     if aliases:
-        notes.append(_left_out(aliases, "other names of tensors that are left out"))
+        notes.append(_left_out_note(aliases, "other names of tensors that are left out"))
     return HeaderSettings({key: settings[key] for key in settings if key not in aliases}, tuple(notes))
 
 
@@ -86,7 +86,7 @@ def _is_type(value: str) -> bool:
     return value.startswith("{") and _TYPE in value
 
 
-def _left_out(keys: Mapping[str, object] | Sequence[str], why: str) -> str:
+def _left_out_note(keys: Mapping[str, object] | Sequence[str], why: str) -> str:
     return f"left out of the header: {listed(sorted(keys))}, {why}"
 
 

@@ -93,11 +93,11 @@ from shardkit.operations.casts import (
     KEEP,
     check_choice,
     choose_dtypes,
-    held_dtypes,
-    held_folded,
+    find_default_dtypes,
+    find_folded_dtypes,
 )
 from shardkit.operations.consolidate.adapter import STEM as ADAPTER_STEM
-from shardkit.operations.consolidate.adapter import Chosen, choose_tensors, merged_by_peft
+from shardkit.operations.consolidate.adapter import ChosenTensors, choose_tensors, merged_by_peft
 from shardkit.operations.consolidate.assets import (
     Asset,
     adapter_assets,
@@ -107,11 +107,11 @@ from shardkit.operations.consolidate.assets import (
     with_tokenizer,
 )
 from shardkit.operations.consolidate.fit import BaseFit, base_shapes, check_fit
-from shardkit.operations.consolidate.globs import Sieve, leave_out
+from shardkit.operations.consolidate.globs import Sieve, exclude_early
 from shardkit.operations.consolidate.headers import is_diffusers_lora, keep_settings
 from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.consolidate.own import eos_warnings, own_notes, own_tokenizer
-from shardkit.operations.consolidate.schedule_free import EVAL, optimizer_warnings, take_evaluated
+from shardkit.operations.consolidate.schedule_free import EVAL, optimizer_warnings, with_eval_weights
 from shardkit.operations.consolidate.vocabulary import RowsChange, check_tokenizer, follow_vocabulary
 from shardkit.operations.parts.agreement import Share
 from shardkit.operations.parts.part import Part, share_of
@@ -257,7 +257,7 @@ def build_job(
     weights, evaluated, of_training = options.weights, tuple[str, ...](), tuple[str, ...]()
     if weights == EVAL:
         options = replace(options, weights="model")
-        checkpoint, evaluated = take_evaluated(checkpoint, _select(checkpoint, base, options.naming).names)
+        checkpoint, evaluated = with_eval_weights(checkpoint, _select(checkpoint, base, options.naming).names)
     elif weights == "model":
         of_training = tuple(optimizer_warnings(checkpoint))
     elif checkpoint.contents.roots.get(weights) == ():  # the whole checkpoint consists of these weights
@@ -278,7 +278,9 @@ def build_job(
         left_out_names,
         by_hand=options.naming.weights != "model" or options.naming.chooses_names,
     )
-    catalog = _opened(written, _images_of(output, share), as_read=share is not None and not options.dry_run)
+    catalog = _open_records(
+        written, _images_of(output, share), as_read=share is not None and not options.dry_run
+    )
     unloadable: tuple[str, ...] = ()
     if chosen.kind != "adapter":
         unloadable = (*selection.unloadable, *fit.missing, *written.unloadable)
@@ -326,7 +328,10 @@ def build_job(
 
 
 def _named_tensors(
-    tensors: Iterable[OutputTensor], chosen: Chosen, checkpoint: Checkpoint, options: ConsolidateOptions
+    tensors: Iterable[OutputTensor],
+    chosen: ChosenTensors,
+    checkpoint: Checkpoint,
+    options: ConsolidateOptions,
 ) -> Iterator[NamedTensor]:
     """Yield each tensor of the output with its sources and who decided its name."""
     by = "equal names"
@@ -362,7 +367,7 @@ def _images_of(output: SafetensorsImages, share: Share | None) -> list[Safetenso
     return [images[number] for number in share_of([image.size for image in images], share)]
 
 
-def _opened(written: Written, images: Iterable[SafetensorsImage], *, as_read: bool) -> Catalog:
+def _open_records(written: Written, images: Iterable[SafetensorsImage], *, as_read: bool) -> Catalog:
     """Return a catalog of raw extents. Tensors that go into other files than `images` may have no chunks.
 
     Args:
@@ -382,7 +387,7 @@ def _opened(written: Written, images: Iterable[SafetensorsImage], *, as_read: bo
 class _NamedTensors:
     """The tensors to write, and their names."""
 
-    chosen: Chosen
+    chosen: ChosenTensors
     selection: Selection
     ties: Ties
     fit: BaseFit
@@ -424,7 +429,7 @@ def _name(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions
     sieve, selection, chosen = _choose(checkpoint, base, options, ask)
     vocabulary = RowsChange(base=base)
     if chosen.kind != "adapter":
-        shapes = _shapes_in(chosen, sieve.taken(chosen))
+        shapes = _shapes_in(chosen, sieve.selected_names(chosen))
         vocabulary = follow_vocabulary(checkpoint, base, shapes, options.new_tokenizer)
     if vocabulary.changed:  # renaming to the base's names matches shapes, which are others now
         base = vocabulary.base
@@ -462,13 +467,13 @@ def _tensors(
     """
     names, stored = named.names, named.chosen.catalog
     sources = {name: source for source, name in names.items()}
-    default_dtypes = held_dtypes(stored, sources, checkpoint.remarks.dequantized, {})
+    default_dtypes = find_default_dtypes(stored, sources, checkpoint.remarks.dequantized, {})
     fold_notes = list[str]()
     folds = made_among(stored, names, Fold)
     folded = [name for source, name in names.items() if source in folds]
     if folded and not options.keep_factors and options.dtype in (KEEP, BASE):
         nbytes = {name: stored.tensors[source].nbytes for source, name in names.items()}
-        default_dtypes, fold_notes = held_folded(default_dtypes, folded, nbytes, base)
+        default_dtypes, fold_notes = find_folded_dtypes(default_dtypes, folded, nbytes, base)
     dtypes, notes = choose_dtypes(default_dtypes, names, options.dtype, options.rules, base, checkpoint.path)
     tensors = tuple(
         OutputTensor(name, source, dtypes[name], stored.tensors[source].shape)
@@ -482,7 +487,7 @@ def _choose(
     base: Base | None,
     options: ConsolidateOptions,
     ask: Callable[[Base], ClassNames | None],
-) -> tuple[Sieve, Selection, Chosen]:
+) -> tuple[Sieve, Selection, ChosenTensors]:
     """Choose the tensors and name them; return them with the filter of `--include` and `--exclude`.
 
     Raises as `build_job`.
@@ -492,7 +497,7 @@ def _choose(
         # Checked first: later, such names would be refused with an error that does not name the cause.
         refuse_factors(checkpoint.catalog.tensors, hint=merged_by_peft(checkpoint, base))
         refuse_prompts(checkpoint.catalog.tensors, base_shapes(base) or ())
-    selection, sieve = leave_out(checkpoint, base, _select(checkpoint, base, naming), options, ask)
+    selection, sieve = exclude_early(checkpoint, base, _select(checkpoint, base, naming), options, ask)
     stored_names = [stored for stored, name in selection.names.items() if sieve.globs.take(name)]
     refuse_factors(stored_names, hint=merged_by_peft(checkpoint, base))
     _refuse_objects(checkpoint.catalog.objects, stored_names)
@@ -521,7 +526,7 @@ def _choose(
     tokens = options.new_tokenizer.tokens if options.new_tokenizer is not None else None
     derived = saved_derived(checkpoint) if rules is None else {}
     takes_shipped = is_plain and options.key_rules == AUTO
-    chosen, binding = _bound(
+    chosen, binding = _bind_names(
         chosen,
         selection.live,
         [
@@ -537,7 +542,7 @@ def _choose(
     )
 
 
-def _refuse_rules(chosen: Chosen, naming: Naming) -> None:
+def _refuse_rules(chosen: ChosenTensors, naming: Naming) -> None:
     """Refuse `--keys` for an adapter, or together with other options that set the names."""
     if chosen.kind == "adapter":
         raise UsageError("--keys is about a model, and the checkpoint holds an adapter")
@@ -549,8 +554,8 @@ def _refuse_rules(chosen: Chosen, naming: Naming) -> None:
 
 
 def _with_rules(
-    selection: Selection, chosen: Chosen, base: Base | None, binding: Binding
-) -> tuple[Selection, Chosen]:
+    selection: Selection, chosen: ChosenTensors, base: Base | None, binding: Binding
+) -> tuple[Selection, ChosenTensors]:
     """Add the notes on how key rules renamed the tensors, or the warning why no rules applied."""
     for rules in binding.candidates:
         _log.debug("key rules %s fit all names", escape(rules.name))
@@ -571,15 +576,15 @@ def _with_rules(
     return selection, replace(chosen, warnings=warnings, why_not_rules=tuple(reasons))
 
 
-def _bound(
-    chosen: Chosen,
+def _bind_names(
+    chosen: ChosenTensors,
     live: Mapping[str, str],
     providers: Iterable[Provider],
     *,
     converted: Mapping[str, Expression],
     config: Mapping[str, Any] | None = None,
     padding: Padding | None = None,
-) -> tuple[Chosen, Binding]:
+) -> tuple[ChosenTensors, Binding]:
     """Give tensors the Hub's names and shapes. The providers are asked in order (see `layout.binding`).
 
     Args:
@@ -628,7 +633,7 @@ def _bound(
         for name, who in binding.by.items()
         if who != "selection" or name in chosen.by
     }
-    return replace(_made(chosen, binding.expressions, sources), by=by), binding
+    return replace(_with_derived_tensors(chosen, binding.expressions, sources), by=by), binding
 
 
 def _refuse_opaque(derived: Mapping[str, Expression], shapes: Mapping[str, Shape]) -> None:
@@ -645,7 +650,9 @@ def _refuse_opaque(derived: Mapping[str, Expression], shapes: Mapping[str, Shape
     )
 
 
-def _made(chosen: Chosen, expressions: Mapping[str, Expression], sources: Mapping[str, str]) -> Chosen:
+def _with_derived_tensors(
+    chosen: ChosenTensors, expressions: Mapping[str, Expression], sources: Mapping[str, str]
+) -> ChosenTensors:
     """Replace the chosen tensors by tensors that are computed from them.
 
     Args:
@@ -668,12 +675,12 @@ def _made(chosen: Chosen, expressions: Mapping[str, Expression], sources: Mappin
 
 
 def _name_as_saved(
-    chosen: Chosen,
+    chosen: ChosenTensors,
     selection: Selection,
     checkpoint: Checkpoint,
     base: Base | None,
     options: ConsolidateOptions,
-) -> tuple[Chosen, ClassAnswer | None, tuple[KeyRule, ...], tuple[tuple[str, ...], ...]]:
+) -> tuple[ChosenTensors, ClassAnswer | None, tuple[KeyRule, ...], tuple[tuple[str, ...], ...]]:
     """Give tensors the names that `save_pretrained` would give, if neither a base nor a manifest has the Hub's names.
 
     Returns:
@@ -729,7 +736,7 @@ def _name_as_saved(
             if isinstance(expression, Stored)
         }
     )
-    chosen = _made(chosen, form.hub_form, sources)
+    chosen = _with_derived_tensors(chosen, form.hub_form, sources)
     return replace(chosen, warnings=(*chosen.warnings, warning)), form.answer, rules, ties
 
 
@@ -758,7 +765,7 @@ def _refuse_objects(objects: Sequence[str], stored: Iterable[str]) -> None:
 
 
 def _fit(
-    chosen: Chosen,
+    chosen: ChosenTensors,
     selection: Selection,
     checkpoint: Checkpoint,
     vocabulary: RowsChange,
@@ -766,7 +773,7 @@ def _fit(
     sieve: Sieve,
     ask: Callable[[Base], ClassNames | None],
     tied: tuple[tuple[str, ...], ...],
-) -> tuple[Chosen, Ties, BaseFit, tuple[KeyRule, ...]]:
+) -> tuple[ChosenTensors, Ties, BaseFit, tuple[KeyRule, ...]]:
     """Decide on ties, and compare names and shapes with the base's. If they differ, ask the base's class why.
 
     An adapter is returned without ties or comparison.
@@ -792,7 +799,7 @@ def _fit(
     recorded = RecordedNames() if base_shapes(base) is not None else recorded_names(checkpoint)
     recorded = recorded._replace(ties=(*recorded.ties, *tied))
     ties, shapes, groups = _ties(chosen, base, class_names, recorded)
-    if class_names is None and base is not None and _may_ask(shapes, base, groups):
+    if class_names is None and base is not None and _may_explain_misfit(shapes, base, groups):
         class_names = ask(base)
     if base is not None and base.tensors is not None:
         chosen, renamed = _fit_base(chosen, selection, base, options, class_names)
@@ -818,7 +825,7 @@ def _fit(
     )
     if recorded.omitted and options.naming.weights == "model" and not options.naming.chooses_part:
         fit = replace(fit, notes=(*fit.notes, *_omitted_notes(dict(recorded.omitted), chosen.names.values())))
-    return _carry(chosen, base, fit.carried), ties, fit, renamed
+    return _add_from_base(chosen, base, fit.from_base), ties, fit, renamed
 
 
 def _omitted_notes(omitted: Iterable[str], names: Collection[str]) -> Iterator[str]:
@@ -831,12 +838,12 @@ def _omitted_notes(omitted: Iterable[str], names: Collection[str]) -> Iterator[s
 
 
 def _fit_base(
-    chosen: Chosen,
+    chosen: ChosenTensors,
     selection: Selection,
     base: Base,
     options: ConsolidateOptions,
     class_names: ClassNames | None,
-) -> tuple[Chosen, tuple[KeyRule, ...]]:
+) -> tuple[ChosenTensors, tuple[KeyRule, ...]]:
     """Convert tensors to the base's names and shapes, and leave out those that the base need not have.
 
     Args:
@@ -854,13 +861,15 @@ def _fit_base(
     is_lone, rules = not shapes_in_base.keys() >= {*before.values()}, tuple[KeyRule, ...]()
     if not options.naming.changes_names and (class_names is not None or is_lone):
         wholes = (
-            _wholes(shapes_in_base, {}, options) if base.is_given and not options.allow_unexpected else []
+            _whole_models(shapes_in_base, {}, options)
+            if base.is_given and not options.allow_unexpected
+            else []
         )
         if class_names is not None and is_lone and wholes:
             live = _live_in_whole(chosen, live, shapes_in_base, options, class_names)
         asked_class = [] if class_names is None else [class_says(lambda _: class_names, shapes_in_base)]
         converted = class_names.converted if class_names is not None else {}
-        chosen, _ = _bound(chosen, live, [*asked_class, part_of(wholes)], converted=converted)
+        chosen, _ = _bind_names(chosen, live, [*asked_class, part_of(wholes)], converted=converted)
         rules = find_rules({before.get(source, name): name for source, name in chosen.names.items()})
         chosen = replace(chosen, names=_in_order(chosen.names, shapes_in_base) or chosen.names)
     lacking = [name for name in chosen.names.values() if name not in shapes_in_base]
@@ -872,12 +881,12 @@ def _fit_base(
     return replace(chosen, names=kept, notes=(*chosen.notes, *notes)), rules
 
 
-def _shapes_in(chosen: Chosen, names: Mapping[str, str]) -> dict[str, Shape]:
+def _shapes_in(chosen: ChosenTensors, names: Mapping[str, str]) -> dict[str, Shape]:
     return {name: chosen.catalog.tensors[source].shape for source, name in names.items()}
 
 
 def _live_in_whole(
-    chosen: Chosen,
+    chosen: ChosenTensors,
     live: Mapping[str, str],
     shapes_in_base: Mapping[str, Shape],
     options: ConsolidateOptions,
@@ -898,11 +907,11 @@ def _live_in_whole(
     whole = {fqn: expression.shape for fqn, expression in class_names.converted.items()}
     whole |= {fqn: shapes_in_base[name] for fqn, name in class_names.names.items() if name in shapes_in_base}
     shapes = {source: chosen.catalog.tensors[source].shape for source in in_memory}
-    named = name_part(in_memory, shapes, _wholes(whole, class_names.names, options))
+    named = name_part(in_memory, shapes, _whole_models(whole, class_names.names, options))
     return live if named == in_memory else {**live, **named}
 
 
-def _wholes(
+def _whole_models(
     whole: Mapping[str, Shape], names: Mapping[str, str], options: ConsolidateOptions
 ) -> list[Mapping[str, Shape]]:
     """Return the models that the checkpoint may be a part of: the whole one, and it without `--fill-from-base` tensors.
@@ -918,7 +927,7 @@ def _wholes(
 
 
 def _ties(
-    chosen: Chosen,
+    chosen: ChosenTensors,
     base: Base | None,
     class_names: ClassNames | None,
     recorded: RecordedNames,
@@ -948,7 +957,7 @@ def _ties(
     groups = tie_groups(
         ties, {**dict.fromkeys(chosen.names.values()), **(base_tensors or {})}, declared=declared
     )
-    if ties.diverged and _unties(ties, base.config if base else None):
+    if ties.diverged and _must_untie(ties, base.config if base else None):
         ties = replace(ties, dropped={})
     shapes = {
         name: chosen.catalog.tensors[source].shape
@@ -958,7 +967,7 @@ def _ties(
     return ties, shapes, [*groups, *known_ties]
 
 
-def _unties(ties: Ties, config: Mapping[str, Any] | None) -> bool:
+def _must_untie(ties: Ties, config: Mapping[str, Any] | None) -> bool:
     """True if the written config must say `tie_word_embeddings: false`.
 
     This key switches off all ties at once: `from_pretrained` then looks for the embeddings of encoder and decoder, and
@@ -968,7 +977,7 @@ def _unties(ties: Ties, config: Mapping[str, Any] | None) -> bool:
 
 
 def _recorded_ties(
-    chosen: Chosen, recorded: RecordedNames, declared: bool | None
+    chosen: ChosenTensors, recorded: RecordedNames, declared: bool | None
 ) -> Iterator[tuple[str, ...]]:
     """Yield the recorded groups under their names in the output, without an output layer that the config does not tie."""
     for group in recorded.ties:
@@ -978,14 +987,14 @@ def _recorded_ties(
             yield tuple(kept)
 
 
-def _recorded_all(chosen: Chosen, recorded: RecordedNames) -> frozenset[str] | None:
+def _recorded_all(chosen: ChosenTensors, recorded: RecordedNames) -> frozenset[str] | None:
     """Return the recorded names of the Hub's files if they include all names that are written, apart from aliases."""
     further = {stored for _, *aliases in recorded.ties for stored in aliases}
     names = {name for stored, name in chosen.names.items() if stored not in further}
     return recorded.names if recorded.names is not None and names <= recorded.names else None
 
 
-def _carry(chosen: Chosen, base: Base | None, names: Sequence[str]) -> Chosen:
+def _add_from_base(chosen: ChosenTensors, base: Base | None, names: Sequence[str]) -> ChosenTensors:
     """Add tensors of the base, which are copied unchanged."""
     if not names:
         return chosen
@@ -1031,7 +1040,7 @@ def _is_as_in(base: Base | None, tensors: Sequence[OutputTensor]) -> bool:
 
 
 def _assets(
-    chosen: Chosen,
+    chosen: ChosenTensors,
     base: Base | None,
     ties: Ties,
     tensors: Sequence[OutputTensor],
@@ -1046,7 +1055,7 @@ def _assets(
             base,
             main_dtype(tensors, base),
             most=most_bytes((tensor.dtype, tensor.nbytes) for tensor in tensors),
-            untie=_unties(ties, config),
+            untie=_must_untie(ties, config),
             tied=_are_tied(ties, tensors, config),
             is_plain=not may_be_quantised({tensor.fqn: tensor for tensor in tensors}),
         )
@@ -1168,7 +1177,9 @@ def _in_order(names: dict[str, str], base_names: Collection[str] | None) -> dict
     return {by_output[name]: name for name in in_order(by_output, base_names)}
 
 
-def _may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Collection[str]]) -> bool:
+def _may_explain_misfit(
+    shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Collection[str]]
+) -> bool:
     """True if names or shapes differ from those of a named base, so that its class should be asked for the reason."""
     shapes_in_base = base_shapes(base)
     if base is None or shapes_in_base is None or not base.is_given:

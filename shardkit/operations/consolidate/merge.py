@@ -44,7 +44,7 @@ class MergePlan:
     """The codecs, by the name of the weight in the catalog that each changes."""
 
     @property
-    def gone(self) -> frozenset[str]:
+    def adapter_names(self) -> frozenset[str]:
         """The adapter's tensors that are merged."""
         return frozenset(name for merge in self.merges.values() for name in merge.added)
 

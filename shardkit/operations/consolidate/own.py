@@ -57,7 +57,7 @@ _PROCESSOR = "processor_config.json"
 _MOST_NAMED = 6
 
 
-def take_own(base: Base, checkpoint: Checkpoint, *, has_tokenizer: bool) -> Base:
+def use_own_files(base: Base, checkpoint: Checkpoint, *, has_tokenizer: bool) -> Base:
     """Return the base with the checkpoint's own files in place of the base's, where the checkpoint has some.
 
     Args:
@@ -65,18 +65,18 @@ def take_own(base: Base, checkpoint: Checkpoint, *, has_tokenizer: bool) -> Base
         checkpoint: the opened checkpoint.
         has_tokenizer: the user named the tokenizer, so the checkpoint's is not used.
     """
-    choice = _Own(base, own_directories(checkpoint))
-    choice.take_config()
+    choice = _OwnFilesChoice(base, own_directories(checkpoint))
+    choice.choose_config()
     if not has_tokenizer:
-        choice.take_tokenizer()
-    choice.take_processor()
+        choice.choose_tokenizer()
+    choice.choose_processor()
     choice.compare_adapter(places_of_settings(checkpoint))
-    choice.take_code()
-    choice.name_others(skip_tokenizer=has_tokenizer)
+    choice.choose_code()
+    choice.warn_of_others(skip_tokenizer=has_tokenizer)
     return choice.merged()
 
 
-class _Own:
+class _OwnFilesChoice:
     """Collects the choice: each method decides on one group of files, `merged` returns the result."""
 
     def __init__(self, base: Base, directories: Iterable[str]) -> None:
@@ -105,7 +105,7 @@ class _Own:
         )
         return replace(self._base, assets=dict(sorted(self._assets.items())), own_files=own_files)
 
-    def take_config(self) -> None:
+    def choose_config(self) -> None:
         """Use the checkpoint's config and generation config, if they describe the same model as the base's."""
         label, base = escape(self._base.label), self._base.config
         config = self._read(CONFIG, has_model_config)
@@ -135,7 +135,7 @@ class _Own:
         ):  # transformers made it from the base's config, whose tokens differ
             self._assets.pop(GENERATION_CONFIG, None)
 
-    def take_tokenizer(self) -> None:
+    def choose_tokenizer(self) -> None:
         """Use the checkpoint's tokenizer if it is complete, or else its chat template with the base's tokenizer."""
         for place, files in self._files_by_place.items():
             group = {name for name in files if is_tokenizer_file(name)}
@@ -155,7 +155,7 @@ class _Own:
         with suppress(ShardkitError):  # a broken tokenizer is reported by the library that loads it
             self._differences += [difference(*each) for each in tokenizer_differences(own_reads, base_reads)]
 
-    def take_processor(self) -> None:
+    def choose_processor(self) -> None:
         """Use the checkpoint's processor files, if they are a whole processor."""
         for place, files in self._files_by_place.items():
             group = {name for name in files if is_processor_file(name)}
@@ -172,7 +172,7 @@ class _Own:
         if own_settings is not None and own_settings.is_whole and base_settings is not None:
             self._differences += config_differences(ADAPTER_CONFIG, own_settings.values, base_settings)
 
-    def take_code(self) -> None:
+    def choose_code(self) -> None:
         """Use Python code, and the `auto_map` entries that name it, from one source: the base if it has some."""
         files = [name for name in self._assets if name in (CONFIG, SETTINGS) or is_processor_file(name)]
         of_base = {name: content[CODE] for name in files if CODE in (content := self._of_base(name) or {})}
@@ -189,7 +189,7 @@ class _Own:
                 codes = {name: path for name, path in paths.items() if _is_code(name)}
                 self._assets, self._names = self._assets | codes, self._names | codes.keys()
 
-    def name_others(self, *, skip_tokenizer: bool) -> None:
+    def warn_of_others(self, *, skip_tokenizer: bool) -> None:
         """Warn about files that differ between checkpoint and base, and of which the output gets the base's."""
         names = [
             name

@@ -160,14 +160,14 @@ class ClassCheck:
         self._job, self._warn = job, warn
         self._step = ""
         self._question: ClassQuestion | None = None
-        self._is_settled = not _may_ask(job)
+        self._is_settled = not _only_class_knows(job)
         self._must_know = (
             LAST_RANKS in job.checkpoint.remarks.notes and job.kind != "adapter" and not _is_compared(job)
         )
 
     def __enter__(self) -> ClassCheck:
         if self._must_know and (self._is_settled or not self._job.options.ask_class):
-            raise _last_ranks()
+            raise _incomplete_error()
         if self._job.options.ask_class and not self._is_settled and self._job.answer is None:
             config = next(asset.read() for asset in self._job.assets if asset.name == CONFIG)
             shapes = {tensor.fqn: tensor.shape for tensor in self._job.tensors}
@@ -194,7 +194,7 @@ class ClassCheck:
             if self._must_know and (
                 problems := [answer.failure] if answer.failure else list(answer.lines("it"))
             ):
-                raise _last_ranks(problems)
+                raise _incomplete_error(problems)
             previous_lines = self._job.unloadable
             self._job = _with_answer(self._job, answer)
             self._warn(line for line in self._job.unloadable if line not in previous_lines)
@@ -207,7 +207,7 @@ def _is_compared(job: ConsolidateJob) -> bool:
     return is_checked or job.fit.is_whole
 
 
-def _last_ranks(problems: Sequence[str] = ()) -> SourceError:
+def _incomplete_error(problems: Sequence[str] = ()) -> SourceError:
     return SourceError(
         f"the checkpoint may be incomplete: {LAST_RANKS}",
         problems=problems,
@@ -215,7 +215,7 @@ def _last_ranks(problems: Sequence[str] = ()) -> SourceError:
     )
 
 
-def _may_ask(job: ConsolidateJob) -> bool:
+def _only_class_knows(job: ConsolidateJob) -> bool:
     """True if only the class can answer: for a whole model with a config, unless the base's weights are all there."""
     is_part = (
         job.kind == "adapter"

@@ -149,7 +149,7 @@ def _fast_states(optimizer: _Optimizer) -> list[str]:
     return [name for key, name in optimizer.states(_FAST).items() if key not in ftrl_states]
 
 
-def take_evaluated(checkpoint: Checkpoint, weights: Collection[str]) -> tuple[Checkpoint, tuple[str, ...]]:
+def with_eval_weights(checkpoint: Checkpoint, weights: Collection[str]) -> tuple[Checkpoint, tuple[str, ...]]:
     """Return the checkpoint with the weights that `optimizer.eval()` gives, and notes.
 
     Args:
@@ -227,7 +227,7 @@ def _codecs(optimizer: _Optimizer, weights: Collection[str]) -> tuple[dict[str, 
         hint=_HINT,
     )
     lone = [name for name in weights if name not in codecs and name not in stored.values()]
-    return codecs | _tied(optimizer.checkpoint, codecs, lone), {*fast.values(), *average.values()}
+    return codecs | _tied_codecs(optimizer.checkpoint, codecs, lone), {*fast.values(), *average.values()}
 
 
 def _weights_of(fqns: Collection[str], weights: Collection[str], tensors: Collection[str]) -> dict[str, str]:
@@ -248,7 +248,9 @@ def _weights_of(fqns: Collection[str], weights: Collection[str], tensors: Collec
     return {fqn: root + fqn for fqn in fqns if root + fqn in tensors}
 
 
-def _tied(checkpoint: Checkpoint, codecs: Mapping[str, Lerp], lone: Collection[str]) -> dict[str, Lerp]:
+def _tied_codecs(
+    checkpoint: Checkpoint, codecs: Mapping[str, Lerp], lone: Collection[str]
+) -> dict[str, Lerp]:
     """Return the codecs of further names of tied weights, which are equal copies and have no state of their own.
 
     Args:
@@ -284,7 +286,9 @@ def _open_optimizer(checkpoint: Checkpoint, *, may_take_long: bool) -> _Optimize
             return _Optimizer(checkpoint=checkpoint, settings=settings)
         folder = open_dcp(directory)
         settings = _read_settings(folder)
-        return _Optimizer(checkpoint=_joined(checkpoint, folder.catalog, folder.select), settings=settings)
+        return _Optimizer(
+            checkpoint=_with_states(checkpoint, folder.catalog, folder.select), settings=settings
+        )
     if checkpoint.contents.optimizer is not None and (may_take_long or checkpoint.format in _ONE_FILE):
         opened = checkpoint.contents.optimizer()
         if not isinstance(opened, OptimizerState):
@@ -292,9 +296,11 @@ def _open_optimizer(checkpoint: Checkpoint, *, may_take_long: bool) -> _Optimize
             return _Optimizer(checkpoint=checkpoint, settings=opened.settings, problem=problem)
         if opened.is_whole:
             return _Optimizer(checkpoint=checkpoint, settings=opened.settings)
-        joined = _joined(checkpoint, opened.catalog, lambda _: opened.catalog)
+        joined = _with_states(checkpoint, opened.catalog, lambda _: opened.catalog)
         return _Optimizer(checkpoint=joined, settings=opened.settings)
-    return _Optimizer(checkpoint=checkpoint, settings=_beside_hub(checkpoint), problem="it only numbers them")
+    return _Optimizer(
+        checkpoint=checkpoint, settings=_settings_beside_hub_model(checkpoint), problem="it only numbers them"
+    )
 
 
 def _read_settings(folder: DcpFolder) -> dict[str, object]:
@@ -340,7 +346,7 @@ def _names_mode(directory: str) -> bool:
         return size <= MAX_METADATA and _MODE.encode() in bytes(read_exactly(fd, 0, size, METADATA))
 
 
-def _joined(
+def _with_states(
     checkpoint: Checkpoint, states: Catalog, select: Callable[[Collection[str]], Catalog]
 ) -> Checkpoint:
     """Return a checkpoint whose catalog has the optimizer's states, too.
@@ -367,7 +373,7 @@ def _joined(
     return replace(checkpoint, catalog=catalog, select=select_both, dcp=None)
 
 
-def _beside_hub(checkpoint: Checkpoint) -> dict[str, object]:
+def _settings_beside_hub_model(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the settings of an optimizer file beside the weights of a Hub model, as transformers' Trainer saves it."""
     settings = dict[str, object]()
     for name in listing(checkpoint.path) if checkpoint.hub is not None else ():

@@ -117,7 +117,7 @@ def _why_not(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | Non
             f"{new} rows are {_SHARES[rows.share]} of the base's {rows.old}, as one of {rows.share} ranks has them: is a "
             f"part of the checkpoint missing? If the vocabulary was cut to this, {by_hand}"
         )
-    if _is_said(rows, checkpoint, tokenizer):
+    if _is_confirmed(rows, checkpoint, tokenizer):
         return ""
     return (
         f"the vocabulary has {new} rows and the base's {rows.old}, and nothing says that it was cut: --tokenizer DIR with "
@@ -125,7 +125,7 @@ def _why_not(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | Non
     )
 
 
-def _is_said(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> bool:
+def _is_confirmed(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> bool:
     """True if the checkpoint's own config, its arguments or manifest, or a tokenizer confirms this number of rows."""
     new = rows.new[0]
     if checkpoint.contents.padding is not None and checkpoint.contents.padding.rows == new:

@@ -33,7 +33,7 @@ from shardkit.layout.own_code import of_directory
 from shardkit.operations.casts import (
     apply_rules,
     check_cast,
-    held_dtypes,
+    find_default_dtypes,
     quantised_notes,
 )
 from shardkit.operations.describe_dcp import DcpOutput
@@ -128,7 +128,9 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
     model = replace(model, catalog=_bound(model, layout, options))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
-    default_dtypes = held_dtypes(model.catalog, sources, checkpoint.remarks.dequantized, layout.expressions)
+    default_dtypes = find_default_dtypes(
+        model.catalog, sources, checkpoint.remarks.dequantized, layout.expressions
+    )
     dtypes, notes = _choose_dtypes(default_dtypes, layout, options.dtype)
     dtypes = apply_rules(options.rules, default_dtypes, dtypes)
     content = _StoredContent(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes)
