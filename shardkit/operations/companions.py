@@ -1,6 +1,6 @@
 """Survey a checkpoint's directory: find its DCP directories, and copy all other files unchanged.
 
-A *beside file* is a file outside of the DCP directories' own files: config, tokenizer, trainer state ...
+Files to copy are those that no DCP directory owns: config, tokenizer, trainer state ...
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OWN = re.compile(r"(__\d+)?\.metadata|.*\.distcp|__\d+_\d+\.chunks\.json|" + re
 _BLOCK_BYTES = 1 << 20
 
 
-class BesideFile(NamedTuple):
+class FileToCopy(NamedTuple):
     """A file to copy."""
 
     name: str
@@ -45,7 +45,7 @@ class Survey:
     """DCP directories; "" for the directory itself."""
     unfinished: list[str] = field(default_factory=list)
     """Directories with an unfinished DCP save."""
-    files: list[BesideFile] = field(default_factory=list)
+    files: list[FileToCopy] = field(default_factory=list)
     empty: list[str] = field(default_factory=list)
     """Empty directories."""
     links: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ def survey(path: str) -> Survey:
     return surveyed
 
 
-def leave_out(surveyed: Survey, names: Iterable[str]) -> None:
+def drop_shard_folders(surveyed: Survey, names: Iterable[str]) -> None:
     """Remove folders that only contain shards of a DCP directory above them, which look like unfinished saves.
 
     Args:
@@ -146,7 +146,7 @@ def _add(surveyed: Survey, path: str, name: str) -> None:
     if stat.S_ISLNK(status.st_mode):
         surveyed.links.append(name)
     elif stat.S_ISREG(status.st_mode):
-        surveyed.files.append(BesideFile(name, FileStamp.of(status), bool(status.st_mode & stat.S_IXUSR)))
+        surveyed.files.append(FileToCopy(name, FileStamp.of(status), bool(status.st_mode & stat.S_IXUSR)))
     else:
         surveyed.special.append(name)
 
@@ -170,7 +170,7 @@ class _Hashes:
 
 
 def copy_file(
-    path: str, file: BesideFile, directory: str, *, digest: bool = False, sha256: bool = False
+    path: str, file: FileToCopy, directory: str, *, digest: bool = False, sha256: bool = False
 ) -> tuple[int | None, str | None]:
     """Copy a file into a directory. An executable stays executable.
 
@@ -217,7 +217,7 @@ def _changed(name: str) -> IntegrityError:
     )
 
 
-def _copy_data(fd: int, out: int, file: BesideFile, hashes: _Hashes) -> None:
+def _copy_data(fd: int, out: int, file: FileToCopy, hashes: _Hashes) -> None:
     size = file.stamp.size
     for offset in range(0, size, _BLOCK_BYTES):
         data = memoryview(read_exactly(fd, offset, min(_BLOCK_BYTES, size - offset), file.name))

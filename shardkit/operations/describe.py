@@ -8,7 +8,7 @@ import os
 from shardkit.core.text import escape
 from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
-from shardkit.operations.companions import BesideFile, copy_file
+from shardkit.operations.companions import FileToCopy, copy_file
 
 _log = logging.getLogger("shardkit")
 
@@ -48,7 +48,7 @@ class OutputFiles:
             _log.debug("copied %s", escape(path))
         return self.describe(name, data)
 
-    def copy(self, file: BesideFile, path: str, *, is_recorded: bool = False) -> manifest.ListedFile:
+    def copy(self, file: FileToCopy, path: str, *, is_recorded: bool = False) -> manifest.ListedFile:
         """Copy a file block by block; return its manifest entry.
 
         Args:

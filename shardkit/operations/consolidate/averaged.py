@@ -62,7 +62,8 @@ def _places(checkpoint: Checkpoint) -> Iterator[str]:
     siblings = [
         name
         for name in listing(parent(path))
-        if _stem(name) in (f"{stem}_{AVERAGED}", f"{stem}-{AVERAGED}") or (is_models and is_averaged(_stem(name)))
+        if _stem(name) in (f"{stem}_{AVERAGED}", f"{stem}-{AVERAGED}")
+        or (is_models and is_averaged(_stem(name)))
     ]
     if not within:
         yield from (place for name in siblings for place in _checkpoints(parent(path), name))

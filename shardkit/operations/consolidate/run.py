@@ -22,7 +22,7 @@ from shardkit.formats.dcp.hugging_face import LAST_RANKS
 from shardkit.formats.hub.assets import CONFIG, is_weights
 from shardkit.formats.recorded import SourceManifests
 from shardkit.layout.traced import ClassAnswer, ClassQuestion, asking
-from shardkit.operations.companions import BesideFile
+from shardkit.operations.companions import FileToCopy
 from shardkit.operations.consolidate.assets import Asset
 from shardkit.operations.consolidate.job import ConsolidateJob
 from shardkit.operations.describe import OutputFiles
@@ -111,7 +111,7 @@ class HubDescriptions:
         if asset.path is None or not is_weights(asset.name):
             return self._files.write(asset.name, asset.read(), path=asset.path)
         try:
-            file = BesideFile(asset.name, FileStamp.of(storage.stat(asset.path)))
+            file = FileToCopy(asset.name, FileStamp.of(storage.stat(asset.path)))
         except OSError as error:
             raise ResourceError(f"cannot copy {escape(asset.name)}: {error.strerror}") from error
         is_recorded = self._manifests.crc_of(asset.path) is not None

@@ -276,7 +276,7 @@ class Comparison:
                 is_one_alone = one.names.keys() != two.names.keys()
                 ties = {**find_ties(one, two), **find_ties(two, one)} if is_one_alone else {}
                 tensors = [
-                    self._compare(name) if self._is_read(name) else self._unread(name, ties)
+                    self._compare(name) if self._is_read(name) else self._describe_unpaired(name, ties)
                     for name in self._names
                 ]
             finally:
@@ -290,7 +290,7 @@ class Comparison:
         is_in_both = name in self._a.names and name in self._b.names
         return is_in_both and self._a.entry(name).shape == self._b.entry(name).shape
 
-    def _unread(self, name: str, ties: Mapping[str, str]) -> TensorDiff:
+    def _describe_unpaired(self, name: str, ties: Mapping[str, str]) -> TensorDiff:
         """Return the result for a tensor that only one side has, or whose shapes differ."""
         in_a, kept = name in self._a.names, ties.get(name)
         if in_a and name in self._b.names:

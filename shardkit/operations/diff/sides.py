@@ -151,7 +151,7 @@ def open_sides(sources: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side
             else ()
         )
     if not options.all_tensors:
-        for alike in (_both_plain, _in_one_state):
+        for alike in (_make_both_plain, _fold_factors):
             opened, more_notes = alike(opened)
             notes += more_notes
     notes += [
@@ -176,8 +176,8 @@ def open_sides(sources: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side
         )
     )
     if not options.all_tensors:
-        a, by_rules = _in_one_form(a, b, _LABELS[0])
-        b, also = _in_one_form(b, a, _LABELS[1])
+        a, by_rules = _convert_to_other(a, b, _LABELS[0])
+        b, also = _convert_to_other(b, a, _LABELS[1])
         name_notes += [*by_rules, *also]
     globs = Globs(tuple(options.include), tuple(options.exclude))
     globs.check(a.names.keys() | b.names.keys())
@@ -188,7 +188,9 @@ def open_sides(sources: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side
     return a, b, [*notes, *name_notes]
 
 
-def _both_plain(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
+def _make_both_plain(
+    opened: tuple[Checkpoint, Checkpoint],
+) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
     """Dequantise a side if only its weights are quantised. Two quantised sides are compared as they are stored.
 
     Raises:
@@ -216,7 +218,7 @@ def _both_plain(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint
     return opened, [f"{called}: dequantised to {dtype.name}: {number}"]
 
 
-def _in_one_state(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
+def _fold_factors(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
     """Fold the factors of OSFT, unless both sides have factors of the same shapes: these are compared as they are.
 
     Raises:
@@ -243,7 +245,7 @@ def _in_one_state(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoi
     return (formats.open(opened[0], folded=True), formats.open(opened[1], folded=True)), notes
 
 
-def _in_one_form(side: Side, other_side: Side, label: str) -> tuple[Side, list[str]]:
+def _convert_to_other(side: Side, other_side: Side, label: str) -> tuple[Side, list[str]]:
     """Convert names and shapes of one side to the other's, if its own are a trainer's or those of a model in memory.
 
     For example, experts that are fused in memory are cut apart if the other side is a Hub model.
@@ -338,7 +340,7 @@ def find_ties(side: Side, other_side: Side) -> dict[str, str]:
         return {}
     copies = _same_places(side, other_side, lone)
     open_names = {name for name in lone if name not in copies}
-    for tied in (_may_be_tied, _tied_by_class):
+    for tied in (_tied_by_shape, _tied_by_class):
         if open_names <= copies.keys():
             break
         for one, two in tied(side, other_side):
@@ -362,7 +364,7 @@ def _same_places(side: Side, other_side: Side, lone: Collection[str]) -> dict[st
     }
 
 
-def _may_be_tied(side: Side, _: Side) -> Iterator[tuple[str, str]]:
+def _tied_by_shape(side: Side, _: Side) -> Iterator[tuple[str, str]]:
     for name, partners, _is_head in tie_candidates(side.catalog, side.names):
         for partner in partners:
             yield name, partner
@@ -389,7 +391,7 @@ def _name_all(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[SideNames, S
         for label, checkpoint in zip(_LABELS, opened, strict=True)
         if checkpoint.catalog.objects
     ]
-    return (_stored(opened[0]), _stored(opened[1])), notes
+    return (_stored_names(opened[0]), _stored_names(opened[1])), notes
 
 
 def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[SideNames, SideNames], list[str]]:
@@ -407,7 +409,7 @@ def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[SideNames,
     notes = []
     for side, label in enumerate(_LABELS):
         answer = answers[side]
-        named[side] = _stored(opened[side]) if isinstance(answer, str) else answer
+        named[side] = _stored_names(opened[side]) if isinstance(answer, str) else answer
         if isinstance(answer, str):
             notes.append(f"{label}: tensors go by their stored names: {answer}")
         left_out = len(opened[side].catalog.tensors) - len(named[side].names)
@@ -449,5 +451,5 @@ def _as_on_hub(
     return SideNames(renamed, below) if len(renamed.keys() & other_names.names.keys()) > num_common else named
 
 
-def _stored(checkpoint: Checkpoint) -> SideNames:
+def _stored_names(checkpoint: Checkpoint) -> SideNames:
     return SideNames({name: name for name in checkpoint.catalog.tensors}, {})

@@ -326,19 +326,19 @@ def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> Insp
         notes=(
             *checkpoint.remarks.notes,
             *_quantised(checkpoint, None),
-            *(_beside(catalog.directory) if is_dcp else ()),
+            *(_safetensors_note(catalog.directory) if is_dcp else ()),
         ),
         warnings=(
             *targets.pop("warnings"),
             *copies_warnings(checkpoint.remarks.differing),
-            *_lost(checkpoint),
+            *_lost_object_lines(checkpoint),
         ),
         **targets,
         **_saved_fields(checkpoint.read_manifest()),
     )
 
 
-def _lost(checkpoint: Checkpoint) -> Iterator[str]:
+def _lost_object_lines(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield warnings and notes about objects that contain distributed tensors."""
     for lines in () if checkpoint.dcp is None else object_lines(checkpoint.dcp):
         yield from lines
@@ -403,21 +403,21 @@ def _inspect_presharded(
         ties=record.ties,
         objects=record.objects or (),
         omitted=tuple((tensor.name, tensor.reason) for tensor in record.omitted),
-        notes=tuple(_beside(directory)),
+        notes=tuple(_safetensors_note(directory)),
         warnings=(
             *_differences(directory, {file.name: file.size for file in listed_files}, on_disk),
             *targets.pop("warnings"),
-            *_lost_beside(directory, record),
+            *_lost_in_presharded(directory, record),
         ),
         **targets,
     )
 
 
-def _lost_beside(directory: str, record: manifest.Presharded) -> Iterator[str]:
-    """Yield the lines of `_lost` for a directory with a manifest, if its `.metadata` is small and undamaged."""
+def _lost_in_presharded(directory: str, record: manifest.Presharded) -> Iterator[str]:
+    """Yield the lines of `_lost_object_lines` for a directory with a manifest, if its `.metadata` is small and undamaged."""
     if record.objects and record.metadata is not None and record.metadata.size <= _QUICK_METADATA:
         with contextlib.suppress(SourceError, ResourceError):
-            yield from _lost(formats.open(directory))
+            yield from _lost_object_lines(formats.open(directory))
 
 
 def _source(source: manifest.RecordedSource) -> str:
@@ -512,7 +512,7 @@ def _target_fields(tensors: Sequence[_OneTensor], objects: Iterable[str] = ()) -
     return {"osft": tuple(inspected), "warnings": warnings}
 
 
-def _beside(directory: str) -> Iterator[str]:
+def _safetensors_note(directory: str) -> Iterator[str]:
     """Yield a note if the directory has safetensors files, too."""
     if any(name.endswith(".safetensors") for name in storage.listdir(directory)):
         yield "there are also safetensors files in this directory: to see their content, give the path of one"

@@ -196,7 +196,7 @@ def preshard(options: PreshardOptions) -> PreshardResult:
     facts = writer.facts(job.warnings)
     notes = (*job.notes, *shared_record_notes(path, job.aliases if isinstance(job.part, DcpOutput) else ()))
     result = _result(job, source, facts, notes, shares_extents=shared_bytes > job.plan.written_bytes // 2)
-    return replace(result, holdings=_hold(job)) if options.holdings else result
+    return replace(result, holdings=_find_holdings(job)) if options.holdings else result
 
 
 def _open(source: str, options: PreshardOptions, writer: Writer) -> Checkpoint:
@@ -210,10 +210,10 @@ def _open(source: str, options: PreshardOptions, writer: Writer) -> Checkpoint:
             headers_only=options.dry_run or writer.exists,
         )
     except SourceError as error:
-        raise _of_a_training(source, options.ranks, error) from error
+        raise _not_hub_error(source, options.ranks, error) from error
 
 
-def _of_a_training(source: str, mesh: Mesh, error: SourceError) -> SourceError:
+def _not_hub_error(source: str, mesh: Mesh, error: SourceError) -> SourceError:
     """Return the error for a source that is not a Hub model; for a training checkpoint, with the right commands."""
     if not storage.exists(source):
         return error
@@ -311,19 +311,19 @@ def _result(
         num_tensors_with_empty_shards=sum(
             _has_empty_shards(layout, fqn, tensor) for fqn, tensor in layout.tensors.items()
         ),
-        fused=tuple(_fused(layout)),
+        fused=tuple(_count_fused(layout)),
         shares_extents=shares_extents,
         download_bytes=job.model.download_bytes,
         ties=tuple((name, *other_names) for name, other_names in job.aliases.items()),
         omitted=layout.omitted,
         copied=tuple(job.assets),
         skipped=job.model.other_weights,
-        names=tuple(_named(job)) if facts["dry_run"] else (),
+        names=tuple(_named_tensors(job)) if facts["dry_run"] else (),
         notes=notes,
     )
 
 
-def _named(job: PreshardJob) -> Iterator[NamedTensor]:
+def _named_tensors(job: PreshardJob) -> Iterator[NamedTensor]:
     """Yield each tensor of the output with its sources and who decided its name."""
     expressions = job.layout.expressions
     for fqn in job.layout.tensors:
@@ -336,7 +336,7 @@ def _named(job: PreshardJob) -> Iterator[NamedTensor]:
         yield NamedTensor.made_of(fqn, job.named_by, sources)
 
 
-def _fused(layout: Layout) -> Iterator[FusedTensors]:
+def _count_fused(layout: Layout) -> Iterator[FusedTensors]:
     """Yield how many tensors of the source were fused into how many, first for experts, then for all others."""
     for are_experts in (True, False):
         trees = [
@@ -355,7 +355,7 @@ def _has_empty_shards(layout: Layout, fqn: str, tensor: TensorLayout) -> bool:
     return tensor.is_sharded and not any(part.region.num_elements for part in layout.held(fqn, last_rank))
 
 
-def _hold(job: PreshardJob) -> Holdings:
+def _find_holdings(job: PreshardJob) -> Holdings:
     """Return which rank and which file will hold which bytes, computed before any byte moves."""
     if isinstance(job.part, DcpOutput):
         folder = job.profile.folder

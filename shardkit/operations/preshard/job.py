@@ -44,11 +44,11 @@ from shardkit.operations.preshard.options import ORIGINS, STORED_NAMES, Preshard
 from shardkit.operations.preshard.profiles import (
     Assets,
     Profile,
-    below,
     check_stock,
     choose_keys,
     find_assets,
     with_config,
+    with_root,
 )
 from shardkit.transfer.codecs.bound import bind as bound_catalog
 from shardkit.transfer.codecs.converted import group_nbytes, opaque_groups
@@ -116,16 +116,18 @@ def build_job(checkpoint: Checkpoint, options: PreshardOptions) -> PreshardJob:
     check_cast("--layout", options.layout, ORIGINS)
     _check_keys(options)
     _check_no_factors(model, options)
-    layout = _placed(_choose_layout(model, options), options)
-    return _job_of(checkpoint, layout, options, find_assets(profile, model))
+    layout = _for_trainer(_choose_layout(model, options), options)
+    return _build_for_layout(checkpoint, layout, options, find_assets(profile, model))
 
 
-def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, assets: Assets) -> PreshardJob:
+def _build_for_layout(
+    checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, assets: Assets
+) -> PreshardJob:
     """Return the job that stores a model in a layout."""
     assert checkpoint.hub is not None
     model, profile = checkpoint.hub, options.trainer
-    whole = tuple(_taken_whole(model, layout))
-    model = replace(model, catalog=_bound(model, layout, options))
+    whole = tuple(_whole_tensor_warnings(model, layout))
+    model = replace(model, catalog=_catalog_of_layout(model, layout, options))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
     default_dtypes = find_default_dtypes(
@@ -148,7 +150,7 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
         assets=files,
         output=output,
         plan=build_plan(output, model.catalog),
-        named_by=_decider(layout, options),
+        named_by=_who_named(layout, options),
         notes=(
             *model.catalog.notes,
             *_settings_notes(model),
@@ -156,7 +158,7 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
             *_old_transformers(layout),
             *untried,
             *notes,
-            *_left_out(model, assets.refused),
+            *_left_out_notes(model, assets.refused),
         ),
         warnings=(
             *(find_gaps(checkpoint) if layout.origin == "declared" else ()),  # no class was asked
@@ -168,7 +170,7 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
     )
 
 
-def _decider(layout: Layout, options: PreshardOptions) -> str:
+def _who_named(layout: Layout, options: PreshardOptions) -> str:
     """Return who decided the names of the output; see `NamedTensor`."""
     if options.key_rules != NONE:
         return "person"
@@ -220,7 +222,7 @@ def _check_no_factors(model: OpenedHubModel, options: PreshardOptions) -> None:
     stored_targets({name: entry.shape for name, entry in model.catalog.tensors.items()})
 
 
-def _bound(model: OpenedHubModel, layout: Layout, options: PreshardOptions) -> Catalog:
+def _catalog_of_layout(model: OpenedHubModel, layout: Layout, options: PreshardOptions) -> Catalog:
     """Return a catalog of the stored tensors, and of those that the layout computes from them."""
     catalog = model.catalog
     if layout.expressions:
@@ -258,14 +260,14 @@ def _choose_layout(model: OpenedHubModel, options: PreshardOptions) -> Layout:
     return parallelise(layout, options.ranks, options.parallel) if options.parallel else layout
 
 
-def _placed(layout: Layout, options: PreshardOptions) -> Layout:
+def _for_trainer(layout: Layout, options: PreshardOptions) -> Layout:
     """Return the layout under the trainer's names, and in regions that the trainer can load.
 
     Raises:
         UsageError: the trainer cannot load them, or has no module around the model (`--attribute`).
     """
     profile = options.trainer
-    layout = below(layout, options.root)
+    layout = with_root(layout, options.root)
     if profile.form == "safetensors":
         return unstrided(layout)
     if profile.name != "plain":
@@ -357,7 +359,7 @@ def not_for_stock(layout: Layout) -> Iterator[str]:
         )
 
 
-def _taken_whole(model: OpenedHubModel, layout: Layout) -> Iterator[str]:
+def _whole_tensor_warnings(model: OpenedHubModel, layout: Layout) -> Iterator[str]:
     """Yield the warning about tensors that can only be computed as a whole, which takes memory."""
     groups = opaque_groups(layout.expressions)
     if groups:
@@ -403,7 +405,7 @@ def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleS
     )
 
 
-def _left_out(model: OpenedHubModel, links: Sequence[str]) -> Iterator[str]:
+def _left_out_notes(model: OpenedHubModel, links: Sequence[str]) -> Iterator[str]:
     """Yield the notes about entries that are not tensors, and about links out of the model's directory."""
     if objects := model.catalog.objects:
         yield f"left out, as they are not tensors: {escape(', '.join(objects))}"

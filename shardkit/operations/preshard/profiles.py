@@ -31,7 +31,7 @@ from shardkit.formats.quantised import FILES
 from shardkit.formats.torchsave.writer import Plain, plain_record
 from shardkit.keys.rule_sets import shipped
 from shardkit.layout.layout import Layout
-from shardkit.operations.companions import BesideFile
+from shardkit.operations.companions import FileToCopy
 from shardkit.operations.describe import OutputFiles
 
 ProfileName = Literal["plain", "torchtitan", "accelerate", "lightning", "lightning-mp", "transformers"]
@@ -197,7 +197,7 @@ def choose_keys(profile: Profile, config: Mapping[str, Any] | None) -> str:
     )
 
 
-def below(layout: Layout, root: str) -> Layout:
+def with_root(layout: Layout, root: str) -> Layout:
     """Return a layout with `root` before every name."""
     if not root:
         return layout
@@ -292,6 +292,6 @@ def write_companions(
     """
     written = [output.write(name, data) for name, data in profile.companions.items()]
     copied = [
-        output.copy(BesideFile(name, FileStamp.of(storage.stat(path))), path) for name, path in assets.items()
+        output.copy(FileToCopy(name, FileStamp.of(storage.stat(path))), path) for name, path in assets.items()
     ]
     return [*written, *copied]

@@ -23,7 +23,7 @@ from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptio
 from shardkit.operations.destination import check_one_folder, default_output, label_of
 from shardkit.operations.parts.on_ray import run_on_ray
 from shardkit.operations.parts.results import WriteResult
-from shardkit.operations.reshard.job import Parts, ReshardJob, build_job, take_apart
+from shardkit.operations.reshard.job import Parts, ReshardJob, build_job, open_parts
 from shardkit.operations.reshard.options import ReshardOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, named_after, take
 from shardkit.operations.ties import shared_record_notes
@@ -131,7 +131,7 @@ def reshard(options: ReshardOptions) -> ReshardResult:
     named, output = named_after(resolved, source), options.output
     chosen = default_output(label_of(named), named, options.ranks) if output is None else output
     writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
-    parts = take_apart(checkpoint, options)
+    parts = open_parts(checkpoint, options)
     copied_files = {name: content_of(path) for name, path in parts.places.items()}
     writer.destination.check_beside({**copied_files, **{f"{folder}/": bytes for folder in parts.empty}})
     if options.strict:

@@ -71,10 +71,10 @@ from shardkit.keys.renaming import KeyRule
 from shardkit.keys.trainer_state import Kind, is_optimizers, object_kind, optimizer_names
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.casts import check_cast
-from shardkit.operations.companions import BesideFile, Survey, check_survey, leave_out, survey
+from shardkit.operations.companions import FileToCopy, Survey, check_survey, drop_shard_folders, survey
 from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.parts.ingredients import ReadFile
-from shardkit.operations.reshard.left_out import OF_A_RANK, around, unread
+from shardkit.operations.reshard.left_out import OF_A_RANK, find_left_out, find_unread
 from shardkit.operations.reshard.options import ReshardOptions
 from shardkit.operations.resolve import Taken
 from shardkit.transfer.plan import TransferPlan, build_plan
@@ -135,7 +135,7 @@ class Parts:
 
     writer: str
     parts: tuple[CheckpointFolder, ...]
-    files: tuple[BesideFile, ...] = ()
+    files: tuple[FileToCopy, ...] = ()
     """Files outside of the parts, which are copied unchanged."""
     places: Mapping[str, str] = field(default_factory=dict)
     """Name of each of these files -> path."""
@@ -156,7 +156,7 @@ class Parts:
         return tuple(file.name for file in self.files)
 
 
-def take_apart(source: Taken, options: ReshardOptions) -> Parts:
+def open_parts(source: Taken, options: ReshardOptions) -> Parts:
     """Open every DCP directory of a checkpoint, or the one catalog of a checkpoint in another format.
 
     Warnings and notes name files near the checkpoint that will not be in the output (`left_out`).
@@ -170,11 +170,11 @@ def take_apart(source: Taken, options: ReshardOptions) -> Parts:
         SourceError, IntegrityError, ResourceError: the checkpoint cannot be opened, or a part of it was not saved
             completely.
     """
-    parts = _take_apart(source, options)
+    parts = _open_parts(source, options)
     if not parts.is_training:
         return parts
     given_path = stores.as_path(options.checkpoint)
-    left_out = around(source.resolved.path, given_path, no_optimizer=options.no_optimizer)
+    left_out = find_left_out(source.resolved.path, given_path, no_optimizer=options.no_optimizer)
     stored = (
         NamedShape(e.fqn, e.dtype.name, e.shape)
         for part in parts.parts
@@ -188,17 +188,17 @@ def take_apart(source: Taken, options: ReshardOptions) -> Parts:
     )
 
 
-def _take_apart(source: Taken, options: ReshardOptions) -> Parts:
+def _open_parts(source: Taken, options: ReshardOptions) -> Parts:
     path, no_optimizer = home_of(source.resolved.path), options.no_optimizer
     if not storage.isdir(path) or not _keeps_folders(path):
-        return _other(_open_plain(source), no_optimizer=no_optimizer)
+        return _open_other_format(_open_plain(source), no_optimizer=no_optimizer)
     surveyed = survey(path)
     if not surveyed.folders or not all(_keeps_folders(os.path.join(path, name)) for name in surveyed.folders):
-        return _other(_open_plain(source), no_optimizer=no_optimizer)
+        return _open_other_format(_open_plain(source), no_optimizer=no_optimizer)
     dropped = _drop_optimizer(surveyed) if no_optimizer else []
     models = source.models()  # all of them are resharded
     opened = {folder: _open_folder(os.path.join(path, folder), models) for folder in surveyed.folders}
-    leave_out(
+    drop_shard_folders(
         surveyed, (os.path.join(folder, f.name) for folder, dcp in opened.items() for f in dcp.catalog.files)
     )
     check_survey(path, surveyed)
@@ -242,11 +242,11 @@ def _take_apart(source: Taken, options: ReshardOptions) -> Parts:
         places={file.name: os.path.join(path, file.name) for file in surveyed.files},
         empty=tuple(surveyed.empty),
         weights_beside=weights_beside,
-        notes=(*surveyed.notes(), *_notes(of_ranks, weights_beside), *dropped),
+        notes=(*surveyed.notes(), *_part_notes(of_ranks, weights_beside), *dropped),
         warnings=(
             *copies_warnings([each for model in models for each in model.remarks.differing]),
-            *_warnings(of_ranks, damaged),
-            *_of_old_mesh(
+            *_part_warnings(of_ranks, damaged),
+            *_old_mesh_warnings(
                 [join_name(part.folder, name) for part in parts for name in part.distributed_objects]
             ),
         ),
@@ -258,7 +258,7 @@ def _keeps_folders(path: str) -> bool:
     return recognised is None or recognised.keeps_folders
 
 
-def _warnings(of_ranks: list[str], damaged: list[str]) -> Iterator[str]:
+def _part_warnings(of_ranks: list[str], damaged: list[str]) -> Iterator[str]:
     states = [name for name in of_ranks if _is_optimizer(name)]
     if states:
         yield (
@@ -272,7 +272,7 @@ def _warnings(of_ranks: list[str], damaged: list[str]) -> Iterator[str]:
         )
 
 
-def _of_old_mesh(names: Sequence[str]) -> Iterator[str]:
+def _old_mesh_warnings(names: Sequence[str]) -> Iterator[str]:
     if names:
         yield (
             f"training cannot resume from it: {count(len(names), 'byte entry has', 'byte entries have')} distributed tensors "
@@ -288,7 +288,7 @@ def _weights_beside(path: str, checkpoint: Checkpoint, surveyed: Survey) -> str 
     return os.path.relpath(weights, storage.realpath(path))
 
 
-def _notes(of_ranks: list[str], weights_beside: str | None) -> Iterator[str]:
+def _part_notes(of_ranks: list[str], weights_beside: str | None) -> Iterator[str]:
     if of_ranks:
         yield (
             f"{len(of_ranks)} files belong to single ranks of the old world size and are copied as they are: "
@@ -365,7 +365,7 @@ def _open_part(folder: str, opened: DcpFolder, *, no_optimizer: bool) -> Checkpo
             hint="load it with torch.distributed.checkpoint and save it without extensions",
         )
     files = {file.name: number for number, file in enumerate(catalog.files)}
-    damaged = _record(
+    damaged = _add_entry_checksums(
         catalog,
         [(name, files[opened.catalog.files[place.file].name], place) for name, place in placed.items()],
     )
@@ -390,7 +390,7 @@ def _open_part(folder: str, opened: DcpFolder, *, no_optimizer: bool) -> Checkpo
     )
 
 
-def _record(catalog: Catalog, placed: Sequence[tuple[str, int, EntryLocation]]) -> list[str]:
+def _add_entry_checksums(catalog: Catalog, placed: Sequence[tuple[str, int, EntryLocation]]) -> list[str]:
     """Add the CRC-32s inside of byte entries, which are zips, to the catalog's files; the copy is compared with them.
 
     Args:
@@ -446,7 +446,7 @@ def _open_plain(source: Taken) -> Checkpoint:
     return formats.open(source.open(), plain=PlainWeights(dequantize=False, has_option=False))
 
 
-def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
+def _open_other_format(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     """Return the parts of a checkpoint that is not a DCP directory: one part with all tensors.
 
     Config, tokenizer and the like are copied from the directory where this trainer keeps them.
@@ -483,11 +483,11 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         notes.append(f"{_LEFT_OUT}{f': {listed(states)}' if states else ''}")
         skipped = [pair for pair in skipped if not _is_optimizer(pair[0])]
     else:
-        states, warnings = _left_behind(opened, [name for name, _ in skipped])
+        states, warnings = _lost_optimizer(opened, [name for name, _ in skipped])
     if checkpoint.hub is None and storage.isdir(checkpoint.path):
         catalogs = [checkpoint.catalog, *([opened.catalog] if isinstance(opened, OptimizerState) else [])]
         read = {storage.realpath(os.path.dirname(file.path)) for source in catalogs for file in source.files}
-        warnings += unread(checkpoint.path, read, {name.split("/")[0] for name in states}).warnings()
+        warnings += find_unread(checkpoint.path, read, {name.split("/")[0] for name in states}).warnings()
     places, refused = _assets(checkpoint)
     part = CheckpointFolder(
         folder="",
@@ -503,7 +503,7 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         manifests=tuple(checkpoint.contents.manifests.values()),
         parts=(part,),
         files=tuple(
-            BesideFile(name, FileStamp.of(storage.stat(path)), is_executable=False)
+            FileToCopy(name, FileStamp.of(storage.stat(path)), is_executable=False)
             for name, path in places.items()
         ),
         places=places,
@@ -513,7 +513,7 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     )
 
 
-def _left_behind(opened: Unmapped | None, skipped: Iterable[str]) -> tuple[list[str], list[str]]:
+def _lost_optimizer(opened: Unmapped | None, skipped: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return the names of an optimizer's state that cannot be resharded, and the warning if there are some."""
     states, reason = list(filter(_is_optimizer, skipped)), ""
     if opened is not None:

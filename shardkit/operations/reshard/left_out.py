@@ -27,7 +27,7 @@ _MAX_OPENED = 64  # DCP directories whose tensors are counted
 
 
 @dataclass(slots=True, kw_only=True)
-class LeftOut:
+class LeftOutFiles:
     """Files and directories that will not be in the output, by kind; names are relative to the directory around them."""
 
     checkpoint: str
@@ -63,7 +63,7 @@ class LeftOut:
         )
 
 
-def around(path: str, given_path: str, *, no_optimizer: bool = False) -> LeftOut:
+def find_left_out(path: str, given_path: str, *, no_optimizer: bool = False) -> LeftOutFiles:
     """Return what is beside a checkpoint in the directory of its step; in any other directory, only its optimizer.
 
     If the directory of the step is outside of the path that the user named, names of unknown files are not returned: a
@@ -77,7 +77,7 @@ def around(path: str, given_path: str, *, no_optimizer: bool = False) -> LeftOut
     path, given_path = storage.absolute(path), storage.absolute(given_path)
     levels, is_in_step = _levels(path, given_path)
     home = levels[-1][0] if levels else os.path.dirname(path)
-    left_out = LeftOut(checkpoint=os.path.relpath(path, home))
+    left_out = LeftOutFiles(checkpoint=os.path.relpath(path, home))
     for directory, child in levels:
         is_inside = directory == given_path or directory.startswith(os.path.join(given_path, ""))
         for name in sorted(listing(directory) - {child}):
@@ -121,7 +121,7 @@ def _is_state_alone(path: str) -> bool:
     return all(name in state or object_kind(name.partition(".")[0]) is not None for name in tensors)
 
 
-def unread(path: str, read: Collection[str], warned_names: Collection[str]) -> LeftOut:
+def find_unread(path: str, read: Collection[str], warned_names: Collection[str]) -> LeftOutFiles:
     """Return the directories in a checkpoint that have tensors but were not read.
 
     Args:
@@ -129,7 +129,7 @@ def unread(path: str, read: Collection[str], warned_names: Collection[str]) -> L
         read: real paths of the directories that were read.
         warned_names: names of directories in the checkpoint that another warning names.
     """
-    left_out = LeftOut(
+    left_out = LeftOutFiles(
         checkpoint=min((os.path.relpath(place, storage.realpath(path)) for place in read), default=".")
     )
     for name in sorted(listing(path)):
@@ -166,7 +166,7 @@ def _levels(path: str, given_path: str) -> tuple[list[tuple[str, str]], bool]:
     return inside or ([] if path == given_path else [os.path.split(path)]), False
 
 
-def _add(left_out: LeftOut, home: str, path: str) -> None:
+def _add(left_out: LeftOutFiles, home: str, path: str) -> None:
     """Add a file, or the content of a directory."""
     name = os.path.relpath(path, home)
     if not storage.isdir(path):
@@ -186,11 +186,11 @@ def _add(left_out: LeftOut, home: str, path: str) -> None:
         left_out.other_names.append(os.path.join(name, ""))
 
 
-def _add_file(left_out: LeftOut, name: str) -> None:
+def _add_file(left_out: LeftOutFiles, name: str) -> None:
     _kind(left_out, os.path.basename(name)).append(name)
 
 
-def _kind(left_out: LeftOut, name: str) -> list[str]:
+def _kind(left_out: LeftOutFiles, name: str) -> list[str]:
     if name.endswith(_RECORDS) and is_optimizers(os.path.splitext(name)[0]):
         return left_out.optimizers
     return left_out.of_ranks if OF_A_RANK.search(name) else left_out.other_names

@@ -86,11 +86,11 @@ def verify(options: VerifyOptions) -> VerifyResult:
         check_factors(checkpoint, report, full=options.full)
     if remote is not None:
         check_repo(remote, structure.directory, report, num_threads)
-    result = _judged(options, _result(options, path, checkpoint, report, commit=commit))
-    return replace(result, holdings=_hold(structure, report) if options.holdings else None)
+    result = _refuse_warnings(options, _result(options, path, checkpoint, report, commit=commit))
+    return replace(result, holdings=_find_holdings(structure, report) if options.holdings else None)
 
 
-def _judged(options: VerifyOptions, result: VerifyResult) -> VerifyResult:
+def _refuse_warnings(options: VerifyOptions, result: VerifyResult) -> VerifyResult:
     """Return the result; with `strict`, raise its warnings if there are no problems.
 
     Raises:
@@ -101,7 +101,7 @@ def _judged(options: VerifyOptions, result: VerifyResult) -> VerifyResult:
     return result
 
 
-def _hold(structure: Structure, report: Report) -> Holdings:
+def _find_holdings(structure: Structure, report: Report) -> Holdings:
     """Return which file holds which bytes, as far as known. Files have the same names as in `problems`."""
     names = {place_of(file.path): file.name for file in structure.files}
     catalog = _catalog(structure, report)

@@ -35,7 +35,7 @@ def check_files(files: Sequence[FileBytes], report: Report, jobs: int) -> None:
 
 def check_whole(file: FileBytes, report: Report) -> None:
     """Read everything in a file that has a recorded checksum, and report what is wrong."""
-    with report.failing(file.name):
+    with report.collect_errors(file.name):
         with open_regular(file.path, file.name, follow=file.follow) as (fd, size):
             source = ByteReader(fd, file.name, size, report.read, ahead=True)
             if file.has_digest and size == file.size:
@@ -68,7 +68,7 @@ def _check_all(file: FileBytes, source: ByteReader, report: Report) -> None:
     report.num_checked_files += 1
     if file.is_damaged:
         return
-    if file.crc32 is not None and scan.crc32 != file.crc32 != _explained(file, scan, source.size):
+    if file.crc32 is not None and scan.crc32 != file.crc32 != _crc_as_recorded(file, scan, source.size):
         report.problem(
             "CRC-32 of the file: bytes outside the tensors' data were changed"
             if file.stretches
@@ -81,7 +81,7 @@ def _check_all(file: FileBytes, source: ByteReader, report: Report) -> None:
         report.problem("sha256 of the file", file=file.name, expected=file.sha256, found=scan.sha256)
 
 
-def _explained(file: FileBytes, scan: Scan, size: int) -> int:
+def _crc_as_recorded(file: FileBytes, scan: Scan, size: int) -> int:
     """Return the CRC-32 that the file would have if every chunk had its recorded CRC-32."""
     offset, crc = 0, 0
     for stretch in sorted(file.stretches, key=lambda s: s.start):
@@ -242,7 +242,9 @@ def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> FirstDif
         if name in _FREE and len(recorded) < 2:  # reading the record compared the content with this CRC-32
             for place in (content, *(slice(offset, offset + 4) for offset in crcs)):
                 stored[place] = expected[place]
-    return _alike_or_where(expected, stored, lambda byte: start + byte + (hole if byte >= num_before else 0))
+    return _first_difference(
+        expected, stored, lambda byte: start + byte + (hole if byte >= num_before else 0)
+    )
 
 
 def object_spelling(
@@ -271,10 +273,10 @@ def object_spelling(
         if name == _SERIALIZATION_ID and len({bytes(stored[offset : offset + 4]) for offset in crcs}) == 1:
             for place in (slice(entry.start, stop), *(slice(offset, offset + 4) for offset in crcs)):
                 stored[place] = expected[place]
-    return _alike_or_where(expected, stored, lambda offset: start + offset)
+    return _first_difference(expected, stored, lambda offset: start + offset)
 
 
-def _alike_or_where(
+def _first_difference(
     expected: bytes | bytearray, actual: bytearray, place: Callable[[int], int]
 ) -> FirstDifference | bool:
     """Return True for equal bytes, or else the first difference; `place` maps an index to a position in the file."""

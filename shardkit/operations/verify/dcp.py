@@ -34,14 +34,14 @@ from shardkit.formats.torchsave.scan import RecordScanner, expect_records
 from shardkit.keys.moments import NamedShape
 from shardkit.keys.trainer_state import optimizer_names
 from shardkit.operations.verify.bytes import FirstDifference, report_difference, spelling
-from shardkit.operations.verify.manifest import Described, check_tensors
+from shardkit.operations.verify.manifest import CheckedManifest, check_tensors
 from shardkit.operations.verify.result import Report, report_damaged
 
 
 def verify_dcp(
     directory: str,
     folder: str,
-    described: Described | None,
+    described: CheckedManifest | None,
     report: Report,
     *,
     opened: DcpFolder | None = None,
@@ -69,7 +69,7 @@ def verify_dcp(
     except OtherVersion:
         raise
     except DamagedFiles as error:
-        is_known = (lambda _: False) if described is None else described.says_of
+        is_known = (lambda _: False) if described is None else described.has_reported
         report_damaged(error, directory, report, folder=folder, is_known=is_known)
         return _files_by_lists(folder, described, report)
     except SourceError as error:
@@ -83,19 +83,19 @@ def verify_dcp(
     stored += (NamedShape(e.fqn, e.dtype.name, e.shape) for e in opened.catalog.tensors.values())
     objects += opened.objects
     notes = [note for note in opened.catalog.notes if "were left alone" not in note]
-    report.doubt(note for note in notes if "does not describe" in note)
+    report.add_doubts(note for note in notes if "does not describe" in note)
     report.add_notes(notes)
     if opened.catalog.tensors:  # without tensors, the error that it cannot be opened lists the objects
         lines = object_lines(opened)
-        report.doubt(lines.lost)
+        report.add_doubts(lines.lost)
         report.add_notes(lines.notes)
-    report.warnings += _stale(directory, folder, opened)
+    report.warnings += _stale_warnings(directory, folder, opened)
     if described is not None:
         check_tensors(described, opened.catalog, report)
     return _Folder(folder, opened, described, report).files()
 
 
-def _stale(directory: str, folder: str, opened: DcpFolder) -> Iterator[str]:
+def _stale_warnings(directory: str, folder: str, opened: DcpFolder) -> Iterator[str]:
     """Yield a warning for each file that is left over from another save."""
     for name in unused_shards(directory, {file.name for file in opened.catalog.files}):
         yield f"{escape(os.path.join(folder, name))}: not of this checkpoint"
@@ -105,7 +105,7 @@ def _stale(directory: str, folder: str, opened: DcpFolder) -> Iterator[str]:
             yield f"{escape(os.path.join(folder, name))}: not of this checkpoint"
 
 
-def _files_by_lists(folder: str, described: Described | None, report: Report) -> list[FileBytes]:
+def _files_by_lists(folder: str, described: CheckedManifest | None, report: Report) -> list[FileBytes]:
     """Return the files as described by the chunk lists and the manifest, if `.metadata` cannot be read."""
     if described is None:
         return []
@@ -146,7 +146,9 @@ class _ChunkRow(NamedTuple):
 class _Folder:
     """Checks a directory file by file, and each file from front to back."""
 
-    def __init__(self, folder: str, opened: DcpFolder, described: Described | None, report: Report) -> None:
+    def __init__(
+        self, folder: str, opened: DcpFolder, described: CheckedManifest | None, report: Report
+    ) -> None:
         self._folder, self._opened, self._described, self._report = folder, opened, described, report
         self._scanner = RecordScanner()
         self._num_alike, self._unlike = 0, list[tuple[FileBytes, _ChunkRow, FirstDifference]]()
@@ -165,7 +167,7 @@ class _Folder:
         for number, rows in groupby(self._rows, key=catalog.chunks.file.__getitem__):
             file = files[number] = self._file(catalog.files[number])
             with (
-                self._report.failing(file.name),
+                self._report.collect_errors(file.name),
                 open_regular(file.path, file.name, follow=False) as (fd, _),
                 named_failures(file.name),
             ):
@@ -179,15 +181,15 @@ class _Folder:
                     files[place.file] = self._file(catalog.files[place.file])
                 files[place.file].archives.append(Archive(place.start, place.nbytes, fqn))
         if self._described is None:  # otherwise sizes of files are compared with the manifest's
-            self._warn_of_more(files)
+            self._warn_of_trailing_bytes(files)
         is_spelled = self._num_alike > len(self._unlike)
         for file in files.values():
             file.is_spelled_as_torch = is_spelled
         self._report_unlike(is_spelled)
-        self._tell_classes()
+        self._report_classes()
         return list(files.values())
 
-    def _warn_of_more(self, files: Mapping[int, FileBytes]) -> None:
+    def _warn_of_trailing_bytes(self, files: Mapping[int, FileBytes]) -> None:
         """Warn about bytes behind the last record of a file: nothing reads them, and torch writes none."""
         chunks = self._opened.catalog.chunks
         ends = dict.fromkeys(files, 0)
@@ -235,7 +237,7 @@ class _Folder:
             if record is not None:
                 self._add(file, same[0], record, line)
                 if file.crc32 is None:
-                    self._spell(fd, file, same[0], record)
+                    self._check_spelling(fd, file, same[0], record)
         for start, chunk in sorted(lines.items(), key=lambda item: item[0]):
             stretch = Stretch(start, chunk.record_nbytes, chunk.fqn, chunk.region, None)
             self._report.problem(
@@ -249,7 +251,7 @@ class _Folder:
             self._report.chunk(place.nbytes)
             return None
         if place.row in self._opened.transforms:
-            self._pack(source, file, place)
+            self._add_packed(source, file, place)
             return None
         kind = (place.entry.dtype, place.region.sizes)
         try:
@@ -273,7 +275,7 @@ class _Folder:
             return None
         return record
 
-    def _spell(self, fd: int, file: FileBytes, place: _ChunkRow, record: TensorRecord) -> None:
+    def _check_spelling(self, fd: int, file: FileBytes, place: _ChunkRow, record: TensorRecord) -> None:
         if record.is_contiguous and record.data_nbytes == record.nbytes:
             outcome = spelling(fd, place.start, place.nbytes, record)
             if isinstance(outcome, FirstDifference):
@@ -286,7 +288,7 @@ class _Folder:
         for file, place, unlike in self._unlike if is_spelled else ():
             report_difference("data", file, place.stretch, unlike, self._report)
 
-    def _pack(self, source: SourceFile, file: FileBytes, place: _ChunkRow) -> None:
+    def _add_packed(self, source: SourceFile, file: FileBytes, place: _ChunkRow) -> None:
         """Add a record that was saved through an extension; it is checked later, by decompressing it."""
         transforms = self._opened.transforms[place.row]
         packed = Packed(place.entry, place.region, place.start, place.nbytes, transforms)
@@ -322,7 +324,7 @@ class _Folder:
             crc = entry.crc or None
             file.stretches.append(Stretch(entry.start, entry.nbytes, tensor, None, crc, what))
 
-    def _tell_classes(self) -> None:
+    def _report_classes(self) -> None:
         """Report tensors of classes that can be checked but not read: a note for an optimizer's state, else a warning."""
         state = optimizer_names(self._entries, self._opened.objects)
         for why, names in self._of_classes.items():

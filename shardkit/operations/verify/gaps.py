@@ -32,8 +32,8 @@ def check_gaps(checkpoint: Checkpoint, report: Report) -> None:
     if lines and not is_whole:
         report.problem("only a part of the model is here", details=lines)
     else:
-        report.doubt(lines)
-    report.doubt(cut_modules(checkpoint))
+        report.add_doubts(lines)
+    report.add_doubts(cut_modules(checkpoint))
 
 
 def _finds_all(config: Mapping[str, Any], catalog: Catalog, report: Report) -> bool:
@@ -55,7 +55,7 @@ def _finds_all(config: Mapping[str, Any], catalog: Catalog, report: Report) -> b
         return False
     lines = list(answer.lines(_MODEL))
     if "auto_map" in config:  # the model's own code may make something else of the config
-        report.doubt(lines)
+        report.add_doubts(lines)
     else:
         for line in lines:
             report.problem(line)

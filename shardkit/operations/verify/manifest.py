@@ -30,7 +30,7 @@ _LIST = re.compile(r".*\.chunks\.json")
 
 
 @dataclass(slots=True, kw_only=True)
-class Described:
+class CheckedManifest:
     """A manifest, and which of its files agree with it."""
 
     content: manifest.Manifest
@@ -47,12 +47,12 @@ class Described:
     is_metadata_damaged: bool = False
     """`.metadata` is missing or differs from its recorded size or digest, so its content cannot be trusted."""
 
-    def says_of(self, name: str) -> bool:
+    def has_reported(self, name: str) -> bool:
         """True if the manifest lists a file and the difference was already reported."""
         return name not in self.files and any(file.name == name for file in manifest.all_files(self.content))
 
     @property
-    def is_of_dcp(self) -> bool:
+    def is_for_dcp(self) -> bool:
         """True for the manifest of a DCP directory that shardkit wrote."""
         return isinstance(self.content, (manifest.Presharded, manifest.SavedState))
 
@@ -70,7 +70,7 @@ class Described:
 
 def read_manifest(
     directory: str, folder: str, report: Report, *, path: str | None = None
-) -> Described | None:
+) -> CheckedManifest | None:
     """Read a manifest and compare a directory with it; return None if the manifest cannot be read.
 
     Args:
@@ -87,7 +87,7 @@ def read_manifest(
         if manifest.encode(values) != data:  # its digest covers neither blanks nor how numbers are written
             report.problem("its content is right, but its bytes were changed", file=where)
 
-    with report.failing(where):
+    with report.collect_errors(where):
         content = manifest.read_file(
             locate(directory, manifest.NAME) if path is None else path,
             os.path.basename(where),
@@ -97,14 +97,14 @@ def read_manifest(
         return None
     is_one_file = not storage.isdir(directory)
     home = (os.path.dirname(directory) or os.curdir) if is_one_file else directory
-    described = Described(content=content, where=where, folder=folder, directory=home)
+    described = CheckedManifest(content=content, where=where, folder=folder, directory=home)
     _check_files(described, report)
     if not is_one_file:
         _check_unlisted(described, report)
     return described
 
 
-def _check_files(described: Described, report: Report) -> None:
+def _check_files(described: CheckedManifest, report: Report) -> None:
     content, metadata = described.content, described.metadata
     follow = manifest.follows_links(content)
     unlike_files = unlike(described.directory, manifest.every_file(content), follow=follow)
@@ -125,7 +125,9 @@ def _check_files(described: Described, report: Report) -> None:
                 _check_list(described, file, report)
 
 
-def _report_unlike(described: Described, file: manifest.SavedFile, size: int | None, report: Report) -> None:
+def _report_unlike(
+    described: CheckedManifest, file: manifest.SavedFile, size: int | None, report: Report
+) -> None:
     where = os.path.join(described.folder, file.name)
     if size is None:
         is_there = storage.lexists(path_in(described.directory, file.name))
@@ -140,7 +142,7 @@ def _report_unlike(described: Described, file: manifest.SavedFile, size: int | N
         report.problem(SIZE, file=where, expected=str(file.size), found=str(size))
 
 
-def _has_own_list(described: Described, file: manifest.ShardFile, report: Report) -> bool:
+def _has_own_list(described: CheckedManifest, file: manifest.ShardFile, report: Report) -> bool:
     name = chunk_list.name_for(file.name)
     if file.chunks.name != name:
         report.problem(
@@ -153,7 +155,7 @@ def _has_own_list(described: Described, file: manifest.ShardFile, report: Report
     return file.chunks.name == name
 
 
-def _check_list(described: Described, file: manifest.ShardFile, report: Report) -> None:
+def _check_list(described: CheckedManifest, file: manifest.ShardFile, report: Report) -> None:
     name = os.path.join(described.folder, file.chunks.name)
     is_whole = _read_described(described, file.chunks, report)
     if file.name not in described.files:  # the reason was reported
@@ -167,11 +169,11 @@ def _check_list(described: Described, file: manifest.ShardFile, report: Report) 
             report.error(error, file=name)
 
 
-def _read_described(described: Described, file: manifest.File, report: Report) -> bool:
+def _read_described(described: CheckedManifest, file: manifest.File, report: Report) -> bool:
     """Compare a small file with its digests; True if they agree."""
     where = os.path.join(described.folder, file.name)
     data: bytes | None = None
-    with report.failing(where):
+    with report.collect_errors(where):
         data = read_small(path_in(described.directory, file.name), where, manifest.MAX_BYTES)
     if data is None:
         return False
@@ -185,14 +187,14 @@ def _read_described(described: Described, file: manifest.File, report: Report) -
     return True
 
 
-def _check_unlisted(described: Described, report: Report) -> None:
+def _check_unlisted(described: CheckedManifest, report: Report) -> None:
     """Report files that the manifest does not list.
 
     For a manifest that lists all files, this is a problem. Users add files to a Hub model, so there it is a warning. In a
     DCP directory, only stale chunk lists are reported.
     """
-    if described.is_of_dcp:
-        report.warnings += _stale(described)
+    if described.is_for_dcp:
+        report.warnings += _stale_warnings(described)
         return
     if isinstance(described.content, manifest.HubModel) and described.content.others is None:
         return  # it lists only weights
@@ -210,7 +212,7 @@ def _check_unlisted(described: Described, report: Report) -> None:
         )
 
 
-def _stale(described: Described) -> Iterator[str]:
+def _stale_warnings(described: CheckedManifest) -> Iterator[str]:
     """Yield a warning for each chunk list that the manifest does not list."""
     names = {file.name for file in manifest.every_file(described.content)}
     for name in sorted(storage.listdir(described.directory)):
@@ -218,7 +220,7 @@ def _stale(described: Described) -> Iterator[str]:
             yield f"{escape(os.path.join(described.folder, name))}: not of this checkpoint"
 
 
-def add_recorded(described: Iterable[Described], files: list[FileBytes], report: Report) -> None:
+def add_recorded(described: Iterable[CheckedManifest], files: list[FileBytes], report: Report) -> None:
     """Add the digests that manifests record to `files`; also add listed files without tensors."""
     files_by_place = {place_of(file.path): file for file in files}
     for entry in described:
@@ -239,7 +241,7 @@ def add_recorded(described: Iterable[Described], files: list[FileBytes], report:
 
 
 def _add_crcs_of_chunks(
-    described: Described, recorded: manifest.File, file: FileBytes, report: Report
+    described: CheckedManifest, recorded: manifest.File, file: FileBytes, report: Report
 ) -> None:
     """Give chunks of a file the CRC-32s in the manifest, by their place in the file; a chunk of a whole tensor, by its name.
 
@@ -265,7 +267,7 @@ def _add_crcs_of_chunks(
             )
 
 
-def check_tensors(described: Described, catalog: Catalog, report: Report) -> None:
+def check_tensors(described: CheckedManifest, catalog: Catalog, report: Report) -> None:
     """Compare names, dtypes and shapes in the manifest with those of the stored tensors."""
     content = described.content
     if isinstance(content, manifest.SavedState):
@@ -291,7 +293,7 @@ def check_tensors(described: Described, catalog: Catalog, report: Report) -> Non
         contradict("it is stored, and the manifest does not list it", tensor=fqn)
 
 
-def tensor_crc(described: Described, fqn: str, nbytes: int) -> int | None:
+def tensor_crc(described: CheckedManifest, fqn: str, nbytes: int) -> int | None:
     """Return the recorded CRC-32 of a tensor; None if nothing is recorded, or if `nbytes` is not its whole size."""
     record = manifest.all_tensors(described.content).get(fqn)
     is_whole = record is not None and prod(record.shape) * BY_NAME[record.dtype].itemsize == nbytes

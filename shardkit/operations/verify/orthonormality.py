@@ -48,11 +48,11 @@ def check_factors(checkpoint: Checkpoint, report: Report, *, full: bool) -> None
     if not full or not names:
         return
     distances: dict[str, float] = {}
-    with report.failing(checkpoint.path):
+    with report.collect_errors(checkpoint.path):
         chosen = checkpoint.select(names)
         with SourceFiles(chosen.files) as files, files.reader() as reader:
             for name in names:
-                with report.failing(checkpoint.path):
+                with report.collect_errors(checkpoint.path):
                     distances[name] = distance(chosen, name, reader)
     wrong = [name for name in distances if not distances[name] <= _most(catalog, name)]  # NaN too
     for name in wrong:

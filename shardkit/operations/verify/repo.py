@@ -49,7 +49,7 @@ def check_repo(remote: Mapping[str, RepoFile], directory: str, report: Report, j
 
 def _compare(path: str, remote: RepoFile, report: Report) -> None:
     """Compare a file with its id in the repo: the sha256 of a large file, git's id of a small one."""
-    with report.failing(remote.name), open_regular(path, remote.name) as (fd, size):
+    with report.collect_errors(remote.name), open_regular(path, remote.name) as (fd, size):
         reader = ByteReader(fd, remote.name, size, report.read, ahead=True)
         if remote.sha256 is not None:
             hashed, kind, expected = hashlib.sha256(), "sha256", remote.sha256

@@ -222,7 +222,7 @@ class Report:
                 message = message.removeprefix(f"{prefix}: ").removeprefix(f"{prefix}, ")
         self.problems.append(VerifyProblem(message=message, **fields))
 
-    def doubt(self, lines: Iterable[str]) -> None:
+    def add_doubts(self, lines: Iterable[str]) -> None:
         """Add warnings that something seems to be missing, though no byte is damaged."""
         lines = list(lines)
         self.warnings += lines
@@ -238,7 +238,7 @@ class Report:
         self.add_notes([error.hint] if error.hint else [])
 
     @contextmanager
-    def failing(self, file: str) -> Iterator[None]:
+    def collect_errors(self, file: str) -> Iterator[None]:
         """Turn errors about a file into problems instead of raising them."""
         try:
             yield

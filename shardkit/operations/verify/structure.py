@@ -33,7 +33,7 @@ from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.operations.resolve import described_at, was_checkpoint
 from shardkit.operations.verify.dcp import verify_dcp
-from shardkit.operations.verify.manifest import Described, add_recorded, check_tensors, read_manifest
+from shardkit.operations.verify.manifest import CheckedManifest, add_recorded, check_tensors, read_manifest
 from shardkit.operations.verify.result import Report, report_damaged
 
 
@@ -80,7 +80,7 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
     stored, objects = list[NamedShape](), list[str]()
     for folder in folders:
         described_here = next(
-            (entry for entry in described if entry.folder == folder and entry.is_of_dcp), None
+            (entry for entry in described if entry.folder == folder and entry.is_for_dcp), None
         )
         here = os.path.join(directory, folder)
         opened = checkpoint.opened_at(here) if checkpoint is not None else None
@@ -88,12 +88,12 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
             here, folder, described_here, report, opened=opened, stored=stored, objects=objects
         )
     halved = parts_of_ranks(stored, objects)
-    report.doubt([] if halved is None else [halved])
+    report.add_doubts([] if halved is None else [halved])
     if isinstance(failure, UnreadableClass) and failure.files:
-        files, failure = [*files, *_unread(failure, directory, report)], None
+        files, failure = [*files, *_unreadable_files(failure, directory, report)], None
     is_whole = failure is None or _is_whole(path, failure, bool(folders), report)
     if checkpoint is not None:
-        strays = _strays(checkpoint)
+        strays = _stray_files(checkpoint)
         report.warnings += [f"{escape(name)}: {reason}" for name, reason in strays]
         report.add_notes(
             f"not read: {escape(name)}: {escape(reason)}"
@@ -106,11 +106,11 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
         files += _weights(checkpoint, directory, folders, report)
         report.add_notes(part_notes(os.path.basename(path)) if not storage.isdir(path) else ())
         for entry in described:
-            if not entry.is_of_dcp and not entry.folder and _has_tensors(entry):
+            if not entry.is_for_dcp and not entry.folder and _has_tensors(entry):
                 check_tensors(entry, checkpoint.catalog, report)
     add_recorded(described, files, report)
     _count_unrecorded(files, report)
-    report.add_notes(_lacking(directory, folders, described, files, checkpoint, report))
+    report.add_notes(_checksum_notes(directory, folders, described, files, checkpoint, report))
     manifests = tuple(entry.content for entry in described)
     return Structure(checkpoint, directory, files, is_whole, manifests, tuple(folders))
 
@@ -167,25 +167,25 @@ def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitErro
 
 def _survey(
     directory: str, checkpoint: Checkpoint | None, report: Report
-) -> tuple[list[Described], list[str]]:
+) -> tuple[list[CheckedManifest], list[str]]:
     """Read every manifest in a checkpoint, and find its DCP directories.
 
     Returns:
         The manifests, and the DCP directories relative to the checkpoint; "" is the checkpoint itself.
     """
-    described: list[Described] = []
+    described: list[CheckedManifest] = []
     folders: list[str] = []
     for here, folder, _, names in walk(directory) if storage.isdir(directory) else ():
         record = read_manifest(here, folder, report) if manifest.NAME in names else None
         described += [record] if record is not None else []
-        is_described = record is not None and record.is_of_dcp
+        is_described = record is not None and record.is_for_dcp
         is_opened = checkpoint is not None and checkpoint.opened_at(here) is not None
         if is_described or is_opened or is_dcp(here):
             folders.append(folder)
     return described, folders
 
 
-def _add_beside(path: str, directory: str, described: list[Described], report: Report) -> None:
+def _add_beside(path: str, directory: str, described: list[CheckedManifest], report: Report) -> None:
     """Use a manifest outside of the checkpoint. If it says how the checkpoint was made, it replaces the one inside."""
     record = read_manifest(directory, "", report, path=path)
     if record is None:
@@ -195,7 +195,7 @@ def _add_beside(path: str, directory: str, described: list[Described], report: R
     described.append(record)
 
 
-def _unread(failure: UnreadableClass, directory: str, report: Report) -> list[FileBytes]:
+def _unreadable_files(failure: UnreadableClass, directory: str, report: Report) -> list[FileBytes]:
     """Warn that tensors of some class cannot be read, and return their files, whose zip entries have checksums."""
     folded = [line.pattern for line in fold_lines(failure.problems, spreads=True)]
     names = [*folded[:_MAX_WARNED], *(["..."] if folded[_MAX_WARNED:] else [])]
@@ -282,14 +282,14 @@ def _hub_files(checkpoint: Checkpoint, directory: str, report: Report) -> list[F
     return files
 
 
-def _strays(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+def _stray_files(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """Return (name, reason) of safetensors files in a Hub model's directory that do not belong to the model."""
     if checkpoint.hub is None or not storage.isdir(checkpoint.path):
         return []
     return [(name, what) for name, what in checkpoint.remarks.skipped if name.endswith(_SAFETENSORS)]
 
 
-def _has_tensors(described: Described) -> bool:
+def _has_tensors(described: CheckedManifest) -> bool:
     """True if the manifest lists tensors. A manifest of files alone may not, for a checkpoint of several folders."""
     return not isinstance(described.content, manifest.FileList) or described.content.tensors is not None
 
@@ -302,10 +302,10 @@ def _count_unrecorded(files: list[FileBytes], report: Report) -> None:
             report.unrecorded.update((os.path.dirname(file.name), name) for name in lacking)
 
 
-def _lacking(
+def _checksum_notes(
     directory: str,
     folders: list[str],
-    described: list[Described],
+    described: list[CheckedManifest],
     files: list[FileBytes],
     checkpoint: Checkpoint | None,
     report: Report,
@@ -404,7 +404,10 @@ def _add_entries(file: FileBytes, decoded: Sequence[str], report: Report) -> Non
     Several tensors may be in one entry, as parts of one storage.
     """
     entries = None
-    with report.failing(file.name), open_regular(file.path, file.name, follow=file.follow) as (fd, size):
+    with (
+        report.collect_errors(file.name),
+        open_regular(file.path, file.name, follow=file.follow) as (fd, size),
+    ):
         reader = ZipReader(pread_of(fd), 0, size, escape(file.name))
         entries = read_directory(reader)
     if entries is None:
