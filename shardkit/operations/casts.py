@@ -191,7 +191,7 @@ def find_folded_dtypes(
         or _FP32
     )
     chosen = {
-        name: _as_before(dtype, base_tensors[name].dtype)
+        name: _dtype_before(dtype, base_tensors[name].dtype)
         if name in base_tensors
         else (dense if name in folded else dtype)
         for name, dtype in default_dtypes.items()
@@ -215,7 +215,7 @@ def find_folded_dtypes(
     return chosen, notes
 
 
-def _as_before(dtype: DType, before: DType) -> DType:
+def _dtype_before(dtype: DType, before: DType) -> DType:
     """Return the base's dtype for a tensor that OSFT stored in float32; other dtypes stay."""
     return before if dtype is _FP32 and before.is_convertible else dtype
 
@@ -253,7 +253,7 @@ def _choose(
     if dtype == KEEP:
         return default_dtypes, []
     if dtype == BASE:
-        return _as_base(default_dtypes, base)
+        return _dtypes_of_base(default_dtypes, base)
     target = CASTS[dtype]
     keep, notes = frozenset[str](), list[str]()
     if target is not _FP32:
@@ -270,7 +270,9 @@ def _choose(
     return chosen, [*notes, *quantised_notes(default_dtypes)]
 
 
-def _as_base(default_dtypes: Mapping[str, DType], base: Base | None) -> tuple[dict[str, DType], list[str]]:
+def _dtypes_of_base(
+    default_dtypes: Mapping[str, DType], base: Base | None
+) -> tuple[dict[str, DType], list[str]]:
     assert base is not None
     assert base.tensors is not None
     chosen, absent = dict(default_dtypes), []
@@ -319,7 +321,7 @@ def _keep_fp32(
 def _from_base(wide: list[str], base: Base | None) -> frozenset[str] | None:
     if base is None or base.tensors is None:
         return None
-    return _still_wide({name: tensor.dtype for name, tensor in base.tensors.items()}, wide)
+    return _wide_ones({name: tensor.dtype for name, tensor in base.tensors.items()}, wide)
 
 
 def _from_manifest(wide: list[str], names: Mapping[str, str], directory: str) -> frozenset[str] | None:
@@ -331,10 +333,10 @@ def _from_manifest(wide: list[str], names: Mapping[str, str], directory: str) ->
         for fqn, tensor in manifest.all_tensors(recorded).items()
         if fqn in names
     }
-    return _still_wide(dtypes, wide)
+    return _wide_ones(dtypes, wide)
 
 
-def _still_wide(dtypes: Mapping[str, DType], wide: list[str]) -> frozenset[str] | None:
+def _wide_ones(dtypes: Mapping[str, DType], wide: list[str]) -> frozenset[str] | None:
     kept_wide = wide_among_half(dtypes)
     return None if kept_wide is None else kept_wide.intersection(wide)
 

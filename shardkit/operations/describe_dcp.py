@@ -278,7 +278,7 @@ class DcpDescriptions:
         return manifest.File(name=METADATA, size=size, crc32=crc, sha256=sha256)
 
 
-WriteBeside = Callable[[OutputFiles], list[manifest.ListedFile]]
+WriteOthers = Callable[[OutputFiles], list[manifest.ListedFile]]
 """Writes the files outside of the DCP directories, and returns their manifest entries."""
 
 
@@ -287,7 +287,7 @@ class FolderDescriptions:
 
     Args:
         folders: folder -> its DCP directory; "" is the directory itself.
-        write_beside: writes the other files; called when the shard files are finished.
+        write_others: writes the other files; called when the shard files are finished.
         directory: directory of the output.
         sha256: compute the sha256 of every file.
         folder: as for `DcpDescriptions`.
@@ -296,7 +296,7 @@ class FolderDescriptions:
     def __init__(
         self,
         folders: Mapping[str, DcpOutput],
-        write_beside: WriteBeside,
+        write_others: WriteOthers,
         directory: str,
         *,
         sha256: bool = False,
@@ -304,7 +304,7 @@ class FolderDescriptions:
     ) -> None:
         assert not folder or list(folders) == [""], "several folders have no common marker"
         has_digests = any(output.digest != "none" for output in folders.values())
-        self._write_beside = write_beside
+        self._write_others = write_others
         self._files = OutputFiles(directory, digest=has_digests, sha256=sha256)
         self._of: dict[str, DcpDescriptions] = {}
         for name, output in folders.items():
@@ -314,7 +314,7 @@ class FolderDescriptions:
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         """Write the other files, then the description of each DCP directory, which makes it a checkpoint."""
-        listed = self._write_beside(self._files)
+        listed = self._write_others(self._files)
         top_files = tuple(listed)
         for folder, descriptions in self._of.items():
             folder_digests = {

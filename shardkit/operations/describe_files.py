@@ -13,7 +13,7 @@ from shardkit.files import manifest
 from shardkit.files.digest import combine
 from shardkit.keys.expressions import Opaque, to_json
 from shardkit.operations.describe import OutputFiles
-from shardkit.operations.describe_dcp import WriteBeside
+from shardkit.operations.describe_dcp import WriteOthers
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.rank_files import RankImages
 
@@ -65,15 +65,15 @@ class FileDescriptions:
 
     Args:
         job: the output.
-        write_beside: writes the other files; called when the rank files are finished.
+        write_others: writes the other files; called when the rank files are finished.
         directory: directory of the output.
         sha256: compute the sha256 of every file, too.
     """
 
     def __init__(
-        self, job: FilesOutput, write_beside: WriteBeside, directory: str, *, sha256: bool = False
+        self, job: FilesOutput, write_others: WriteOthers, directory: str, *, sha256: bool = False
     ) -> None:
-        self._job, self._write_beside = job, write_beside
+        self._job, self._write_others = job, write_others
         self._files = OutputFiles(directory, digest=job.digest != "none", sha256=sha256)
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
@@ -83,7 +83,7 @@ class FileDescriptions:
             digests: digest of every rank file, including files that an interrupted run has finished.
             scattered: CRC-32 of every scattered tensor, by its source name.
         """
-        other_files = self._write_beside(self._files)
+        other_files = self._write_others(self._files)
         has_digests = self._job.digest != "none"
         content = replace(
             self._job.describe(self._tensor_crcs(digests, scattered) if has_digests else {}),

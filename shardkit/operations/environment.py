@@ -63,7 +63,7 @@ def environment() -> Environment:
         num_cpus=_num_cpus(),
         memory_bytes=_memory_bytes(),
         cache=cache.home(),
-        huggingface={name: _shown(name) for name in sorted(os.environ) if name.startswith("HF_")},
+        huggingface={name: _shown_value(name) for name in sorted(os.environ) if name.startswith("HF_")},
         notes=tuple(filter(None, [torch_note(package_version("torch"))])),
     )
 
@@ -106,7 +106,7 @@ def _version_in_name(name: str) -> str | None:
     return None
 
 
-def _shown(name: str) -> str:
+def _shown_value(name: str) -> str:
     if name not in _SHOWN_VALUES:
         return "(set)"
     return _CREDENTIALS.sub("//...@", os.environ[name])

@@ -148,7 +148,7 @@ class Holdings:
         return asdict(self)
 
 
-def hold(
+def find_holdings(
     catalog: Catalog,
     layout: Layout | None = None,
     *,
@@ -181,7 +181,7 @@ def shared_extents(catalog: Catalog) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
-def hold_files(files: Iterable[tuple[str, int | None, Sequence[tuple[int, int, str]]]]) -> Holdings:
+def find_file_holdings(files: Iterable[tuple[str, int | None, Sequence[tuple[int, int, str]]]]) -> Holdings:
     """Return the holdings of files alone, for a checkpoint that cannot be opened.
 
     Args:
@@ -256,7 +256,7 @@ class _Packer:
         )
 
 
-class _Way(NamedTuple):
+class _Distribution(NamedTuple):
     """One way of cutting a tensor and of distributing the pieces over rows and files."""
 
     cut: int
@@ -280,11 +280,11 @@ class _Builder:
         self._number = [self._number_of(file) if file.is_raw else -1 for file in catalog.files]
         self._num_rows = min(layout.mesh.size, MAX_ROWS) if layout is not None else len(self._files)
         self._units = _Units(catalog, layout)
-        self._ways: dict[tuple[object, ...], _Way] = {}
+        self._distributions: dict[tuple[object, ...], _Distribution] = {}
         self._cuts: dict[tuple[object, ...], int] = {}
         self._cut_list: list[TensorCut] = []
         self._num_pieces = 0
-        self._placed: list[tuple[str, TensorEntry, _Way, int]] = []
+        self._placed: list[tuple[str, TensorEntry, _Distribution, int]] = []
 
     def _number_of(self, file: SourceFile, fqn: str | None = None) -> int:
         """Return the number of a file. For a decoded tensor, it is the file that contains the encoded bytes."""
@@ -306,9 +306,9 @@ class _Builder:
         mesh = None if self._layout is None or placed is None else self._layout.mesh_of(fqn)
         placements = None if placed is None else placed.placements
         key = (entry.shape, entry.dtype.itemsize, files.tobytes(), boxes.tobytes(), placements, mesh)
-        if key not in self._ways:
+        if key not in self._distributions:
             numbers = [self._number[file] for file in files]
-            self._ways[key] = self._way(entry, numbers, boxes.tolist(), placements, mesh)
+            self._distributions[key] = self._distribution(entry, numbers, boxes.tolist(), placements, mesh)
         unit = self._units.of(fqn)
         if placed is not None and mesh is not None and not placed.is_buffer:
             axes = zip(mesh.axes, placed.placements, strict=True)
@@ -316,16 +316,16 @@ class _Builder:
             cuts = (axis.size for axis, p in axes if axis.role == "tensor" and p.shard_dim is not None)
             num_parts = prod(cuts)
             self._units.gather(unit, entry.nbytes, num_parts)
-        self._placed.append((fqn, entry, self._ways[key], unit))
+        self._placed.append((fqn, entry, self._distributions[key], unit))
 
-    def _way(
+    def _distribution(
         self,
         entry: TensorEntry,
         files: list[int],
         boxes: list[int],
         placements: Placements | None,
         mesh: Mesh | None,
-    ) -> _Way:
+    ) -> _Distribution:
         import numpy
 
         num_dims = len(entry.shape)
@@ -346,7 +346,7 @@ class _Builder:
         held_bytes = numpy.zeros(max(self._num_rows, len(self._files)), dtype=numpy.int64)
         for row, _, nbytes in reads:
             held_bytes[row] += nbytes
-        return _Way(cut, held_bytes, tuple(reads), num_without)
+        return _Distribution(cut, held_bytes, tuple(reads), num_without)
 
     def _row_of(self, file: int) -> int:
         """Return the row for a tensor without placements: its file, or the rank that reads this file."""
@@ -412,10 +412,10 @@ class _Builder:
             tensors=tensors,
             cuts=tuple(self._cut_list),
             tensor_bytes=sum(entry.nbytes for _, entry, _, _ in self._placed),
-            merged=(*self._left_out(num_ranks, len(units), len(tensors)), *merged),
+            merged=(*self._merged_lines(num_ranks, len(units), len(tensors)), *merged),
         )
 
-    def _left_out(self, num_ranks: int, num_units: int, num_tensors: int) -> Iterator[str]:
+    def _merged_lines(self, num_ranks: int, num_units: int, num_tensors: int) -> Iterator[str]:
         if num_ranks > MAX_ROWS:
             yield f"the first {MAX_ROWS} of {num_ranks} ranks are shown"
         if num_units < self._units.num_units:
@@ -494,7 +494,7 @@ class _Builder:
         num_rows = self._num_rows if self._layout is not None else len(self._files)
         matrix = numpy.zeros((self._units.num_units, num_rows), dtype=numpy.int64)
         reads: list[dict[int, int]] = [{} for _ in range(num_rows)]
-        times: dict[int, tuple[_Way, int]] = {}
+        times: dict[int, tuple[_Distribution, int]] = {}
         for _, _, way, unit in self._placed:
             matrix[unit] += numpy.pad(way.row_bytes, (0, max(num_rows - len(way.row_bytes), 0)))[:num_rows]
             times[id(way)] = (way, times.get(id(way), (way, 0))[1] + 1)

@@ -111,7 +111,7 @@ class ResolvedCheckpoint(Result):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class ChosenCheckpoint:
     """The chosen checkpoint, with all that was opened to choose it, so that it is not parsed again."""
 
     resolved: ResolvedCheckpoint
@@ -173,10 +173,12 @@ def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) ->
             checkpoint was skipped. Lists them with the reasons.
         ResourceError: a file or directory cannot be read.
     """
-    return take(path, strict=strict).resolved
+    return choose_checkpoint(path, strict=strict).resolved
 
 
-def take(path: str | os.PathLike[str], *, strict: bool = False, whole_steps: bool = False) -> Taken:
+def choose_checkpoint(
+    path: str | os.PathLike[str], *, strict: bool = False, whole_steps: bool = False
+) -> ChosenCheckpoint:
     """Choose a checkpoint as `resolve_checkpoint` does, and keep open what was opened for the choice.
 
     Args:
@@ -200,7 +202,7 @@ def take(path: str | os.PathLike[str], *, strict: bool = False, whole_steps: boo
     search, candidates = _search(place)
     if PIPELINE in listing(place) and any(each.path != place and each.step is None for each in candidates):
         formats.open(place)  # raises: one model of a pipeline is not the checkpoint of a run
-    if not candidates and not search.skipped and not search.aside:
+    if not candidates and not search.skipped and not search.not_searched:
         formats.open(place)  # raises, with what the directory looks like: an unfinished save, ...
     is_followed = all(search.why_not_followed(each.path) is None for each in candidates)
     step = _step_around(candidates, place) if whole_steps and is_followed else None
@@ -216,14 +218,14 @@ def take(path: str | os.PathLike[str], *, strict: bool = False, whole_steps: boo
             problems=chosen.warnings,
             hint=f"give {escape(chosen.path)} by its path if it is meant, or repair or remove the other ones",
         )
-    return Taken(resolved=chosen, opened=search.opened.get(chosen.path, ()))
+    return ChosenCheckpoint(resolved=chosen, opened=search.opened.get(chosen.path, ()))
 
 
 def _search(place: str) -> tuple[_Search, list[ResolvedCheckpoint]]:
     """Search a path; return the search and its candidates. Saves that may be unfinished count only if no other is whole."""
     for needs_last in (True, False):
         search = _Search(place, needs_last=needs_last)
-        candidates = search.itself() or search.below(place, _MAX_DEPTH)
+        candidates = search.path_itself() or search.below(place, _MAX_DEPTH)
         if any(search.damage(each) is None for each in candidates):
             break
     return search, candidates
@@ -240,7 +242,7 @@ def _step_around(candidates: Collection[ResolvedCheckpoint], place: str) -> str 
     return above or None
 
 
-def stands_for(path: str, *, strict: bool = False) -> ResolvedCheckpoint:
+def find_checkpoint(path: str, *, strict: bool = False) -> ResolvedCheckpoint:
     """Return the checkpoint that a path stands for: the chosen one of a run directory, else the path itself.
 
     The remains of a damaged checkpoint stand for themselves.
@@ -255,7 +257,7 @@ def stands_for(path: str, *, strict: bool = False) -> ResolvedCheckpoint:
     adapter = adapter_file(path)
     if adapter is None and storage.isdir(path) and not was_checkpoint(path):
         try:
-            return take(path, strict=strict).resolved
+            return choose_checkpoint(path, strict=strict).resolved
         except SourceError:
             if not any(map(storage.lexists, (os.path.join(path, manifest.NAME), manifest.sidecar_of(path)))):
                 raise  # with a manifest, verify can list what is wrong
@@ -298,7 +300,7 @@ def named_after(resolved: ResolvedCheckpoint, given_path: str) -> str:
     return os.path.dirname(resolved.path) if is_inside else resolved.path
 
 
-def described_at(path: str) -> str:
+def manifest_scope(path: str) -> str:
     """Return the directory or file that a path's manifest describes.
 
     For the weight file of an adapter, or an index, this is the directory around it.
@@ -370,7 +372,7 @@ class _Search:
         """Skip checkpoints without the file that their trainer writes last, even if they can be opened."""
         self.skipped = dict[str, str]()
         """Path -> why it was skipped."""
-        self.aside = dict[str, str]()
+        self.not_searched = dict[str, str]()
         """Path without a step -> why it was not searched."""
         self.broken = dict[str, str]()
         """Path -> why it cannot be opened."""
@@ -378,7 +380,7 @@ class _Search:
         """Path -> its opened models."""
         self.entries_left = _MAX_ENTRIES
 
-    def itself(self) -> list[ResolvedCheckpoint]:
+    def path_itself(self) -> list[ResolvedCheckpoint]:
         """Return the path itself if it is a checkpoint and not also a run directory."""
         recognised, tracked = recognise(self.home), _tracker_in(self.home)
         if recognised is None:
@@ -469,7 +471,9 @@ class _Search:
                     else ""
                 ),
             )
-        problems = self.skipped | {each.path: self.broken[each.path] for each in candidates} | self.aside
+        problems = (
+            self.skipped | {each.path: self.broken[each.path] for each in candidates} | self.not_searched
+        )
         return SourceError(
             f"{escape(self.home)}: no complete checkpoint in it",
             problems=[f"{escape(os.path.relpath(path, self.home))}: {why}" for path, why in problems.items()],
@@ -583,7 +587,7 @@ class _Search:
             if reason is None and is_temporary(name):
                 reason = "it has a temporary name: the save did not finish"
             if reason is not None:
-                (self.broken if is_ordered(name) else self.aside)[path] = reason
+                (self.broken if is_ordered(name) else self.not_searched)[path] = reason
             elif entry.is_symlink() and not _is_of_lightning(name):
                 neighbours[name] = storage.realpath(path)
             if reason is None or is_ordered(name):

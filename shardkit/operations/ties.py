@@ -96,22 +96,22 @@ def resolve_ties(
                 continue
             if (equal := equal_one(tied_name, kept_names)) is not None:
                 dropped[tied_name] = equal
-    dropped |= _one_record(catalog, stored, dropped, base_names)
+    dropped |= _share_record(catalog, stored, dropped, base_names)
     return Ties(
-        dropped={tied_name: _last(dropped, tied_name) for tied_name in dropped},
+        dropped={tied_name: _kept_name(dropped, tied_name) for tied_name in dropped},
         diverged=tuple(diverged),
         untied=untied,
     )
 
 
-def _last(dropped: Mapping[str, str], name: str) -> str:
+def _kept_name(dropped: Mapping[str, str], name: str) -> str:
     """Return the name that is kept for a dropped one, following chains: a -> b -> c."""
     while name in dropped:
         name = dropped[name]
     return name
 
 
-def _one_record(
+def _share_record(
     catalog: Catalog, stored: Mapping[str, str], dropped: Collection[str], base_names: Collection[str] | None
 ) -> dict[str, str]:
     """Return name -> kept name, for names that the base lacks and that share a record with a name that the base has."""

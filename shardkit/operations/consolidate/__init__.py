@@ -50,7 +50,13 @@ from shardkit.operations.destination import (
 )
 from shardkit.operations.parts.on_ray import run_on_ray
 from shardkit.operations.parts.results import WriteResult
-from shardkit.operations.resolve import EXPORT_ENDING, ResolvedCheckpoint, Taken, named_after, take
+from shardkit.operations.resolve import (
+    EXPORT_ENDING,
+    ChosenCheckpoint,
+    ResolvedCheckpoint,
+    choose_checkpoint,
+    named_after,
+)
 from shardkit.operations.write import Writer, Writing
 
 
@@ -139,7 +145,7 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
         return run_on_ray(consolidate, options.given)
     writer = Writer(options, kind=OutputKind.HUB, looks_late=True)
     checkpoint = stores.as_path(options.checkpoint)
-    source = take(checkpoint, strict=options.strict)
+    source = choose_checkpoint(checkpoint, strict=options.strict)
     resolved = source.resolved
     writer.warn(resolved.warnings)
     named, output = named_after(resolved, checkpoint), options.output
@@ -256,7 +262,7 @@ def default_output(checkpoint: str) -> str:
     return default_place(label_of(checkpoint) + EXPORT_ENDING, checkpoint)
 
 
-def _open(source: Taken, options: ConsolidateOptions) -> tuple[Checkpoint, Base | None]:
+def _open(source: ChosenCheckpoint, options: ConsolidateOptions) -> tuple[Checkpoint, Base | None]:
     """Open the checkpoint and its base, both as plain, dense weights where quantised or factored ones can be converted.
 
     Raises:

@@ -30,7 +30,7 @@ from shardkit.layout.traced import one_process
 from shardkit.operations.diff.experts import num_fused
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.diff.sides import find_ties, open_sides
-from shardkit.operations.resolve import Taken, take
+from shardkit.operations.resolve import ChosenCheckpoint, choose_checkpoint
 from shardkit.transfer.convert import make_converter
 from shardkit.transfer.plan import chunk_ranges
 from shardkit.transfer.sources import Reader, SourceFiles
@@ -232,7 +232,10 @@ def diff(options: DiffOptions) -> DiffResult:
         ResourceError: disk or permission.
     """
     options.check()
-    sources = (take(options.a, strict=options.strict), take(options.b, strict=options.strict))
+    sources = (
+        choose_checkpoint(options.a, strict=options.strict),
+        choose_checkpoint(options.b, strict=options.strict),
+    )
     return Comparison(sources, options).compare()
 
 
@@ -247,7 +250,7 @@ class Comparison:
         UsageError, SourceError, ResourceError: as `diff`.
     """
 
-    def __init__(self, sources: tuple[Taken, Taken], options: DiffOptions) -> None:
+    def __init__(self, sources: tuple[ChosenCheckpoint, ChosenCheckpoint], options: DiffOptions) -> None:
         self._begun, self._options = time.monotonic(), options
         self._progress = progress_for(options.progress)
         self._a, self._b, self._notes = open_sides(sources, options)

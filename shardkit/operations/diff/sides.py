@@ -35,7 +35,7 @@ from shardkit.keys.select import Globs, select_model
 from shardkit.layout.binding import ClassNames, TensorsAtHand, as_tensors, bind, class_says, manifest, shipped
 from shardkit.layout.traced import SAME_IN_MEMORY, ask_class, may_differ_in_memory, why_no_class
 from shardkit.operations.diff.options import DiffOptions
-from shardkit.operations.resolve import ResolvedCheckpoint, Taken
+from shardkit.operations.resolve import ChosenCheckpoint, ResolvedCheckpoint
 from shardkit.operations.ties import place_of, tie_candidates
 from shardkit.transfer.codecs.bound import bind as bound_catalog
 from shardkit.transfer.codecs.derive import made_by
@@ -125,7 +125,9 @@ class Side:
             remaining_bytes = remaining_bytes[nbytes:]
 
 
-def open_sides(sources: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side, Side, list[str]]:
+def open_sides(
+    sources: tuple[ChosenCheckpoint, ChosenCheckpoint], options: DiffOptions
+) -> tuple[Side, Side, list[str]]:
     """Open both checkpoints, but only the tensors that are compared.
 
     Args:

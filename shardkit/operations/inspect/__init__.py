@@ -40,8 +40,8 @@ from shardkit.keys.ties import ties_embeddings
 from shardkit.layout.layout import Layout
 from shardkit.layout.recorded import recorded_layout, saved_layout, saved_mesh
 from shardkit.operations.casts import DTypeCount, count_dtypes
-from shardkit.operations.holdings import Holdings, hold, imbalance_of, shared_extents, size_on_disk
-from shardkit.operations.resolve import stands_for
+from shardkit.operations.holdings import Holdings, find_holdings, imbalance_of, shared_extents, size_on_disk
+from shardkit.operations.resolve import find_checkpoint
 
 _SHARD_SUFFIX = ".distcp"
 _QUICK_METADATA = 16 << 20  # bytes
@@ -203,7 +203,7 @@ def inspect(
     if not storage.lexists(path):
         raise absent(path)
     refuse_unfinished(path)
-    resolved = stands_for(path)
+    resolved = find_checkpoint(path)
     result = _inspect(resolved.path, tensors=tensors, holdings=holdings)
     return replace(
         result,
@@ -222,14 +222,18 @@ def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
             result = _inspect_presharded(path, directory, record, unfold=tensors)
             if not holdings:
                 return result
-            return replace(result, holdings=hold(formats.open(directory).catalog, recorded_layout(record)))
+            return replace(
+                result, holdings=find_holdings(formats.open(directory).catalog, recorded_layout(record))
+            )
     is_legacy = path.endswith(".bin") and storage.isfile(path)  # a weight file, not any state dict
     checkpoint = formats.open(path, format="hub" if is_legacy else None)
     describe = _inspect_sharded if checkpoint.hub is None else _inspect_hub
     result = describe(path, checkpoint, unfold=tensors)
     result = replace(result, warnings=(*result.warnings, *find_gaps(checkpoint)))
     return (
-        replace(result, holdings=hold(checkpoint.catalog, _saved_layout(checkpoint))) if holdings else result
+        replace(result, holdings=find_holdings(checkpoint.catalog, _saved_layout(checkpoint)))
+        if holdings
+        else result
     )
 
 

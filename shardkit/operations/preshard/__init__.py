@@ -38,13 +38,13 @@ from shardkit.operations.casts import dequantized_as
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, DcpOutput, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space, default_output
-from shardkit.operations.holdings import Holdings, hold, imbalance_of
+from shardkit.operations.holdings import Holdings, find_holdings, imbalance_of
 from shardkit.operations.parts.on_ray import run_on_ray
 from shardkit.operations.parts.results import WriteResult
 from shardkit.operations.preshard.job import PreshardJob, build_job
 from shardkit.operations.preshard.options import PreshardOptions
 from shardkit.operations.preshard.profiles import find_assets, write_companions
-from shardkit.operations.resolve import stands_for
+from shardkit.operations.resolve import find_checkpoint
 from shardkit.operations.ties import shared_record_notes
 from shardkit.operations.write import Writer, Writing
 from shardkit.transfer.rank_files import PlacedRegion
@@ -218,7 +218,7 @@ def _not_hub_error(source: str, mesh: Mesh, error: SourceError) -> SourceError:
     if not storage.exists(source):
         return error
     try:
-        checkpoint = stands_for(source).path
+        checkpoint = find_checkpoint(source).path
     except ShardkitError:
         return error
     recognised = recognise(checkpoint)
@@ -240,12 +240,12 @@ def _describe(
     job: PreshardJob, directory: str, *, sha256: bool, folder: str = ""
 ) -> FolderDescriptions | FileDescriptions:
     """Return the writer of the files other than shards in a directory."""
-    write_beside = partial(write_companions, job.profile, job.assets)
+    write_others = partial(write_companions, job.profile, job.assets)
     if isinstance(job.part, FilesOutput):
-        return FileDescriptions(job.part, write_beside, directory, sha256=sha256)
+        return FileDescriptions(job.part, write_others, directory, sha256=sha256)
     return FolderDescriptions(
         {job.profile.folder: job.part},
-        write_beside,
+        write_others,
         directory,
         sha256=sha256,
         folder=folder,
@@ -359,7 +359,9 @@ def _find_holdings(job: PreshardJob) -> Holdings:
     """Return which rank and which file will hold which bytes, computed before any byte moves."""
     if isinstance(job.part, DcpOutput):
         folder = job.profile.folder
-        return hold(job.part.output.catalog, job.part.layout, names=lambda file: join_name(folder, file.name))
+        return find_holdings(
+            job.part.output.catalog, job.part.layout, names=lambda file: join_name(folder, file.name)
+        )
     catalog = Catalog(format="", directory="")  # describes rank files that do not exist yet
     places: dict[str, list[tuple[int, int, PlacedRegion]]] = {}
     for number, image in enumerate(job.part.output):
@@ -377,4 +379,4 @@ def _find_holdings(job: PreshardJob) -> Holdings:
             [placed.nbytes for _, _, placed in rows],
             [placed.region for _, _, placed in rows],
         )
-    return hold(catalog, job.layout)
+    return find_holdings(catalog, job.layout)

@@ -25,7 +25,7 @@ from shardkit.operations.parts.on_ray import run_on_ray
 from shardkit.operations.parts.results import WriteResult
 from shardkit.operations.reshard.job import Parts, ReshardJob, build_job, open_parts
 from shardkit.operations.reshard.options import ReshardOptions
-from shardkit.operations.resolve import ResolvedCheckpoint, named_after, take
+from shardkit.operations.resolve import ResolvedCheckpoint, choose_checkpoint, named_after
 from shardkit.operations.ties import shared_record_notes
 from shardkit.operations.write import Writer, Writing
 
@@ -125,7 +125,7 @@ def reshard(options: ReshardOptions) -> ReshardResult:
     if options.is_on_ray:
         return run_on_ray(reshard, options.given)
     source, writer = stores.as_path(options.checkpoint), Writer(options, looks_late=True)
-    checkpoint = take(source, strict=options.strict, whole_steps=True)
+    checkpoint = choose_checkpoint(source, strict=options.strict, whole_steps=True)
     resolved = checkpoint.resolved
     writer.warn(resolved.warnings)
     named, output = named_after(resolved, source), options.output

@@ -76,7 +76,7 @@ from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.parts.ingredients import ReadFile
 from shardkit.operations.reshard.left_out import OF_A_RANK, find_left_out, find_unread
 from shardkit.operations.reshard.options import ReshardOptions
-from shardkit.operations.resolve import Taken
+from shardkit.operations.resolve import ChosenCheckpoint
 from shardkit.transfer.plan import TransferPlan, build_plan
 
 _ENTRY_OF_A_RANK = re.compile(r"(?:.*[._])?(?:dp_)?rank_?\d+(?:\..*)?")  # torchtitan: dataloader.dp_rank_0
@@ -156,7 +156,7 @@ class Parts:
         return tuple(file.name for file in self.files)
 
 
-def open_parts(source: Taken, options: ReshardOptions) -> Parts:
+def open_parts(source: ChosenCheckpoint, options: ReshardOptions) -> Parts:
     """Open every DCP directory of a checkpoint, or the one catalog of a checkpoint in another format.
 
     Warnings and notes name files near the checkpoint that will not be in the output (`left_out`).
@@ -188,7 +188,7 @@ def open_parts(source: Taken, options: ReshardOptions) -> Parts:
     )
 
 
-def _open_parts(source: Taken, options: ReshardOptions) -> Parts:
+def _open_parts(source: ChosenCheckpoint, options: ReshardOptions) -> Parts:
     path, no_optimizer = home_of(source.resolved.path), options.no_optimizer
     if not storage.isdir(path) or not _keeps_folders(path):
         return _open_other_format(_open_plain(source), no_optimizer=no_optimizer)
@@ -437,7 +437,7 @@ def _entry_notes(folder: str, objects: Mapping[str, EntryLocation | None]) -> It
         yield f"{count(len(lost), 'byte entry', 'byte entries')}{where} without any bytes left out: {listed(lost)}"
 
 
-def _open_plain(source: Taken) -> Checkpoint:
+def _open_plain(source: ChosenCheckpoint) -> Checkpoint:
     """Open a checkpoint of plain weights. Resharding quantised ones would separate values from their scales.
 
     Raises:

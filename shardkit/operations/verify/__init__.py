@@ -20,8 +20,8 @@ from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import told_catalog
 from shardkit.formats.hub.repo import Repo, list_repo, named_repo
-from shardkit.operations.holdings import Holdings, hold, hold_files
-from shardkit.operations.resolve import stands_for
+from shardkit.operations.holdings import Holdings, find_file_holdings, find_holdings
+from shardkit.operations.resolve import find_checkpoint
 from shardkit.operations.verify.bytes import check_files
 from shardkit.operations.verify.gaps import check_gaps
 from shardkit.operations.verify.options import VerifyOptions
@@ -68,7 +68,7 @@ def verify(options: VerifyOptions) -> VerifyResult:
     path, num_threads = stores.as_path(options.path), choose_jobs(options.jobs)
     report = Report(progress=progress_for(options.progress))
     if storage.lexists(path):
-        resolved = stands_for(path, strict=True)
+        resolved = find_checkpoint(path, strict=True)
         path = resolved.path
         report.warnings += resolved.warnings
     manifest_path = None if options.manifest is None else os.fspath(options.manifest)
@@ -106,12 +106,12 @@ def _find_holdings(structure: Structure, report: Report) -> Holdings:
     names = {place_of(file.path): file.name for file in structure.files}
     catalog = _catalog(structure, report)
     if catalog is None:
-        return hold_files(
+        return find_file_holdings(
             (file.name, file.size, [(s.start, s.nbytes, s.tensor or "") for s in file.stretches])
             for file in structure.files
         )
     folder = "" if structure.checkpoint is not None else structure.folders[0]
-    holdings = hold(
+    holdings = find_holdings(
         catalog, names=lambda file: names.get(place_of(file.path), os.path.join(folder, file.name))
     )
     gone = {problem.file for problem in report.problems if problem.is_missing}

@@ -31,7 +31,7 @@ from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import Unsupported, ZipEntry, ZipReader, pread_of, read_directory
 from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.moments import NamedShape, parts_of_ranks
-from shardkit.operations.resolve import described_at, was_checkpoint
+from shardkit.operations.resolve import manifest_scope, was_checkpoint
 from shardkit.operations.verify.dcp import verify_dcp
 from shardkit.operations.verify.manifest import CheckedManifest, add_recorded, check_tensors, read_manifest
 from shardkit.operations.verify.result import Report, report_damaged
@@ -70,7 +70,7 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
     if not storage.lexists(path):
         raise absent(path)
     refuse_unfinished(path)
-    directory = described_at(path)
+    directory = manifest_scope(path)
     manifest_beside = _manifest_beside(directory, manifest_path, report)
     checkpoint, failure = _open(path, is_known=manifest_beside is not None)
     described, folders = _survey(directory, checkpoint, report)
@@ -219,7 +219,7 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
     Returns:
         True if the checkpoint is complete, and only its format cannot be opened by shardkit.
     """
-    directory = described_at(path)
+    directory = manifest_scope(path)
     of_the_machine = isinstance(failure, ResourceError)  # may be gone when folders are checked
     recognised = recognise(path) if has_folders and not report.problems and not of_the_machine else None
     if recognised is not None and recognised.is_dcp_alone and not isinstance(failure, SavedAsObjects):
