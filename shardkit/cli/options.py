@@ -372,7 +372,7 @@ parts = group(
 )
 
 
-def _take_part(out: Output, text: str | None) -> Part | None:
+def _choose_part(out: Output, text: str | None) -> Part | None:
     """Return the requested part; print it if it comes from the launcher."""
     if text is None:
         return None
@@ -392,7 +392,7 @@ def divisible(out: Output, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         out: output of the command, which shows the bar and the warnings.
         options: of the command, with `part` as typed.
     """
-    part = _take_part(out, options["part"])
+    part = _choose_part(out, options["part"])
     from shardkit.cli.errors import typed_command
     from shardkit.operations.parts.agreement import typed
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, PageFile, facts, indented, max_lines, more, shown
+from shardkit.cli.output import Output, PageFile, facts, max_lines, more_line, shown_lines, wrap_indented
 from shardkit.core.text import count, escape, format_name, format_size
 from shardkit.errors import ResourceError, UsageError
 from shardkit.operations.verify import verify
@@ -97,20 +97,20 @@ def _problem_lines(problems: Sequence[VerifyProblem]) -> Iterator[str]:
     """Yield the lines of all problems; the same problem in many layers is one line."""
     detailed = [problem for problem in problems if problem.details]
     for problem in detailed[: max_lines()]:
-        yield from indented(problem.line(), sys.stdout, indent=2)
-        for detail in shown(problem.details, spreads=True):
-            yield from indented(detail, sys.stdout, indent=4)
+        yield from wrap_indented(problem.line(), sys.stdout, indent=2)
+        for detail in shown_lines(problem.details, spreads=True):
+            yield from wrap_indented(detail, sys.stdout, indent=4)
     if len(detailed) > max_lines():
-        yield f"  {more(len(detailed) - max_lines())}"
+        yield f"  {more_line(len(detailed) - max_lines())}"
     plain = [problem.line() for problem in problems if not problem.details]
-    for line in shown(plain, spreads=True):
-        yield from indented(line, sys.stdout, indent=2)
+    for line in shown_lines(plain, spreads=True):
+        yield from wrap_indented(line, sys.stdout, indent=2)
 
 
 def _files_to_copy(result: VerifyResult) -> Iterator[str]:
     if result.bring_again:
         yield ""
-        yield f"copy these files again: {', '.join(shown([escape(name) for name in result.bring_again], spreads=True))}"
+        yield f"copy these files again: {', '.join(shown_lines([escape(name) for name in result.bring_again], spreads=True))}"
 
 
 def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:
