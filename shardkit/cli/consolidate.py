@@ -135,7 +135,7 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     if result.base is not None:
         yield "base", _base(result)
     if result.from_checkpoint:
-        yield "beside", f"of the checkpoint, {copied_text(result.from_checkpoint)}"
+        yield "beside", f"from the checkpoint, {copied_text(result.from_checkpoint)}"
     yield from list_facts("tied", [f"{escape(a)} = {escape(b)} (stored once)" for a, b in result.ties])
     yield from list_facts(
         "untied", [f"{escape(a)} and {escape(b)} differ: both kept" for a, b in result.untied]

@@ -154,7 +154,7 @@ def _equal_lines(result: DiffResult) -> Iterator[str]:
         parts = [f"{amount} {text}" for amount, text in kinds if amount]
         yield f"=  {count(number, 'tensor')}" + (f" ({', '.join(parts)})" if parts else "")
     if number := result.count("folded"):
-        yield f"~  {count(number, 'weight')} folded: equal but for what factors miss"
+        yield f"~  {count(number, 'weight')} folded: equal within the accuracy of factors"
 
 
 class _DiffRow(NamedTuple):

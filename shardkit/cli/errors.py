@@ -104,7 +104,7 @@ def report_usage(error: click.ClickException, root: click.Context, args: Sequenc
     """Print an error of click in the usual form; return the exit code.
 
     Args:
-        error: of click.
+        error: an error of click.
         root: the context of `shardkit` itself.
         args: the arguments of the program.
     """
@@ -228,10 +228,7 @@ def _print_error(
 
 
 def resume_command(args: Sequence[str]) -> str:
-    """Return the command that resumes an interrupted one, quoted for the shell.
-
-    It is the same command.
-    """
+    """Return the command that resumes an interrupted one: the same one again, quoted for the shell."""
     return typed_command(args, (), ())
 
 

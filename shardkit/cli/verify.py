@@ -38,7 +38,7 @@ Examples:
     "--manifest",
     type=opt.PATH,
     metavar="FILE",
-    help="Compare with this manifest, in another place.",
+    help="Compare with this manifest instead of one in or beside PATH.",
 )
 @opt.strict
 @opt.option(
@@ -57,11 +57,11 @@ def command(*, out: Output, path: str, html_file: str | None, **options: Any) ->
     """Check that PATH is complete and undamaged.
 
     PATH is a Hub model, a pre-sharded directory, any trainer's sharded checkpoint, or a run's directory, whose
-    newest checkpoint is used. By default metadata, headers,
-    sizes and manifests are compared with each other; --full compares bytes with checksums. A manifest is
-    looked for in PATH, then beside it (PATH.shardkit.json). If transformers is installed, the class of a Hub model checks
-    that it finds all weights, which takes seconds. Exit code 0: nothing is wrong; 1: something is wrong;
-    3: not a checkpoint; 5: nothing is wrong, but some files cannot be read.
+    newest checkpoint is used. By default metadata, headers, sizes and manifests are compared with each other;
+    --full compares bytes with checksums. A manifest is used if it is in PATH, or beside it (PATH.shardkit.json).
+    If transformers is installed, the class of a Hub model checks that it finds all weights, which takes seconds.
+    Exit code 0: nothing is wrong; 1: something is wrong; 3: not a checkpoint; 5: nothing is wrong, but some
+    files cannot be read.
     """
     page = PageFile(html_file, (path,))
     result = verify(path, holdings=html_file is not None, progress=out.progress(), **options)

@@ -508,7 +508,7 @@ class _Search:
             raise SourceError(
                 f"{escape(directory)}: {tracker} names {escape(text)}, {why}",
                 problems=reasons,
-                hint="give the step to take by its path",
+                hint="give the path of the step to use",
             )
         limit = step_of(text)
         for later in names:

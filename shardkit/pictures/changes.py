@@ -67,7 +67,7 @@ def changes_page(result: DiffResult, facts: Sequence[tuple[str, str]]) -> Page:
     """Return the page of a comparison.
 
     Args:
-        result: of any comparison; if it has figures, colours show relative errors.
+        result: the comparison.
         facts: further (label, text) rows.
     """
     heat, experts = heat_of(result.tensors), experts_of(result.tensors)
@@ -213,7 +213,7 @@ def _sections(
     heads = ("tensor", "dtype", "shape", "differ", "relative norm", *(("largest",) if has_stats else ()))
     yield Section(
         title="Every tensor",
-        lead="What differs most comes first. Filter by name; click a column header to sort.",
+        lead="The largest differences come first. Filter by name; click a column header to sort.",
         body=table("tensors", "Tensors of both checkpoints", heads, rows, searchable="Search"),
     )
 

@@ -58,7 +58,7 @@ def _verdict(result: VerifyResult) -> str:
         return (
             "No problem found in names, sizes and headers. The bytes themselves were not read: --full does."
         )
-    return f"No problem found: {format_size(result.read_bytes)} are what was written."
+    return f"No problem found: {format_size(result.read_bytes)} match their checksums."
 
 
 def _files_to_copy(result: VerifyResult) -> Iterator[str]:
@@ -72,7 +72,7 @@ def _files_to_copy(result: VerifyResult) -> Iterator[str]:
 
 def _figures(result: VerifyResult) -> Iterator[tuple[str, str]]:
     yield f"{len(result.problems):,}", "problem" if len(result.problems) == 1 else "problems"
-    if result.num_files:  # else it could not be opened
+    if result.num_files:  # otherwise it could not be opened
         yield f"{result.num_files:,}", f"files, {format_size(result.tensor_bytes)}"
         yield (
             f"{result.num_tensors:,}",
@@ -101,7 +101,7 @@ def _sections(result: VerifyResult, drawn: _Drawn) -> Iterator[Section]:
     if result.problems:
         yield Section(
             title="What is wrong",
-            lead="Every problem, and where it lies. Choose one to see the place in its tensor.",
+            lead="Every problem with its place. Choose one to see the place in its tensor.",
             body=_problems(drawn.problems) + _place(drawn),
         )
     if drawn.knows_all:
@@ -194,7 +194,7 @@ def _extent(problem: VerifyProblem, size: int, whole: int) -> _Extent:
 
 
 class _Drawn:
-    """Problems by file and by tensor."""
+    """The problems of a check in the form that the script draws: by file and by tensor."""
 
     def __init__(self, problems: Sequence[VerifyProblem], holdings: Holdings) -> None:
         self.problems, self._holdings = problems, holdings

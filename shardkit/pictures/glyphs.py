@@ -1,4 +1,4 @@
-"""The same pictures for a terminal: shades show amounts, bars show totals. No colours are used."""
+"""Pictures for a terminal, drawn with characters: shades show amounts, bars show totals. No colours are used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardkit.operations.holdings import Holdings
 from shardkit.pictures.changes import heat_of
 
 Amount = float | Literal["bad"] | None
-"""From 0 to 1; "bad" if it has no number; None for an empty cell."""
+"""From 0 to 1; "bad" if it cannot be computed; None for an empty cell."""
 
 _MAX_ROWS = 32
 _BAR, _MIN_COLUMNS, _MAX_LABEL = 16, 8, 40
@@ -66,7 +66,7 @@ def held_lines(holdings: Holdings, width: int, glyphs: Glyphs) -> Iterator[str]:
         Row(_held_label(holdings, first, last), [math.sqrt(n / peak) for n in holdings.cells[cells]], total)
         for first, last, cells, total in _runs(holdings)
     ]
-    what = "units, in forward order" if holdings.has_units else "layers, as names tell"
+    what = "units, in forward order" if holdings.has_units else "layers, found by name"
     yield f"{noun}s x {what} ({len(holdings.units)}); {glyphs.shades[0]} nothing, {glyphs.shades[1:]} few to many bytes"
     yield from _drawn(rows, width, glyphs)
 

@@ -50,7 +50,7 @@ def test_in_float32_folding_misses_some_bits(tmp_path: Path) -> None:
         tensor.num_changed and tensor.stats is None for tensor in result.tensors if tensor.symbol == "~"
     )
     lines = render(result)
-    assert "~  2 weights folded: equal but for what factors miss" in lines
+    assert "~  2 weights folded: equal within the accuracy of factors" in lines
     assert lines[-1] == "equal after folding"
 
 
