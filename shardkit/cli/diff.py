@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardkit.pictures.page import Page
 
 _DIFFERS = 1
-_ALONE = {"only_a": "only in A", "only_b": "only in B", "shape": "shapes differ"}
+_NOT_COMPARED = {"only_a": "only in A", "only_b": "only in B", "shape": "shapes differ"}
 """Texts for tensors whose values are not compared."""
 
 
@@ -203,8 +203,8 @@ def _difference(tensor: TensorDiff, *, is_one: bool = True) -> str:
     """Return the text about a difference; for a group of similar ones, without individual details."""
     if tensor.status == "shape" and tensor.rows is not None:
         return f"{count(tensor.rows[0], 'row')} and {count(tensor.rows[1], 'row')}"
-    if tensor.status in _ALONE:
-        return _ALONE[tensor.status]
+    if tensor.status in _NOT_COMPARED:
+        return _NOT_COMPARED[tensor.status]
     figures = _stats(tensor.stats) if tensor.stats else ()
     return "; ".join([*_dtype(tensor), *_values(tensor, is_one=is_one), *figures])
 

@@ -28,7 +28,7 @@ def damage_page(result: VerifyResult, facts: Sequence[tuple[str, str]]) -> Page:
     """
     holdings = result.holdings
     assert holdings is not None
-    drawn = _Drawn(result.problems[:_MAX_LISTED], holdings)
+    drawn = _DrawnProblems(result.problems[:_MAX_LISTED], holdings)
     left_out = [*holdings.merged]
     if len(result.problems) > _MAX_LISTED:
         left_out.append(
@@ -83,7 +83,7 @@ def _figures(result: VerifyResult) -> Iterator[tuple[str, str]]:
         yield f"{result.num_unrecorded_chunks:,}", "chunks have no checksum"
 
 
-def _sections(result: VerifyResult, drawn: _Drawn) -> Iterator[Section]:
+def _sections(result: VerifyResult, drawn: _DrawnProblems) -> Iterator[Section]:
     if drawn.lanes:
         yield Section(
             title="Where the damage lies",
@@ -153,7 +153,7 @@ def _message(problem: VerifyProblem) -> str:
     return "\n".join(shown)
 
 
-def _place(drawn: _Drawn) -> str:
+def _place(drawn: _DrawnProblems) -> str:
     if not drawn.places:
         return ""
     return f'<h3 id="tensor-name"></h3>{picture("tensor", "The tensor as a rectangle, its damaged part in red.")}'
@@ -193,7 +193,7 @@ def _extent(problem: VerifyProblem, size: int, whole: int) -> _Extent:
     return _Extent(0, size, "somewhere")
 
 
-class _Drawn:
+class _DrawnProblems:
     """The problems of a check in the form that the script draws: by file and by tensor."""
 
     def __init__(self, problems: Sequence[VerifyProblem], holdings: Holdings) -> None:

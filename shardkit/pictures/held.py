@@ -291,7 +291,7 @@ def _readers(holdings: Holdings) -> list[list[int]]:
     return readers
 
 
-def _spread(number: int) -> list[int]:
+def _evenly_spread(number: int) -> list[int]:
     """Return the indexes to draw of `number` items, evenly spread."""
     if number <= _MAX_DRAWN:
         return list(range(number))
@@ -299,7 +299,7 @@ def _spread(number: int) -> list[int]:
 
 
 def _flow(holdings: Holdings) -> dict[str, Any]:
-    holders, ranks = holdings.holders, _spread(len(holdings.holders))
+    holders, ranks = holdings.holders, _evenly_spread(len(holdings.holders))
     files = list(dict.fromkeys(file for rank in ranks for file, _ in holders[rank].reads))[:_MAX_DRAWN]
     index_of = {file: place for place, file in enumerate(files)}
     shard_links = [
