@@ -465,7 +465,7 @@ naming = group(
         "--fill-from-base",
         multiple=True,
         metavar="GLOB",
-        help="Copy missing tensors from the base, only whole parts; repeatable.",
+        help="Copy missing tensors that match from the base, only whole parts; repeatable.",
     ),
     option("Names", "--allow-missing", is_flag=True, help="Allow tensors of the base to be missing."),
     option("Names", "--allow-unexpected", is_flag=True, help="Allow tensors that the base does not have."),
