@@ -213,7 +213,7 @@ def copy_file(
 def _changed(name: str) -> IntegrityError:
     return IntegrityError(
         f"{escape(name)} changed while it was copied",
-        hint="nothing was written to the destination; start again when nobody writes to the source",
+        hint="nothing was written to the destination; start again when nothing writes to the source",
     )
 
 

@@ -387,7 +387,7 @@ class _Search:
             return []
         if not recognised.is_sharded and self._holds_training_states():
             self.skipped[self.home] = (
-                "checkpoints of a training lie below it; its weight file has a path of its own"
+                "it has checkpoints of a training below it; to use the model, give the path of its weight file"
             )
             return []
         if recognised.follows_tracker and tracked is not None:
@@ -447,7 +447,7 @@ class _Search:
         """Return the chosen checkpoint, with the skipped ones."""
         skipped = tuple((os.path.relpath(path, self.home), why) for path, why in self.skipped.items())
         lines = (
-            f"passed over {'the model at the top' if name == os.curdir else escape(name)}: {why}"
+            f"skipped {'the model at the top' if name == os.curdir else escape(name)}: {why}"
             for name, why in skipped
         )
         return replace(candidate, skipped=skipped, warnings=(*candidate.warnings, *lines))

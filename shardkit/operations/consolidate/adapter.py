@@ -35,7 +35,7 @@ from shardkit.operations.consolidate.merge import plan_merge
 from shardkit.transfer.codecs.derive import derive
 
 STEM = "adapter_model"  # peft 0.21, SAFETENSORS_WEIGHTS_NAME
-_BY_PEFT = "PEFT merges it into a model that lies elsewhere"
+_BY_PEFT = "PEFT merges it into a separate model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,7 @@ def _settings_of(checkpoint: Checkpoint, base: Base | None, adapter_config: str 
         if not storage.lexists(path):
             raise SourceError(
                 f"--adapter-config {escape(adapter_config)}: there is no {escape(path)}",
-                hint=f"give an {ADAPTER_CONFIG}, or the directory that it lies in",
+                hint=f"give an {ADAPTER_CONFIG}, or its directory",
             )
         return Settings(values=read_settings(path), is_whole=True, origin=escape(adapter_config))
     places = (*checkpoint.contents.assets, checkpoint.catalog.directory, checkpoint.path)

@@ -35,7 +35,7 @@ def averaged_beside(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     if len(places) > 1:
         raise UsageError(
-            f"--weights ema: {count(len(places), 'set')} of averaged weights lie beside the model's",
+            f"--weights ema: {count(len(places), 'set')} of averaged weights found beside the model's",
             problems=map(escape, places),
             hint="give the path of the one you mean as the checkpoint, without --weights",
         )

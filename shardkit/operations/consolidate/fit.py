@@ -118,7 +118,7 @@ def check_fit(
     )
     is_here = base.catalog is not None and not options.naming.chooses_part
     if carried:
-        what = f"taken from {label} as they are" if is_here else "not written"
+        what = f"copied unchanged from {label}" if is_here else "not written"
         notes.append(f"{what}, the model computes them or has no place for them: {listed(carried)}")
     filling = _fill(comparison.missing, base, frozenset(carried), options.fill_from_base)
     comparison = replace(comparison, missing=filling.missing_names)
@@ -224,7 +224,7 @@ class _Filling(NamedTuple):
         """Yield the notes about copied tensors, and about globs of `fill` that match nothing."""
         if self.names:
             parts = listed(whole_parts(self.names, self.checkpoint_names))
-            yield f"taken from {label} as they are: {count(len(self.names), 'tensor')}: {parts}"
+            yield f"copied unchanged from {label}: {count(len(self.names), 'tensor')}: {parts}"
         for glob in fill:
             if not any(fnmatchcase(name, glob) for name in self.names):
                 yield f"--fill-from-base {escape(glob)!r} matches no tensor that is missing"
@@ -279,7 +279,9 @@ def _hint(
 ) -> str:
     """Return the hint for a checkpoint that does not fit; for a part of a larger model, the `--fill-from-base` to add."""
     if filling.refused:
-        return "only whole parts are taken from the base, no layer of a stack and no tensor of a module"
+        return (
+            "only whole parts can be copied from the base, not one layer of a stack or one tensor of a module"
+        )
     if holds_fused_experts(comparison.unexpected):
         return _FUSED
     if comparison.unexpected or torn_parts(comparison.missing, filling.checkpoint_names):
@@ -301,7 +303,7 @@ def _hint(
     if base.catalog is None:
         return f"{options} takes them from a base on this machine: `{base.download}` brings it here"
     command = f"shardkit consolidate {in_shell(checkpoint)} --base {in_shell(base.label)} {options}"
-    return f"if they were not trained, take them from the base as they are: `{command}`"
+    return f"if they were not trained, copy them from the base: `{command}`"
 
 
 def _end(name: str, shape: Shape) -> tuple[Segments, Shape]:

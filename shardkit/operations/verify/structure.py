@@ -432,7 +432,7 @@ def _of_entry(name: str, entry: ZipEntry, inside: Sequence[Stretch], decoded: Se
     if len(inside) == 1 and inside[0].nbytes == entry.nbytes:
         region = inside[0].region
     elif len(names) > 1:
-        what = f"{what} that {count(len(names) - 1, 'more tensor')} of the file lie in"
+        what = f"{what} shared with {count(len(names) - 1, 'more tensor')} of the file"
     elif tensor is None and name.startswith(_STORAGE) and decoded:
         tensor = decoded[0] if len(decoded) == 1 else None
         what = what if tensor is not None else f"{what}, perhaps of {listed(decoded)}"
