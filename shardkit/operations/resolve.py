@@ -317,7 +317,10 @@ def manifest_scope(path: str) -> str:
 
 
 def _place(name: str) -> tuple[int, ...] | None:
-    """Return the sort key of a checkpoint's name, (rule, numbers); the greatest is chosen. None if no rule applies."""
+    """Return the sort key of a checkpoint's name, (rule, numbers ...); the greatest is chosen. None if no rule applies.
+
+    "epoch=1-step=200-v2.ckpt" -> (_STEP, 200, 1, 2).
+    """
     for rank, pattern in enumerate(_OF_LIGHTNING):
         if saved := pattern.fullmatch(name):
             return _LIGHTNING, rank, int(saved[1] or 0)

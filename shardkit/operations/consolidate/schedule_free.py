@@ -231,7 +231,9 @@ def _codecs(optimizer: _Optimizer, weights: Collection[str]) -> tuple[dict[str, 
 
 
 def _weights_of(fqns: Collection[str], weights: Collection[str], tensors: Collection[str]) -> dict[str, str]:
-    """Return the stored name of each parameter: FQN -> a common prefix + FQN. The most frequent prefix is used.
+    """Return FQN -> stored name of each parameter. Stored names are a prefix + FQN; the most frequent prefix is used.
+
+    {"layers.0.w": "model.layers.0.w"}, if stored names begin with "model.".
 
     Args:
         fqns: FQNs of the optimizer's parameters.

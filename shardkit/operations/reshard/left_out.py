@@ -150,7 +150,8 @@ def _is_at(path: str, directory: str) -> bool:
 def _levels(path: str, given_path: str) -> tuple[list[tuple[str, str]], bool]:
     """Return the directories around a checkpoint, innermost first, and whether the last one is the directory of a step.
 
-    Each is (directory, the name in it that leads to the checkpoint).
+    Each is (directory, the name in it that leads to the checkpoint): for "run/step-5/model/dcp", [("run/step-5/model",
+    "dcp"), ("run/step-5", "model")] and True.
     """
     levels = list[tuple[str, str]]()
     here = path

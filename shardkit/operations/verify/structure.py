@@ -332,7 +332,10 @@ _STORAGE = "data/"
 
 
 def named_file(text: str, directory: str) -> str | None:
-    """Return the file whose name begins a message, or None. The name may be relative to a folder of the checkpoint."""
+    """Return the file whose name begins a message, or None. The name may be relative to a folder of the checkpoint.
+
+    "__0_0.distcp: it is truncated" -> "folder/__0_0.distcp".
+    """
     name = text.partition(":")[0]
     if not name or "\0" in name or os.path.isabs(name):
         return None
