@@ -16,7 +16,7 @@ from shardkit.files.digest import FileBytes, crc32, place_of
 from shardkit.files.home import path_in
 from shardkit.files.listing import list_files
 from shardkit.files.strict_json import open_regular, read_exactly
-from shardkit.operations.resolve import stands_for
+from shardkit.operations.resolve import find_checkpoint
 from shardkit.operations.verify.result import Report
 from shardkit.operations.verify.structure import check_structure
 
@@ -39,7 +39,7 @@ def write_file_list(
         inside: put it into the checkpoint.
         sha256: record the sha256 of every file too.
     """
-    structure = check_structure(stands_for(str(path), strict=True).path, Report())
+    structure = check_structure(find_checkpoint(str(path), strict=True).path, Report())
     directory, checkpoint = structure.directory, structure.checkpoint
     assert structure.is_whole
     is_hub = checkpoint is not None and checkpoint.hub is not None

@@ -104,7 +104,7 @@ class Commands(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keep the arguments. Errors need them, for `--json` and for the command that resumes."""
-        args = _behind_command(args)
+        args = _move_flags(args)
         ctx.obj = tuple(args)
         try:
             with printing():  # the help and the version
@@ -142,9 +142,9 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command, and turn all errors except those of click into an exit code."""
-        _give_streams()
+        _replace_closed_streams()
         try:
-            with signals_raised(), _collecting_seldom():
+            with signals_raised(), _rare_garbage_collection():
                 super().invoke(ctx)
                 with printing():
                     sys.stdout.flush()
@@ -161,14 +161,14 @@ class Commands(click.Group):
             ctx.exit(report(error, ctx.obj))
 
 
-def _behind_command(args: list[str]) -> list[str]:
+def _move_flags(args: list[str]) -> list[str]:
     """Move options of a command that precede it after it, as in `shardkit -q preshard MODEL`."""
     flags = list(takewhile(_FLAGS.__contains__, args))
     rest = args[len(flags) :]
     return [*rest[:1], *flags, *rest[1:]]
 
 
-def _give_streams() -> None:
+def _replace_closed_streams() -> None:
     """Replace streams that the caller closed, which are None in Python, by ones that discard output."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -176,7 +176,7 @@ def _give_streams() -> None:
 
 
 @contextmanager
-def _collecting_seldom() -> Iterator[None]:
+def _rare_garbage_collection() -> Iterator[None]:
     """Run the garbage collector after 50,000 new objects instead of 700, as there is hardly any garbage.
 
     With very many chunks, a tenth of the time would otherwise be spent traversing the same objects.

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, copied, ending, file_sizes, fused, limited, named, written
+from shardkit.cli.output import (
+    Output,
+    copied_text,
+    file_sizes,
+    final_facts,
+    fusion_facts,
+    list_facts,
+    name_facts,
+    result_lines,
+)
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import count, escape, format_name, format_size
 
@@ -114,7 +123,7 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
 
 def render(result: ConsolidateResult) -> list[str]:
     """Return a result as lines of text."""
-    return written(result, _facts(result), partial(_how_to_load, result))
+    return result_lines(result, _facts(result), partial(_how_to_load, result))
 
 
 def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
@@ -126,10 +135,12 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     if result.base is not None:
         yield "base", _base(result)
     if result.from_checkpoint:
-        yield "beside", f"of the checkpoint, {copied(result.from_checkpoint)}"
-    yield from limited("tied", [f"{escape(a)} = {escape(b)} (stored once)" for a, b in result.ties])
-    yield from limited("untied", [f"{escape(a)} and {escape(b)} differ: both kept" for a, b in result.untied])
-    yield from limited("skipped", [_skipped(part) for part in result.skipped])
+        yield "beside", f"from the checkpoint, {copied_text(result.from_checkpoint)}"
+    yield from list_facts("tied", [f"{escape(a)} = {escape(b)} (stored once)" for a, b in result.ties])
+    yield from list_facts(
+        "untied", [f"{escape(a)} and {escape(b)} differ: both kept" for a, b in result.untied]
+    )
+    yield from list_facts("skipped", [_skipped(part) for part in result.skipped])
     yield f"{would}read", f"{count(result.num_tensors, 'tensor')}, {format_size(result.read_bytes)}"
     size = f"{count(result.num_files, 'weight file')}, {format_size(result.written_bytes)}"
     yield f"{would}write", f"{size}, {result.num_parameters:,} parameters"
@@ -145,7 +156,7 @@ def _facts(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     if result.upload is not None:
         yield "to upload", _upload(result.upload)
     pushed = [] if result.pushed_to is None else [("pushed", escape(result.pushed_to))]
-    yield from ending(result, *pushed)
+    yield from final_facts(result, *pushed)
 
 
 def _names(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
@@ -154,21 +165,21 @@ def _names(result: ConsolidateResult) -> Iterator[tuple[str, str]]:
     alternatives = f"; also there: {', '.join(map(escape, result.candidates))}" if result.candidates else ""
     yield "weights", f"{escape(result.weights)}, {root}{alternatives}"
     stripped = [f"{escape(text)} from {count(number, 'name')}" for text, number in result.stripped]
-    yield from limited("stripped", stripped)
+    yield from list_facts("stripped", stripped)
     renamed = [
         f"{count(number, 'tensor')}: {escape(old) or '(nothing)'} -> {escape(new) or '(nothing)'}"
         for old, new, number in result.renamed
     ]
-    yield from limited("renamed", renamed)
-    yield from fused(result.split, "split")
-    yield from named(result.names)
+    yield from list_facts("renamed", renamed)
+    yield from fusion_facts(result.split, "split")
+    yield from name_facts(result.names)
 
 
 def _base(result: ConsolidateResult) -> str:
     # An adapter's config belongs to the adapter, wherever it came from.
     excluded = {*result.from_checkpoint, *([_ADAPTER_CONFIG] if result.kind == "adapter" else [])}
     names = [name for name in result.assets if name not in excluded]
-    return escape(result.base or "") + (f", {copied(names)}" if names else "")
+    return escape(result.base or "") + (f", {copied_text(names)}" if names else "")
 
 
 def _upload(upload: Upload) -> str:

@@ -11,7 +11,7 @@ import click
 
 from shardkit._folding import fold, spread, template
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, PageFile, drawn, facts, first_rows
+from shardkit.cli.output import Output, PageFile, facts, first_rows, picture_lines
 from shardkit.core.dtypes import CASTS, short_dtype
 from shardkit.core.text import count, escape, format_name, format_size, without_numbers
 from shardkit.formats.hub.adapter import ADAPTER, is_adapter_file
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shardkit.pictures.page import Page
 
 _DIFFERS = 1
-_ALONE = {"only_a": "only in A", "only_b": "only in B", "shape": "shapes differ"}
+_NOT_COMPARED = {"only_a": "only in A", "only_b": "only in B", "shape": "shapes differ"}
 """Texts for tensors whose values are not compared."""
 
 
@@ -104,7 +104,7 @@ def command(
     if picture and not (out.is_quiet or out.as_json):
         from shardkit.pictures.glyphs import changed_lines
 
-        out.lines(drawn(partial(changed_lines, result)))
+        out.lines(picture_lines(partial(changed_lines, result)))
     if html_file is not None:
         page.write(out, page_of(result))
     if result.differences:
@@ -124,7 +124,7 @@ def render(result: DiffResult) -> list[str]:
     # Figures are shown for all tensors that have them, such as those that are equal after folding.
     rows = list(_rows([tensor for tensor in result.tensors if tensor.is_difference or tensor.stats]))
     lines = first_rows(rows, indent="")
-    return [*facts(_facts(result)), "", *_alike(result), *lines, "", result.headline()]
+    return [*facts(_facts(result)), "", *_equal_lines(result), *lines, "", result.headline()]
 
 
 def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
@@ -146,7 +146,7 @@ def _facts(result: DiffResult) -> Iterator[tuple[str, str]]:
     yield "read", f"{format_size(result.read_bytes)} in {result.elapsed_s:.2f} s"
 
 
-def _alike(result: DiffResult) -> Iterator[str]:
+def _equal_lines(result: DiffResult) -> Iterator[str]:
     """Yield one line for all tensors that are equal, and one for those that are equal after folding."""
     if number := result.count("equal", "close", "tied"):
         close, tied = result.count("close"), result.count("tied")
@@ -154,7 +154,7 @@ def _alike(result: DiffResult) -> Iterator[str]:
         parts = [f"{amount} {text}" for amount, text in kinds if amount]
         yield f"=  {count(number, 'tensor')}" + (f" ({', '.join(parts)})" if parts else "")
     if number := result.count("folded"):
-        yield f"~  {count(number, 'weight')} folded: equal but for what factors miss"
+        yield f"~  {count(number, 'weight')} folded: equal within the accuracy of factors"
 
 
 class _DiffRow(NamedTuple):
@@ -171,12 +171,16 @@ def _rows(tensors: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
     alike: dict[tuple[str, ...], list[TensorDiff]] = {}
     for tensor in tensors:
         row = _row(tensor)
-        kind = template(_what(tensor, is_one=False))
+        kind = template(_difference(tensor, is_one=False))
         alike.setdefault((without_numbers(tensor.name), *row[:3], tensor.status, kind), []).append(tensor)
     rows = dict[str, _DiffRow]()
     for group in alike.values():
-        texts = {_what(tensor) for tensor in group}  # otherwise the minimum and maximum of each number
-        what = texts.pop() if len(texts) == 1 else spread([_what(tensor, is_one=False) for tensor in group])
+        texts = {_difference(tensor) for tensor in group}  # otherwise the minimum and maximum of each number
+        what = (
+            texts.pop()
+            if len(texts) == 1
+            else spread([_difference(tensor, is_one=False) for tensor in group])
+        )
         rows |= dict.fromkeys([tensor.name for tensor in group], _row(group[0])._replace(what=what))
     for line in fold((tensor.name, rows[tensor.name]) for tensor in tensors):
         times = f"x{line.count}" if line.count > 1 else ""
@@ -188,16 +192,19 @@ def _row(tensor: TensorDiff) -> _DiffRow:
     dtypes = [short_dtype(dtype) for dtype, _ in one if dtype is not None]
     shapes = [str(list(shape)) for _, shape in one if shape is not None]
     return _DiffRow(
-        tensor.symbol, " -> ".join(dict.fromkeys(dtypes)), " -> ".join(dict.fromkeys(shapes)), _what(tensor)
+        tensor.symbol,
+        " -> ".join(dict.fromkeys(dtypes)),
+        " -> ".join(dict.fromkeys(shapes)),
+        _difference(tensor),
     )
 
 
-def _what(tensor: TensorDiff, *, is_one: bool = True) -> str:
+def _difference(tensor: TensorDiff, *, is_one: bool = True) -> str:
     """Return the text about a difference; for a group of similar ones, without individual details."""
     if tensor.status == "shape" and tensor.rows is not None:
         return f"{count(tensor.rows[0], 'row')} and {count(tensor.rows[1], 'row')}"
-    if tensor.status in _ALONE:
-        return _ALONE[tensor.status]
+    if tensor.status in _NOT_COMPARED:
+        return _NOT_COMPARED[tensor.status]
     figures = _stats(tensor.stats) if tensor.stats else ()
     return "; ".join([*_dtype(tensor), *_values(tensor, is_one=is_one), *figures])
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 
-from shardkit.cli.output import Output, remark, shown, silence
+from shardkit.cli.output import Output, remark, shown_lines, silence
 from shardkit.core.text import escape, in_shell, suggestion
 from shardkit.errors import Interrupted, ResourceError, ShardkitError, UsageError, signal_of, without_torch
 
@@ -47,7 +47,7 @@ def report(error: BaseException, args: Sequence[str]) -> int:
     resume = resume_command(args) if isinstance(error, Interrupted) else None
     if resume is not None:
         content = {**content, "hint": None, "resume_command": resume}
-    _say(out, error, content, resume, is_verbose=is_verbose)
+    _print_error(out, error, content, resume, is_verbose=is_verbose)
     if out.as_json:
         try:
             out.document(content)
@@ -104,7 +104,7 @@ def report_usage(error: click.ClickException, root: click.Context, args: Sequenc
     """Print an error of click in the usual form; return the exit code.
 
     Args:
-        error: of click.
+        error: an error of click.
         root: the context of `shardkit` itself.
         args: the arguments of the program.
     """
@@ -113,11 +113,11 @@ def report_usage(error: click.ClickException, root: click.Context, args: Sequenc
     plain = error.message if isinstance(error, click.NoSuchOption) or _UNKNOWN.match(error.message) else None
     text = " ".join((plain or error.format_message()).split()).rstrip(".")
     text = f"{text[:1].lower()}{text[1:]}"
-    if way := _way_now(error, context):
+    if way := _replacement(error, context):
         return report(UsageError(text, hint=way), args)
     return report(
         UsageError(
-            f"{text}{_nearest(error, context)}",
+            f"{text}{_suggestion(error, context)}",
             problems=[
                 f"usage: {context.command_path} {' '.join(context.command.collect_usage_pieces(context))}"
             ],
@@ -127,7 +127,7 @@ def report_usage(error: click.ClickException, root: click.Context, args: Sequenc
     )
 
 
-def _way_now(error: click.ClickException, context: click.Context) -> str | None:
+def _replacement(error: click.ClickException, context: click.Context) -> str | None:
     """Return the replacement of a removed command or option; None for any other error."""
     if match := _UNKNOWN.match(error.message):
         return REMOVED.get(match[1])
@@ -146,7 +146,7 @@ def typed_context(root: click.Context, args: Sequence[str]) -> click.Context:
     return context
 
 
-def _nearest(error: click.ClickException, context: click.Context) -> str:
+def _suggestion(error: click.ClickException, context: click.Context) -> str:
     """Return a suggestion for a misspelled word."""
     command = context.command
     if isinstance(error, click.NoSuchOption):
@@ -165,23 +165,27 @@ def describe(error: BaseException) -> dict[str, Any]:
         return error.to_json()
     if isinstance(error, KeyboardInterrupt):
         number = signal_of(error)
-        return _plain("Interrupted", f"interrupted: stopped by {Signals(number).name}", None, 128 + number)
+        return _error_json(
+            "Interrupted", f"interrupted: stopped by {Signals(number).name}", None, 128 + number
+        )
     if isinstance(error, MemoryError):
         hint = "lower --max-memory or --jobs, or use a machine with more memory"
-        return _plain("ResourceError", "out of memory", hint, _ENVIRONMENT)
+        return _error_json("ResourceError", "out of memory", hint, _ENVIRONMENT)
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         hint = "`ulimit -v` limits memory, `ulimit -u` processes: raise what is reached, or lower --jobs"
-        return _plain("ResourceError", "a system limit prevents starting threads", hint, _ENVIRONMENT)
+        return _error_json("ResourceError", "a system limit prevents starting threads", hint, _ENVIRONMENT)
     if isinstance(error, ImportError) and (lacking := without_torch(error)):
         return lacking.to_json()
     if isinstance(error, FileNotFoundError) and error.filename is None and _has_no_cwd():
-        return _plain("ResourceError", "the current directory is gone", "cd to one that exists", _ENVIRONMENT)
+        return _error_json(
+            "ResourceError", "the current directory is gone", "cd to one that exists", _ENVIRONMENT
+        )
     if isinstance(error, OSError):
         place = f"{escape(os.fsdecode(error.filename))}: " if isinstance(error.filename, (str, bytes)) else ""
-        return _plain("ResourceError", f"{place}{error.strerror or error}", None, _ENVIRONMENT)
+        return _error_json("ResourceError", f"{place}{error.strerror or error}", None, _ENVIRONMENT)
     message = f"{type(error).__name__}: {escape(str(error))}"
     hint = "please report it with the output of `shardkit env`; SHARDKIT_DEBUG=1 shows where it happened"
-    return _plain("InternalError", message, hint, _BUG)
+    return _error_json("InternalError", message, hint, _BUG)
 
 
 def _has_no_cwd() -> bool:
@@ -192,11 +196,11 @@ def _has_no_cwd() -> bool:
     return False
 
 
-def _plain(name: str, message: str, hint: str | None, code: int) -> dict[str, Any]:
+def _error_json(name: str, message: str, hint: str | None, code: int) -> dict[str, Any]:
     return {"error": name, "message": message, "problems": [], "hint": hint, "exit_code": code}
 
 
-def _say(
+def _print_error(
     out: Output, error: BaseException, content: dict[str, Any], resume: str | None, *, is_verbose: bool
 ) -> None:
     if os.environ.get("SHARDKIT_DEBUG") not in (None, "", "0"):
@@ -212,7 +216,7 @@ def _say(
     label, _, rest = str(content["message"]).partition(": ")
     out.say(*(("interrupted", rest) if label == "interrupted" else ("error", content["message"])))
     problems = content["problems"]
-    for line in problems if is_verbose else shown(problems, spreads=True):
+    for line in problems if is_verbose else shown_lines(problems, spreads=True):
         out.detail(line)
     if content["hint"]:
         hint, *code = str(content["hint"]).split("\n")
@@ -224,10 +228,7 @@ def _say(
 
 
 def resume_command(args: Sequence[str]) -> str:
-    """Return the command that resumes an interrupted one, quoted for the shell.
-
-    It is the same command.
-    """
+    """Return the command that resumes an interrupted one: the same one again, quoted for the shell."""
     return typed_command(args, (), ())
 
 

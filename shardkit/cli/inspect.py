@@ -15,15 +15,15 @@ from shardkit.cli.output import (
     UNEVEN,
     Output,
     PageFile,
-    drawn,
     facts,
     file_size,
     first_rows,
-    limited,
+    imbalance_text,
+    list_facts,
     max_lines,
+    picture_lines,
     size_runs,
     table,
-    uneven,
 )
 from shardkit.core.dtypes import short_dtype
 from shardkit.core.text import count, escape, format_size
@@ -69,7 +69,7 @@ def command(*, out: Output, path: str, picture: bool, html_file: str | None, **o
         from shardkit.pictures.glyphs import held_lines
 
         assert result.holdings is not None
-        out.lines(drawn(partial(held_lines, result.holdings)))
+        out.lines(picture_lines(partial(held_lines, result.holdings)))
     if html_file is not None:
         page.write(out, page_of(result))
 
@@ -113,19 +113,21 @@ def _facts(result: InspectResult) -> Iterator[tuple[str, str]]:
             "of the model that was saved" if result.policy is None else f"wrap policy {escape(result.policy)}"
         )
         yield "layout", f"{escape(result.layout)}, {policy}"
-        yield from limited("units", [_unit(unit.path, unit.class_name, unit.count) for unit in result.units])
+        yield from list_facts(
+            "units", [_unit(unit.path, unit.class_name, unit.count) for unit in result.units]
+        )
     yield "tensors", f"{count(result.num_tensors, 'tensor')}, {format_size(result.tensor_bytes)}"
     for dtype in result.dtypes:
         yield "dtypes", f"{short_dtype(dtype.dtype)}: {dtype.num_tensors}, {format_size(dtype.tensor_bytes)}"
-    yield from limited("osft", [_targets(targets) for targets in result.osft])
+    yield from list_facts("osft", [_targets(targets) for targets in result.osft])
     yield "files", _files(result)
-    yield from limited("tied", [" = ".join(map(escape, group)) for group in result.ties])
-    yield from limited("objects", list(_objects(result.objects)))
+    yield from list_facts("tied", [" = ".join(map(escape, group)) for group in result.ties])
+    yield from list_facts("objects", list(_objects(result.objects)))
     for asset in result.assets:
         yield "assets", escape(asset)
-    yield from limited("refused", [f"{kind}: {escape(reason)}" for kind, reason in result.refused])
-    yield from limited("skipped", [f"{escape(name)}: {escape(reason)}" for name, reason in result.skipped])
-    yield from limited("omitted", [f"{escape(name)}: {escape(reason)}" for name, reason in result.omitted])
+    yield from list_facts("refused", [f"{kind}: {escape(reason)}" for kind, reason in result.refused])
+    yield from list_facts("skipped", [f"{escape(name)}: {escape(reason)}" for name, reason in result.skipped])
+    yield from list_facts("omitted", [f"{escape(name)}: {escape(reason)}" for name, reason in result.omitted])
 
 
 def _objects(names: Sequence[str]) -> Iterator[str]:
@@ -157,7 +159,9 @@ def _files(result: InspectResult) -> str:
     num_files = count(len(result.files), "weight file" if result.kind == "hub" else "shard file")
     sized_files = num_files if len(sizes) == len(result.files) else f"{len(sizes)} of {num_files}"
     text = f"{sized_files}, {format_size(sum(sizes))}"
-    return text if (result.imbalance or 1.0) < UNEVEN else f"{text}; {uneven(result.imbalance or 1.0)}"
+    return (
+        text if (result.imbalance or 1.0) < UNEVEN else f"{text}; {imbalance_text(result.imbalance or 1.0)}"
+    )
 
 
 def _tensor_lines(result: InspectResult) -> list[str]:

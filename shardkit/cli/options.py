@@ -56,7 +56,7 @@ class SectionedOption(click.Option):
 
     Args:
         section: one of SECTIONS.
-        first: for new users: the short help, `-h`, shows it too.
+        first: True for an option for new users, which the short help, `-h`, shows, too.
     """
 
     def __init__(self, *args: Any, section: str, first: bool = False, **rest: Any) -> None:
@@ -77,7 +77,7 @@ def sections(context: click.Context) -> Iterator[tuple[str, list[tuple[str, str]
     """Yield the headings of a command's options, each with its lines (name, text).
 
     Args:
-        context: of the command; in that of the short help, only options for new users are shown.
+        context: context of the command; for the short help, only options for new users are shown.
     """
     options = [option for option in context.command.get_params(context) if isinstance(option, click.Option)]
     if _IS_SHORT in context.meta:
@@ -212,13 +212,13 @@ dtype_rules = option(
     "dtype_rules",
     multiple=True,
     metavar="GLOB=DTYPE",
-    help="Another dtype for tensors whose name in the output matches; the last that matches wins. Repeatable.",
+    help="Dtype of tensors whose name in the output matches the glob; the last match wins. Repeatable.",
 )
 dequantize = option(
     "Dtypes",
     "--dequantize",
     is_flag=True,
-    help="Make plain bf16 weights of fp8, MXFP4 and NVFP4 ones; otherwise they are refused.",
+    help="Convert fp8, MXFP4 and NVFP4 weights to plain bf16; otherwise they are refused.",
 )
 
 
@@ -354,7 +354,7 @@ parts = group(
         "Many machines",
         "--part",
         metavar="K/N|env|env/N",
-        help="Write this part of the files; env asks the launcher (torchrun, MPI, SLURM, Kubernetes).",
+        help="Write this part of the files; env: as the launcher says (torchrun, MPI, SLURM, Kubernetes).",
     ),
     option(
         "Many machines",
@@ -367,12 +367,12 @@ parts = group(
         "--num-parts",
         type=int,
         metavar="N",
-        help="Number of Ray's tasks; by default as many as run at the same time.",
+        help="Number of Ray tasks; by default as many as can run at the same time.",
     ),
 )
 
 
-def _take_part(out: Output, text: str | None) -> Part | None:
+def _choose_part(out: Output, text: str | None) -> Part | None:
     """Return the requested part; print it if it comes from the launcher."""
     if text is None:
         return None
@@ -390,9 +390,9 @@ def divisible(out: Output, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     Args:
         out: output of the command, which shows the bar and the warnings.
-        options: of the command, with `part` as typed.
+        options: options of the command, with `part` as typed.
     """
-    part = _take_part(out, options["part"])
+    part = _choose_part(out, options["part"])
     from shardkit.cli.errors import typed_command
     from shardkit.operations.parts.agreement import typed
 
@@ -453,7 +453,7 @@ naming = group(
         metavar="PART",
         help="model, ema, eval (of a schedule-free optimizer), or another part of the checkpoint by its name.",
     ),
-    option("Names", "--root", metavar="PATH", help="Where the model begins, dotted; nothing is guessed."),
+    option("Names", "--root", metavar="PATH", help="Where the model begins, dotted, instead of a guess."),
     option(
         "Names", "--strip-prefix", multiple=True, metavar="PREFIX", help="Remove this from names; repeatable."
     ),
@@ -465,7 +465,7 @@ naming = group(
         "--fill-from-base",
         multiple=True,
         metavar="GLOB",
-        help="Take missing tensors of these from the base, for whole parts only; repeatable.",
+        help="Copy missing tensors that match from the base, only whole parts; repeatable.",
     ),
     option("Names", "--allow-missing", is_flag=True, help="Allow tensors of the base to be missing."),
     option("Names", "--allow-unexpected", is_flag=True, help="Allow tensors that the base does not have."),

@@ -93,7 +93,7 @@ def source_facts(result: WriteResult | CommitResult) -> Iterator[tuple[str, str]
     if result.checked_bytes:
         size = format_size(result.checked_bytes)
         yield "checked", f"{size} against the CRC-32s in the source"
-    yield from limited("checked against", [escape(path) for path in result.source_manifests])
+    yield from list_facts("checked against", [escape(path) for path in result.source_manifests])
     for part in result.unchecked:
         if part.reason == NO_CHECKSUMS and not (result.checked_bytes or LISTS_WHOLE.get()):  # always the case
             continue
@@ -105,22 +105,22 @@ def source_facts(result: WriteResult | CommitResult) -> Iterator[tuple[str, str]
         yield "replaced", f"{escape(prefix)}* stays for its readers; the store's own tool removes it"
 
 
-def copied(names: Sequence[str]) -> str:
+def copied_text(names: Sequence[str]) -> str:
     """Return number and names of copied files: `9 files: rng_state_{0..7}.pth, scheduler.pt`."""
-    lines = [line.pattern for line in folded([escape(name) for name in names])]
+    lines = [line.pattern for line in fold_items([escape(name) for name in names])]
     if len(lines) > MAX_COPIED and not LISTS_WHOLE.get():
         lines[MAX_COPIED:] = ["..."]
     return f"{count(len(names), 'file')}: {', '.join(lines)}"
 
 
-def fused(tensors: Iterable[FusedTensors], label: str) -> Iterator[tuple[str, str]]:
+def fusion_facts(tensors: Iterable[FusedTensors], label: str) -> Iterator[tuple[str, str]]:
     """Yield facts about fused or split tensors: `fused`, `72 expert tensors into 6`."""
     for kind in tensors:
         what = "expert tensors" if kind.are_experts else "tensors"
         yield label, f"{kind.num_stored:,} {what} into {kind.num_tensors:,}"
 
 
-def named(tensors: Sequence[NamedTensor]) -> Iterator[tuple[str, str]]:
+def name_facts(tensors: Sequence[NamedTensor]) -> Iterator[tuple[str, str]]:
     """Yield the names of an output, if it has key rules."""
     if {"person", "shipped rules"}.isdisjoint(tensor.by for tensor in tensors):
         return
@@ -128,15 +128,15 @@ def named(tensors: Sequence[NamedTensor]) -> Iterator[tuple[str, str]]:
         f"{escape(tensor.name)} = {', '.join(map(escape, tensor.sources))} ({tensor.by})"
         for tensor in tensors
     ]
-    yield from (("name", line) for line in shown(lines, 4 * max_lines(), spreads=True))
+    yield from (("name", line) for line in shown_lines(lines, 4 * max_lines(), spreads=True))
 
 
-def uneven(imbalance: float) -> str:
+def imbalance_text(imbalance: float) -> str:
     """Return a text about the imbalance of file sizes."""
     return f"the largest file is {imbalance:.2f} times the mean"
 
 
-def written(
+def result_lines(
     result: WriteResult,
     pairs: Iterable[tuple[str, str]],
     next_steps: Callable[[], Iterable[str]],
@@ -149,7 +149,7 @@ def written(
         result: of the verb.
         pairs: facts about the output.
         next_steps: returns lines on how to use the output.
-        shows_rate: as for `ending`.
+        shows_rate: as for `final_facts`.
     """
     if result.unfinished is not None:
         return _part_lines(result, result.unfinished, shows_rate=shows_rate)
@@ -166,7 +166,7 @@ def _part_lines(result: WriteResult, part: PartResult, *, shows_rate: bool) -> l
     all_files = count(result.num_files, "file")
     pairs.append(("all parts", f"{part.finished_files} of {all_files} are finished"))
     if result.dry_run:
-        pairs += ending(result)
+        pairs += final_facts(result)
     elif part.missing:
         parts = "part" if len(part.missing) == 1 else "parts"
         pairs.append(("missing", f"{parts} {listed(part.missing)}; the last to finish makes the output"))
@@ -174,12 +174,14 @@ def _part_lines(result: WriteResult, part: PartResult, *, shows_rate: bool) -> l
     return [result.headline(), *facts(pairs)]
 
 
-def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True) -> Iterator[tuple[str, str]]:
+def final_facts(
+    result: WriteResult, *further: tuple[str, str], shows_rate: bool = True
+) -> Iterator[tuple[str, str]]:
     """Yield the last facts of a verb that writes: requirements of a dry run, or memory, time and rate.
 
     Args:
         result: of the verb.
-        more: facts to show before the time.
+        further: facts to show before the time.
         shows_rate: show bytes per second with the time.
     """
     if result.dry_run:
@@ -192,7 +194,7 @@ def ending(result: WriteResult, *more: tuple[str, str], shows_rate: bool = True)
     if result.resumed_files:
         yield "resumed", f"{count(result.resumed_files, 'file')} had been finished before"
     yield from source_facts(result)
-    yield from more
+    yield from further
     yield "time", _time(result, shows_rate=shows_rate)
 
 
@@ -210,7 +212,7 @@ def _time(result: WriteResult, *, shows_rate: bool) -> str:
     return f"{took_s}; {what} moved in {result.moving_s:.2f} s: {rate}/s"
 
 
-def converted(result: WriteResult) -> Iterator[tuple[str, str]]:
+def cast_facts(result: WriteResult) -> Iterator[tuple[str, str]]:
     """Yield a fact for each conversion between dtypes."""
     for pair in result.converted:
         dtypes = f"{short_dtype(pair.stored)} -> {short_dtype(pair.written)}"
@@ -270,10 +272,10 @@ class Output:
         """
         self.answer(result, render)
         if not (self.as_json or self.is_quiet):
-            for note in folded(result.notes):
+            for note in fold_items(result.notes):
                 self.say("note", note.pattern)
         fresh = [warning for warning in result.warnings if warning not in self._warned]
-        for warning in shown(fresh, max_warnings or sys.maxsize):
+        for warning in shown_lines(fresh, max_warnings or sys.maxsize):
             self.warn(warning)
 
     def answer(self, result: A, render: Callable[[A], Iterable[str]]) -> None:
@@ -296,7 +298,7 @@ class Output:
             self._bar.finish()  # the clock
         for line in lines:
             is_prose = not _IS_ALIGNED.search(line)
-            for part in indented(line, sys.stdout) if is_prose else [line]:
+            for part in wrap_indented(line, sys.stdout) if is_prose else [line]:
                 with printing():
                     print(printable(part, sys.stdout), file=sys.stdout)
 
@@ -304,8 +306,8 @@ class Output:
         """Print `label: text` on stderr, e.g. a warning, an error or a hint."""
         message = printable(text, sys.stderr)
         if label != "resume":  # a command to copy
-            message = "\n  ".join(wrapped(message, sys.stderr, used=len(label) + 2, indent=2))
-        remark(f"{painted(label, sys.stderr)}: {message}")
+            message = "\n  ".join(wrap(message, sys.stderr, used=len(label) + 2, indent=2))
+        remark(f"{paint(label, sys.stderr)}: {message}")
 
     def progress(self) -> Progress:
         """Return a bar on a terminal, lines elsewhere, or no output if progress is disabled."""
@@ -354,7 +356,7 @@ class Output:
     def detail(self, text: str, *, is_code: bool = False) -> None:
         """Print a line that continues the previous message; code is not wrapped."""
         line = printable(text, sys.stderr)
-        for part in [f"  {line}"] if is_code else indented(line, sys.stderr, indent=2):
+        for part in [f"  {line}"] if is_code else wrap_indented(line, sys.stderr, indent=2):
             remark(part)
 
 
@@ -401,7 +403,7 @@ def silence(stream: TextIO) -> None:
 _COLORS = {"error": "red", "internal error": "red", "warning": "yellow", "hint": "cyan", "note": "blue"}
 
 
-def painted(label: str, stream: TextIO) -> str:
+def paint(label: str, stream: TextIO) -> str:
     """Return a label, coloured if the stream is a terminal with colours."""
     wants = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return click.style(label, fg=_COLORS.get(label), bold=True) if wants else label
@@ -418,7 +420,7 @@ def printable(text: str, stream: TextIO) -> str:
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def wrapped(text: str, stream: TextIO, *, used: int, indent: int) -> list[str]:
+def wrap(text: str, stream: TextIO, *, used: int, indent: int) -> list[str]:
     """Wrap a text to the width of a terminal; return a single line if the stream is not a terminal.
 
     Commands in backticks are not broken, so that they can be copied.
@@ -444,9 +446,9 @@ def wrapped(text: str, stream: TextIO, *, used: int, indent: int) -> list[str]:
     return [line.replace(_STAYS, " ") for line in (first[used:], *(line[indent:] for line in rest))]
 
 
-def indented(text: str, stream: TextIO, *, indent: int = 0) -> list[str]:
-    """Like `wrapped`, with indentation; all lines but the first are indented by two more columns."""
-    first, *rest = wrapped(text, stream, used=indent, indent=indent + 2)
+def wrap_indented(text: str, stream: TextIO, *, indent: int = 0) -> list[str]:
+    """Like `wrap`, with indentation; all lines but the first are indented by two more columns."""
+    first, *rest = wrap(text, stream, used=indent, indent=indent + 2)
     return [" " * indent + first, *(" " * (indent + 2) + line for line in rest)]
 
 
@@ -475,7 +477,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), indent: s
 def first_rows(rows: Sequence[Sequence[str]], *, indent: str = "  ") -> list[str]:
     """Like `table`, limited to the lines that the current command shows, and a line about the rest."""
     lines, hidden = table(rows[: max_lines()], indent=indent), len(rows) - max_lines()
-    return [*lines, f"{indent}{more(hidden)}"] if hidden > 0 else lines
+    return [*lines, f"{indent}{more_line(hidden)}"] if hidden > 0 else lines
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
@@ -484,39 +486,39 @@ def facts(pairs: Iterable[tuple[str, str]]) -> list[str]:
     indent = max((len(label) for label, _ in labels), default=0) + 2 * len(_GAP)
     previous = None
     for label, text in labels:
-        first, *rest = wrapped(text, sys.stdout, used=indent, indent=indent)
+        first, *rest = wrap(text, sys.stdout, used=indent, indent=indent)
         rows += [("" if label == previous else label, first), *(("", line) for line in rest)]
         previous = label
     return table(rows)
 
 
-def limited(label: str, items: Sequence[str]) -> list[tuple[str, str]]:
-    """Return one fact for each line of `shown`."""
-    return [(label, line) for line in shown(items)]
+def list_facts(label: str, items: Sequence[str]) -> list[tuple[str, str]]:
+    """Return one fact for each line of `shown_lines`."""
+    return [(label, line) for line in shown_lines(items)]
 
 
-def folded(items: Sequence[str], *, spreads: bool = False) -> list[FoldedNames[None]]:
+def fold_items(items: Sequence[str], *, spreads: bool = False) -> list[FoldedNames[None]]:
     """Return items folded by `fold_lines`, unless the current command shows complete lists."""
     is_whole = max_lines() == sys.maxsize
     return [FoldedNames(item, 1, None) for item in items] if is_whole else fold_lines(items, spreads=spreads)
 
 
-def shown(items: Sequence[str], most: int | None = None, *, spreads: bool = False) -> list[str]:
+def shown_lines(items: Sequence[str], most: int | None = None, *, spreads: bool = False) -> list[str]:
     """Return items as folded lines: at most `most` or MAX_LINES, then the number of remaining items."""
     most = max_lines() if most is None else most
-    lines = folded(items, spreads=spreads)
+    lines = fold_items(items, spreads=spreads)
     hidden = sum(line.count for line in lines[most:])
-    return [*(line.pattern for line in lines[:most]), *([more(hidden)] if hidden else [])]
+    return [*(line.pattern for line in lines[:most]), *([more_line(hidden)] if hidden else [])]
 
 
-def more(num_items: int) -> str:
+def more_line(num_items: int) -> str:
     """Return the line about the items that are not shown."""
     return f"... {num_items} more, see {REST}"
 
 
 def file_sizes(result: WriteResult, label: str, one: str) -> list[tuple[str, str]]:
     """Return facts about file sizes, grouped by size; `one` is the noun for a file."""
-    return limited(label, [f"{one} {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)])
+    return list_facts(label, [f"{one} {numbers}: {size}" for numbers, size in size_runs(result.file_bytes)])
 
 
 def file_size(num_bytes: int | None) -> str:
@@ -577,7 +579,7 @@ class PageFile:
             out.say("page", f"{escape(self._path_as_typed or '')}: open it in a browser")
 
 
-def drawn(lines: Callable[[int, Glyphs], Iterator[str]]) -> list[str]:
+def picture_lines(lines: Callable[[int, Glyphs], Iterator[str]]) -> list[str]:
     """Return lines of a picture, in the width and the characters of the terminal."""
     from shardkit.pictures.glyphs import glyphs_for
 

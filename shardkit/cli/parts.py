@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, facts, limited, source_facts
+from shardkit.cli.output import Output, facts, list_facts, source_facts
 from shardkit.core.text import count, escape, escape_command, format_size, in_shell
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _job_facts(job: UnfinishedJob, result: StatusResult) -> Iterator[tuple[str, 
         for part, number, typed in job.missing
     ]
     if job.num_parts > 1:
-        yield from limited("missing", missing)
+        yield from list_facts("missing", missing)
     if not missing:
         from shardkit.files import storage
 

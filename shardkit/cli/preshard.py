@@ -15,15 +15,15 @@ from shardkit.cli.output import (
     UNEVEN,
     Output,
     PageFile,
-    converted,
-    copied,
-    ending,
+    cast_facts,
+    copied_text,
     file_sizes,
-    fused,
-    limited,
-    named,
-    uneven,
-    written,
+    final_facts,
+    fusion_facts,
+    imbalance_text,
+    list_facts,
+    name_facts,
+    result_lines,
 )
 from shardkit.core.text import count, escape, format_size
 from shardkit.errors import UsageError
@@ -189,7 +189,7 @@ def _is_on_the_hub(source: str) -> bool:
 
 def render(result: PreshardResult) -> list[str]:
     """Return a result as lines of text."""
-    return written(result, _facts(result), partial(_how_to_load, result))
+    return result_lines(result, _facts(result), partial(_how_to_load, result))
 
 
 def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
@@ -202,24 +202,26 @@ def _facts(result: PreshardResult) -> Iterator[tuple[str, str]]:
     if result.download_bytes:
         yield "to fetch", f"{format_size(result.download_bytes)} from the Hub; so far only headers were read"
     yield f"{would}read", f"{count(result.num_tensors, 'tensor')}, {format_size(result.read_bytes)}"
-    yield from fused(result.fused, "fused")
-    yield from named(result.names)
+    yield from fusion_facts(result.fused, "fused")
+    yield from name_facts(result.names)
     yield f"{would}write", f"{count(result.num_files, 'shard file')}, {format_size(result.written_bytes)}"
-    yield from converted(result)
+    yield from cast_facts(result)
     if result.copied:
-        yield f"{would}copy", copied(result.copied)
+        yield f"{would}copy", copied_text(result.copied)
     if result.imbalance >= UNEVEN:
-        yield "balance", uneven(result.imbalance)
+        yield "balance", imbalance_text(result.imbalance)
     if result.dry_run:
         yield from file_sizes(result, "per rank", "shard")
     if result.num_tensors_with_empty_shards:
         yield "empty", f"{count(result.num_tensors_with_empty_shards, 'tensor')} with no rows on some ranks"
-    yield from limited("tied", [" = ".join(map(escape, group)) + " (stored once)" for group in result.ties])
-    yield from limited("omitted", [f"{escape(name)}: {escape(reason)}" for name, reason in result.omitted])
-    yield from limited("skipped", [f"{escape(name)}: {escape(reason)}" for name, reason in result.skipped])
+    yield from list_facts(
+        "tied", [" = ".join(map(escape, group)) + " (stored once)" for group in result.ties]
+    )
+    yield from list_facts("omitted", [f"{escape(name)}: {escape(reason)}" for name, reason in result.omitted])
+    yield from list_facts("skipped", [f"{escape(name)}: {escape(reason)}" for name, reason in result.skipped])
     if result.shares_extents:
         yield "disk", "blocks are shared with the source, most bytes are not copied"
-    yield from ending(result)
+    yield from final_facts(result)
 
 
 def _layout(result: PreshardResult) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, converted, copied, ending, file_sizes, written
+from shardkit.cli.output import Output, cast_facts, copied_text, file_sizes, final_facts, result_lines
 from shardkit.core.text import count, escape, format_name, format_size
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
 
 def render(result: ReshardResult) -> list[str]:
     """Return a result as lines of text."""
-    return written(result, _facts(result), partial(_how_to_go_on, result), shows_rate=False)
+    return result_lines(result, _facts(result), partial(_how_to_resume, result), shows_rate=False)
 
 
-def _how_to_go_on(result: ReshardResult) -> list[str]:
+def _how_to_resume(result: ReshardResult) -> list[str]:
     ranks = count(result.world_size, "rank")
     load = f"  shardkit.load_into(model, {result.output!r})"
     if result.distributed_objects:
@@ -91,9 +91,9 @@ def _facts(result: ReshardResult) -> Iterator[tuple[str, str]]:
     yield "holds", ", ".join(part for part in parts if part)
     yield f"{would}read", format_size(result.read_bytes)
     yield f"{would}write", f"{count(result.num_files, 'shard file')}, {format_size(result.written_bytes)}"
-    yield from converted(result)
+    yield from cast_facts(result)
     if result.dry_run and result.num_files > 1:
         yield from file_sizes(result, "per file", "file")
     if result.copied:
-        yield f"{would}copy", copied(result.copied)
-    yield from ending(result, shows_rate=False)
+        yield f"{would}copy", copied_text(result.copied)
+    yield from final_facts(result, shows_rate=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkit.cli import options as opt
-from shardkit.cli.output import Output, PageFile, facts, indented, max_lines, more, shown
+from shardkit.cli.output import Output, PageFile, facts, max_lines, more_line, shown_lines, wrap_indented
 from shardkit.core.text import count, escape, format_name, format_size
 from shardkit.errors import ResourceError, UsageError
 from shardkit.operations.verify import verify
@@ -38,7 +38,7 @@ Examples:
     "--manifest",
     type=opt.PATH,
     metavar="FILE",
-    help="Compare with this manifest, in another place.",
+    help="Compare with this manifest instead of one in or beside PATH.",
 )
 @opt.strict
 @opt.option(
@@ -57,11 +57,11 @@ def command(*, out: Output, path: str, html_file: str | None, **options: Any) ->
     """Check that PATH is complete and undamaged.
 
     PATH is a Hub model, a pre-sharded directory, any trainer's sharded checkpoint, or a run's directory, whose
-    newest checkpoint is used. By default metadata, headers,
-    sizes and manifests are compared with each other; --full compares bytes with checksums. A manifest is
-    looked for in PATH, then beside it (PATH.shardkit.json). If transformers is installed, the class of a Hub model checks
-    that it finds all weights, which takes seconds. Exit code 0: nothing is wrong; 1: something is wrong;
-    3: not a checkpoint; 5: nothing is wrong, but some files cannot be read.
+    newest checkpoint is used. By default metadata, headers, sizes and manifests are compared with each other;
+    --full compares bytes with checksums. A manifest is used if it is in PATH, or beside it (PATH.shardkit.json).
+    If transformers is installed, the class of a Hub model checks that it finds all weights, which takes seconds.
+    Exit code 0: nothing is wrong; 1: something is wrong; 3: not a checkpoint; 5: nothing is wrong, but some
+    files cannot be read.
     """
     page = PageFile(html_file, (path,))
     result = verify(path, holdings=html_file is not None, progress=out.progress(), **options)
@@ -97,20 +97,20 @@ def _problem_lines(problems: Sequence[VerifyProblem]) -> Iterator[str]:
     """Yield the lines of all problems; the same problem in many layers is one line."""
     detailed = [problem for problem in problems if problem.details]
     for problem in detailed[: max_lines()]:
-        yield from indented(problem.line(), sys.stdout, indent=2)
-        for detail in shown(problem.details, spreads=True):
-            yield from indented(detail, sys.stdout, indent=4)
+        yield from wrap_indented(problem.line(), sys.stdout, indent=2)
+        for detail in shown_lines(problem.details, spreads=True):
+            yield from wrap_indented(detail, sys.stdout, indent=4)
     if len(detailed) > max_lines():
-        yield f"  {more(len(detailed) - max_lines())}"
+        yield f"  {more_line(len(detailed) - max_lines())}"
     plain = [problem.line() for problem in problems if not problem.details]
-    for line in shown(plain, spreads=True):
-        yield from indented(line, sys.stdout, indent=2)
+    for line in shown_lines(plain, spreads=True):
+        yield from wrap_indented(line, sys.stdout, indent=2)
 
 
 def _files_to_copy(result: VerifyResult) -> Iterator[str]:
     if result.bring_again:
         yield ""
-        yield f"copy these files again: {', '.join(shown([escape(name) for name in result.bring_again], spreads=True))}"
+        yield f"copy these files again: {', '.join(shown_lines([escape(name) for name in result.bring_again], spreads=True))}"
 
 
 def _facts(result: VerifyResult) -> Iterator[tuple[str, str]]:

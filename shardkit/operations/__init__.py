@@ -1,4 +1,4 @@
-"""What people ask for: a folder for each verb, and what the verbs share.
+"""The verbs: a folder for each of preshard, consolidate, reshard, verify, inspect and diff; and modules that they share.
 
 Internal: import from `shardkit`.
 """

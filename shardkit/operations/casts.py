@@ -1,4 +1,7 @@
-"""The dtype that each tensor is stored in: what `--dtype` asks for, and what is never narrowed."""
+"""Choose the dtype in which each tensor is stored, by `--dtype` and `--dtype-rule`.
+
+Some tensors are never narrowed: those that the model keeps in fp32, and quantised ones.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,10 @@ class DTypeCount:
 
 
 def count_dtypes(tensors: Iterable[tuple[str, int]]) -> list[DTypeCount]:
-    """Count tensors by dtype, in the order in which the dtypes appear.
+    """Count tensors by dtype, in the order in which dtypes first appear.
 
     Args:
-        tensors: (dtype, bytes) of each.
+        tensors: (dtype, bytes) of each tensor.
     """
     numbers, sizes = Counter[str](), Counter[str]()
     for dtype, nbytes in tensors:
@@ -50,7 +53,7 @@ def count_dtypes(tensors: Iterable[tuple[str, int]]) -> list[DTypeCount]:
 
 
 def check_cast(option: str, dtype: str, choices: Iterable[str] = (KEEP, *CASTS)) -> None:
-    """Refuse an unknown value of an option for a dtype.
+    """Refuse an unknown value of an option.
 
     Raises:
         UsageError: `dtype` is not one of `choices`.
@@ -74,19 +77,19 @@ def check_choice(dtype: str, base: Base | None) -> None:
 
 
 class DtypeRule(NamedTuple):
-    """The dtype of some tensors, whatever `--dtype` says."""
+    """A `--dtype-rule GLOB=DTYPE`: the dtype of some tensors, which overrides `--dtype`."""
 
     glob: str
-    """Over names in the output."""
+    """Matches names in the output."""
     dtype: str
     """"keep", "bf16", "fp16" or "fp32"."""
 
 
 def parse_rules(rules: Iterable[str]) -> tuple[DtypeRule, ...]:
-    """Return the rules that `--dtype-rule GLOB=DTYPE` names.
+    """Parse the values of `--dtype-rule`.
 
     Raises:
-        UsageError: lists all that are none.
+        UsageError: lists all values that are not GLOB=DTYPE.
     """
     parsed, problems = list[DtypeRule](), list[str]()
     for rule in rules:
@@ -106,15 +109,15 @@ def parse_rules(rules: Iterable[str]) -> tuple[DtypeRule, ...]:
 def apply_rules(
     rules: Iterable[DtypeRule], default_dtypes: Mapping[str, DType], chosen: Mapping[str, DType]
 ) -> dict[str, DType]:
-    """Return the dtypes that were chosen, changed by rules; the last that matches a tensor wins.
+    """Return the chosen dtypes, changed by rules. If several rules match a tensor, the last wins.
 
     Args:
-        rules: about floating tensors.
-        default_dtypes: dtypes in the source, by name in the output.
+        rules: the rules; they apply only to floating tensors.
+        default_dtypes: dtypes without any options, by name in the output. "keep" in a rule means these.
         chosen: dtypes without the rules.
 
     Raises:
-        UsageError: a glob matches no floating tensor; lists all such.
+        UsageError: lists all globs that match no floating tensor.
     """
     changed, idle = dict(chosen), list[str]()
     names = [name for name, dtype in default_dtypes.items() if dtype.is_convertible]
@@ -133,23 +136,23 @@ def apply_rules(
 
 
 def dequantized_as(dtype: str, rules: Iterable[DtypeRule]) -> DType:
-    """Return the dtype in which quantised tensors become plain, so that each is rounded once."""
+    """Return the dtype to dequantise to: bfloat16; or float32 if options convert it, so that values are rounded once."""
     return BY_NAME["bfloat16"] if dtype in (KEEP, BASE) and not any(True for _ in rules) else _FP32
 
 
-def held_dtypes(
+def find_default_dtypes(
     catalog: Catalog,
     sources: Mapping[str, str],
     dequantized: Dequantized | None,
     expressions: Mapping[str, Expression],
 ) -> dict[str, DType]:
-    """Return the dtypes that tensors have if nothing else is asked for: bfloat16 where they were quantised.
+    """Return the dtypes of tensors without any options: as in the catalog, but bfloat16 for those that were quantised.
 
     Args:
-        catalog: of the source.
+        catalog: catalog of the source.
         sources: name in the output -> name in the catalog.
-        dequantized: what was quantised.
-        expressions: what names in the catalog are made of.
+        dequantized: the tensors that were quantised, or None.
+        expressions: name in the catalog -> the expression that computes it, for computed tensors.
     """
     dtypes = {name: catalog.tensors[source].dtype for name, source in sources.items()}
     if dequantized is None:
@@ -168,19 +171,19 @@ def held_dtypes(
     }
 
 
-def held_folded(
+def find_folded_dtypes(
     default_dtypes: Mapping[str, DType], folded: Collection[str], nbytes: Mapping[str, int], base: Base | None
 ) -> tuple[dict[str, DType], list[str]]:
-    """Return the dtypes of a model of which some weights were factors, if nothing else is asked for, and notes.
+    """Return the dtypes without any options for a model with weights folded from factors, and notes.
 
-    OSFT stores factors in float32, and mostly the tensors beside them too, whatever the model was before. So the
-    base's dtypes count. Without a base folded weights get the dtype of most bytes of the others.
+    OSFT stores factors in float32, and mostly the other tensors, too, whatever dtype the model had before. So the base's
+    dtypes are used. Without a base, folded weights get the dtype that most bytes of the other tensors have.
 
     Args:
         default_dtypes: dtypes in the checkpoint, by name in the output.
-        folded: names in the output of what was folded.
-        nbytes: of each tensor in the checkpoint.
-        base: the model before it was trained, if it is known.
+        folded: names in the output of folded weights.
+        nbytes: bytes of each tensor in the checkpoint.
+        base: the model before training, or None.
     """
     base_tensors = base.tensors if base is not None and base.tensors is not None else {}
     dense = (
@@ -188,7 +191,7 @@ def held_folded(
         or _FP32
     )
     chosen = {
-        name: _as_before(dtype, base_tensors[name].dtype)
+        name: _dtype_before(dtype, base_tensors[name].dtype)
         if name in base_tensors
         else (dense if name in folded else dtype)
         for name, dtype in default_dtypes.items()
@@ -212,8 +215,8 @@ def held_folded(
     return chosen, notes
 
 
-def _as_before(dtype: DType, before: DType) -> DType:
-    """Return a base's dtype for what OSFT held in float32."""
+def _dtype_before(dtype: DType, before: DType) -> DType:
+    """Return the base's dtype for a tensor that OSFT stored in float32; other dtypes stay."""
     return before if dtype is _FP32 and before.is_convertible else dtype
 
 
@@ -225,20 +228,20 @@ def choose_dtypes(
     base: Base | None,
     directory: str,
 ) -> tuple[dict[str, DType], list[str]]:
-    """Return the dtype that each tensor is stored in, by its name in the output, and notes.
+    """Return the dtype in which each tensor is stored, by its name in the output, and notes.
 
-    Only floating tensors whose values stand for themselves are converted: no integers, no fp8 and no fp4.
+    Only plain floating tensors are converted, not integers, fp8 or fp4.
 
     Args:
-        default_dtypes: dtypes in the checkpoint, by name in the output.
+        default_dtypes: dtypes without any options, by name in the output.
         names: stored name -> name in the output.
         dtype: one of CHOICES.
-        rules: other dtypes for some tensors.
-        base: the model before it was trained, if it is known.
-        directory: the checkpoint, in which a manifest may lie.
+        rules: the dtype rules.
+        base: the model before training, or None.
+        directory: the checkpoint, which may have a manifest.
 
     Raises:
-        UsageError: a rule matches no floating tensor; lists all such.
+        UsageError: lists all rules that match no floating tensor.
     """
     chosen, notes = _choose(dict(default_dtypes), names, dtype, base, directory)
     return apply_rules(rules, default_dtypes, chosen), notes
@@ -250,7 +253,7 @@ def _choose(
     if dtype == KEEP:
         return default_dtypes, []
     if dtype == BASE:
-        return _as_base(default_dtypes, base)
+        return _dtypes_of_base(default_dtypes, base)
     target = CASTS[dtype]
     keep, notes = frozenset[str](), list[str]()
     if target is not _FP32:
@@ -267,7 +270,9 @@ def _choose(
     return chosen, [*notes, *quantised_notes(default_dtypes)]
 
 
-def _as_base(default_dtypes: Mapping[str, DType], base: Base | None) -> tuple[dict[str, DType], list[str]]:
+def _dtypes_of_base(
+    default_dtypes: Mapping[str, DType], base: Base | None
+) -> tuple[dict[str, DType], list[str]]:
     assert base is not None
     assert base.tensors is not None
     chosen, absent = dict(default_dtypes), []
@@ -288,9 +293,9 @@ def _as_base(default_dtypes: Mapping[str, DType], base: Base | None) -> tuple[di
 def _keep_fp32(
     wide: list[str], names: Mapping[str, str], base: Base | None, directory: str, target: DType
 ) -> tuple[frozenset[str], list[str]]:
-    """Return which of the tensors in fp32 stay in fp32 when the others become half precision, and what to tell.
+    """Return which of the tensors in fp32 stay in fp32 when the others become half precision, and notes.
 
-    The base's dtypes decide; otherwise a manifest in the checkpoint; otherwise the model's class, if transformers is
+    The base's dtypes decide; or else a manifest in the checkpoint; or else the model's class, if transformers is
     installed.
     """
     if not wide:
@@ -304,7 +309,7 @@ def _keep_fp32(
     if kept_names is None:
         why = "its class cannot be built here" if base and base.config else "there is no base and no config"
         return frozenset(), [
-            f"nothing tells which tensors the model keeps in fp32, as {why}: all were converted"
+            f"it is not known which tensors the model keeps in fp32, as {why}: all were converted"
         ]
     if not kept_names:
         return kept_names, []
@@ -316,7 +321,7 @@ def _keep_fp32(
 def _from_base(wide: list[str], base: Base | None) -> frozenset[str] | None:
     if base is None or base.tensors is None:
         return None
-    return _still_wide({name: tensor.dtype for name, tensor in base.tensors.items()}, wide)
+    return _wide_ones({name: tensor.dtype for name, tensor in base.tensors.items()}, wide)
 
 
 def _from_manifest(wide: list[str], names: Mapping[str, str], directory: str) -> frozenset[str] | None:
@@ -328,10 +333,10 @@ def _from_manifest(wide: list[str], names: Mapping[str, str], directory: str) ->
         for fqn, tensor in manifest.all_tensors(recorded).items()
         if fqn in names
     }
-    return _still_wide(dtypes, wide)
+    return _wide_ones(dtypes, wide)
 
 
-def _still_wide(dtypes: Mapping[str, DType], wide: list[str]) -> frozenset[str] | None:
+def _wide_ones(dtypes: Mapping[str, DType], wide: list[str]) -> frozenset[str] | None:
     kept_wide = wide_among_half(dtypes)
     return None if kept_wide is None else kept_wide.intersection(wide)
 
@@ -344,14 +349,14 @@ def _from_transformers(wide: list[str], base: Base | None, target: DType) -> fro
 
 
 def quantised_notes(dtypes: Mapping[str, DType]) -> Iterator[str]:
-    """Yield a note about floating tensors that no cast converts."""
+    """Yield a note about floating tensors that are not converted because they are quantised."""
     number = sum(dtype.is_floating and not dtype.is_convertible for dtype in dtypes.values())
     if number:
         yield f"{count(number, 'fp8 or fp4 tensor')} not converted: their scales are in other tensors"
 
 
 def beyond_range(tensors: Collection[tuple[str, DType]]) -> Iterator[str]:
-    """Yield a warning for each dtype that could not hold all values of some tensors, given as (FQN, dtype)."""
+    """Yield a warning for each dtype whose range is too small for values of some tensors, given as (FQN, dtype)."""
     for dtype in sorted({dtype for _, dtype in tensors}, key=attrgetter("name")):
         names = sorted(fqn for fqn, tensor_dtype in tensors if tensor_dtype is dtype)
         yield (

@@ -1,4 +1,7 @@
-"""What lies in a checkpoint's directory: DCP folders, and files beside them that are copied as they are."""
+"""Survey a checkpoint's directory: find its DCP directories, and copy all other files unchanged.
+
+Files to copy are those that no DCP directory owns: config, tokenizer, trainer state ...
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ _OWN = re.compile(r"(__\d+)?\.metadata|.*\.distcp|__\d+_\d+\.chunks\.json|" + re
 _BLOCK_BYTES = 1 << 20
 
 
-class BesideFile(NamedTuple):
-    """A file that is copied."""
+class FileToCopy(NamedTuple):
+    """A file to copy."""
 
     name: str
     """Relative to the checkpoint."""
@@ -36,22 +39,22 @@ class BesideFile(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Survey:
-    """Everything in a directory. Names are relative to it."""
+    """The content of a directory, by kind. Names are relative to it."""
 
     folders: list[str] = field(default_factory=list)
     """DCP directories; "" for the directory itself."""
     unfinished: list[str] = field(default_factory=list)
-    """Directories in which a DCP save did not finish."""
-    files: list[BesideFile] = field(default_factory=list)
+    """Directories with an unfinished DCP save."""
+    files: list[FileToCopy] = field(default_factory=list)
     empty: list[str] = field(default_factory=list)
-    """Directories with nothing in them."""
+    """Empty directories."""
     links: list[str] = field(default_factory=list)
     """Symbolic links, which are not copied."""
     special: list[str] = field(default_factory=list)
     """Pipes, sockets and devices, which are not copied."""
 
     def notes(self) -> Iterator[str]:
-        """Yield what to tell about files that are left behind."""
+        """Yield notes about links and special files, which are not copied."""
         if self.links:
             are = "1 symbolic link is" if len(self.links) == 1 else f"{len(self.links)} symbolic links are"
             yield f"{are} not copied: {listed(self.links)}"
@@ -60,7 +63,7 @@ class Survey:
 
 
 def survey(path: str) -> Survey:
-    """Look at everything below a directory.
+    """Find everything below a directory.
 
     Raises:
         ResourceError: a directory cannot be listed.
@@ -86,12 +89,12 @@ def survey(path: str) -> Survey:
     return surveyed
 
 
-def leave_out(surveyed: Survey, names: Iterable[str]) -> None:
-    """Take out what lies in folders below DCP directories, in which these keep their shards.
+def drop_shard_folders(surveyed: Survey, names: Iterable[str]) -> None:
+    """Remove folders that only contain shards of a DCP directory above them, which look like unfinished saves.
 
     Args:
-        surveyed: is changed.
-        names: of the shards that the opened checkpoints use, relative to the path that was surveyed.
+        surveyed: the survey, which is changed.
+        names: names of the shards that the opened checkpoints use, relative to the surveyed path.
     """
     folders = {os.path.dirname(name) for name in names}
     surveyed.unfinished = [folder for folder in surveyed.unfinished if folder not in folders]
@@ -103,11 +106,11 @@ def leave_out(surveyed: Survey, names: Iterable[str]) -> None:
 
 
 def check_survey(path: str, surveyed: Survey) -> None:
-    """Refuse what could not become a whole checkpoint.
+    """Refuse a directory that cannot be copied as a complete checkpoint.
 
     Raises:
-        SourceError: a save did not finish in some folders, or there are very many files.
-        ResourceError: some files may not be read.
+        SourceError: some folders have an unfinished save, or there are too many files.
+        ResourceError: some files cannot be read.
     """
     if surveyed.unfinished:
         raise SourceError(
@@ -116,7 +119,7 @@ def check_survey(path: str, surveyed: Survey) -> None:
                 f"{escape(folder or os.curdir)}: .distcp files without .metadata"
                 for folder in surveyed.unfinished
             ],
-            hint="take an older checkpoint, or move these folders away if you do not need them",
+            hint="use an older checkpoint, or move these folders away if you do not need them",
         )
     if len(surveyed.files) > _MAX_FILES:
         raise SourceError(
@@ -143,13 +146,13 @@ def _add(surveyed: Survey, path: str, name: str) -> None:
     if stat.S_ISLNK(status.st_mode):
         surveyed.links.append(name)
     elif stat.S_ISREG(status.st_mode):
-        surveyed.files.append(BesideFile(name, FileStamp.of(status), bool(status.st_mode & stat.S_IXUSR)))
+        surveyed.files.append(FileToCopy(name, FileStamp.of(status), bool(status.st_mode & stat.S_IXUSR)))
     else:
         surveyed.special.append(name)
 
 
 class _Hashes:
-    """Digests of a file, taken front to back while it is copied."""
+    """Computes the digests of a file while it is copied from front to back."""
 
     def __init__(self, *, digest: bool, sha256: bool) -> None:
         self.crc: int | None = 0 if digest else None
@@ -167,22 +170,22 @@ class _Hashes:
 
 
 def copy_file(
-    path: str, file: BesideFile, directory: str, *, digest: bool = False, sha256: bool = False
+    path: str, file: FileToCopy, directory: str, *, digest: bool = False, sha256: bool = False
 ) -> tuple[int | None, str | None]:
     """Copy a file into a directory. An executable stays executable.
 
     Args:
-        path: where it lies; links are resolved.
-        file: its name in `directory`, and its state.
-        directory: where it goes.
-        digest: take its CRC-32 on the way.
-        sha256: take its sha256 on the way.
+        path: path of the file; links are resolved.
+        file: its name in `directory`, and the expected stamp.
+        directory: directory to copy into.
+        digest: compute the CRC-32 of the content.
+        sha256: compute the sha256 of the content.
 
     Returns:
-        CRC-32, and sha256 in hex; None for what was not taken.
+        CRC-32, and sha256 in hex; None for a digest that was not requested.
 
     Raises:
-        IntegrityError: it is not the file that was looked at before, or it changed meanwhile.
+        IntegrityError: the file changed since its stamp was taken, or while it was copied.
         ResourceError: it cannot be read or written.
     """
     target, hashes = os.path.join(directory, file.name), _Hashes(digest=digest, sha256=sha256)
@@ -210,11 +213,11 @@ def copy_file(
 def _changed(name: str) -> IntegrityError:
     return IntegrityError(
         f"{escape(name)} changed while it was copied",
-        hint="nothing was written to the destination; start again when nobody writes to the source",
+        hint="nothing was written to the destination; start again when nothing writes to the source",
     )
 
 
-def _copy_data(fd: int, out: int, file: BesideFile, hashes: _Hashes) -> None:
+def _copy_data(fd: int, out: int, file: FileToCopy, hashes: _Hashes) -> None:
     size = file.stamp.size
     for offset in range(0, size, _BLOCK_BYTES):
         data = memoryview(read_exactly(fd, offset, min(_BLOCK_BYTES, size - offset), file.name))

@@ -1,4 +1,4 @@
-"""Writes and copies files into an output, and describes each as its manifest lists it."""
+"""Write and copy files into an output, and return the manifest's entry for each."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ import os
 from shardkit.core.text import escape
 from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
-from shardkit.operations.companions import BesideFile, copy_file
+from shardkit.operations.companions import FileToCopy, copy_file
 
 _log = logging.getLogger("shardkit")
 
 
 class OutputFiles:
-    """The files of an output that lie beside those of tensors. May be used from several threads.
+    """Writes the files of an output that do not contain tensors. May be used from several threads.
 
     Args:
-        directory: where the output goes.
-        digest: take the CRC-32 of each.
-        sha256: take the sha256 of each too.
+        directory: directory of the output.
+        digest: compute the CRC-32 of each file.
+        sha256: compute the sha256 of each file, too.
     """
 
     def __init__(self, directory: str, *, digest: bool, sha256: bool) -> None:
         self.directory = directory
         self._digest, self._sha256 = digest, sha256
         self.copies: list[tuple[str, str, int | None]] = []
-        """Name, path in the source, and CRC-32 of what was copied."""
+        """(name, path in the source, CRC-32) of each copied file."""
 
     def describe(self, name: str, data: bytes) -> manifest.ListedFile:
-        """Return what the manifest says of a file with this content."""
+        """Return the manifest's entry for a file with this content."""
         return manifest.describe_bytes(name, data, digest=self._digest, sha256=self._sha256)
 
     def write(self, name: str, data: bytes, *, path: str | None = None) -> manifest.ListedFile:
-        """Write a file, which the output's commit syncs; return what the manifest says of it.
+        """Write a file, without syncing it (the commit does); return its manifest entry.
 
         Args:
-            name: below the directory.
-            data: its content.
-            path: of the source's file with this content; None if it has none.
+            name: name relative to the directory.
+            data: content of the file.
+            path: the source file with this content, or None.
         """
         if folder := os.path.dirname(name):
             storage.make_folders(self.directory, folder)
@@ -48,13 +48,13 @@ class OutputFiles:
             _log.debug("copied %s", escape(path))
         return self.describe(name, data)
 
-    def copy(self, file: BesideFile, path: str, *, is_recorded: bool = False) -> manifest.ListedFile:
-        """Copy a file block by block; return what the manifest says of it.
+    def copy(self, file: FileToCopy, path: str, *, is_recorded: bool = False) -> manifest.ListedFile:
+        """Copy a file block by block; return its manifest entry.
 
         Args:
-            file: its name below the directory, and its state.
-            path: where it lies.
-            is_recorded: its CRC-32 is needed in any case, to compare it with what the source records.
+            file: name relative to the directory, and the expected stamp.
+            path: path of the source file.
+            is_recorded: the source records a CRC-32 of this file, so it is computed in any case, for comparison.
 
         Raises:
             IntegrityError, ResourceError: as `copy_file`.

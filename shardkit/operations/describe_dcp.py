@@ -1,9 +1,7 @@
-"""Describing a checkpoint beside its shard files: chunk lists, `.metadata`, the manifest.
+"""Write the files that describe a DCP checkpoint's shard files: chunk lists, `.metadata` and the manifest.
 
-Trainers put DCP directories into folders, with files of their own beside them; each folder has its own description.
-
-A file's chunk list needs the digests of that file alone, and is written while other files are still on their way to the
-disk.
+`.metadata` appears last, because it makes a directory a checkpoint. Trainers have several DCP directories in folders of
+one checkpoint; each folder has its own description.
 """
 
 from __future__ import annotations
@@ -33,59 +31,59 @@ from shardkit.operations.environment import traced_with
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.stream import read_back
 
-# What a chunk adds beside the shard files: its entries in `.metadata` and in a chunk list. Measured for a 2-D weight:
-# 110 and 130 bytes. Names of tied tensors and long paths add some.
+# Bytes that a chunk adds to `.metadata` and to a chunk list. Measured for a 2-D weight: 110 and 130 bytes. Names of tied
+# tensors and long paths add some.
 DESCRIPTION_BYTES = 1 * KIB
 _PART = METADATA + ".part"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpOutput:
-    """One DCP directory to be written: its images, and everything that is recorded about them."""
+    """One DCP directory to write: its images, and the information about them that is recorded."""
 
     output: DcpImages
     layout: Layout
     entries: Mapping[str, TensorEntry]
-    """What the source has for each stored tensor."""
+    """Name of a stored tensor -> its tensor in the source."""
     dtypes: Mapping[str, DType]
-    """What each stored tensor becomes."""
+    """Name of a stored tensor -> dtype in the output."""
     sources: Mapping[str, str]
-    """The name of each stored tensor in the plan's catalog."""
+    """Name of a stored tensor -> name in the plan's catalog."""
     aliases: Mapping[str, tuple[str, ...]]
-    """For a stored tensor, the other names that point at its records."""
+    """Name of a stored tensor -> further names that share its records."""
     identity: manifest.RecordedSource
-    """The weights that were read: repo, commit and files."""
+    """The source's weights: repo, commit and files."""
     cast: str
-    """As asked for: "keep", "bf16", "fp16" or "fp32"."""
+    """The option `dtype`: "keep", "bf16", "fp16" or "fp32"."""
     digest: str
     """"crc32" or "none"."""
     dequantized: str | None = None
-    """How weights are quantised in the source, where plain ones were made of them."""
+    """How the source's weights are quantised, if they were dequantised."""
     osft: manifest.Osft | None = None
     """Which weights are stored as factors."""
     vocab_size: int | None = None
     """Rows of the vocabulary, as `shardkit.save` recorded them."""
     dtype_rules: tuple[DtypeRule, ...] = ()
-    """Other dtypes for some tensors, as asked for."""
+    """The option `dtype_rules`, parsed."""
     paths: Mapping[str, tuple[str | int, ...]] | None = None
-    """The path of each name in a nested state; None if names are flat."""
+    """Name -> keys in the nested state dict; None if names are flat."""
     key_rules: tuple[KeyRule, ...] = ()
     """Rules that turn the model's names into the Hub's."""
     tells_hub_names: bool = True
-    """False if nothing told what the tensors are on the Hub."""
+    """False if it is not known which names the tensors have on the Hub."""
     derived: Mapping[str, Expression] = field(default_factory=dict)
-    """What names of the model are made of that the Hub's files have in another form."""
+    """Name in memory -> the expression of the Hub's tensors that it was made by, for tensors that were converted."""
     file_names: Mapping[str, str] = field(default_factory=dict)
-    """Names of stored tensors in the files that the weights came from, where these are not the source itself."""
+    """Name of a stored tensor -> name in the model's original files, if the source was itself made from these."""
     root: str = ""
-    """What stands before the model's own names for the sake of a trainer: "model."."""
+    """Prefix before the model's own names that a trainer expects: "model."."""
     optimizer_cast: str | None = None
-    """`cast` for an optimizer's state; None if the checkpoint can hold neither an optimizer nor byte entries."""
+    """The option `optimizer_dtype`; None if the checkpoint can have neither an optimizer nor byte entries."""
     objects: tuple[str, ...] = ()
     """Names of the byte entries."""
 
     def describe(self, crcs: Mapping[str, int] = MappingProxyType({})) -> manifest.Presharded:
-        """Return the manifest, as far as it is known before a byte moves.
+        """Return the manifest, as far as it is known before bytes move.
 
         Args:
             crcs: CRC-32s of tensors, once they are known.
@@ -148,13 +146,13 @@ class DcpOutput:
 
 
 class DcpDescriptions:
-    """Writes what lies beside the shard files.
+    """Writes the chunk lists, `.metadata` and the manifest of one DCP directory.
 
     Args:
-        job: what is being written.
-        directory: where the files go; the shard files lie there too.
-        sha256: take the sha256 of every file too; the digests of the shard files have theirs.
-        folder: of the shard files, as `.metadata` names them: below its own place; empty if they lie beside it.
+        job: the DCP directory.
+        directory: path of the directory, which has the shard files already.
+        sha256: compute the sha256 of each of these files, too.
+        folder: folder of the shard files relative to `.metadata`, if they will not be beside it; else empty.
     """
 
     def __init__(
@@ -180,7 +178,7 @@ class DcpDescriptions:
         self._lists[image.name] = listed
 
     def _lines_of(self, kind: RecordKind) -> chunk_list.Lines | None:
-        """Return the maker of chunk list lines for one kind of record; byte entries have no lines."""
+        """Return the template of chunk list lines for one kind of record; None for byte entries, which have no lines."""
         if kind.fqn in self._job.output.objects:
             return None
         shape, skeleton = self._job.output.catalog.tensors[kind.fqn].shape, kind.skeleton
@@ -203,14 +201,15 @@ class DcpDescriptions:
         *,
         other_files: Sequence[manifest.File] = (),
     ) -> manifest.ListedFile:
-        """Write the manifest, then let `.metadata` appear, which makes the directory a checkpoint.
-
-        Returns what describes the manifest.
+        """Write chunk lists and manifest, then rename `.metadata` into place, which makes the directory a checkpoint.
 
         Args:
-            digests: of every file, those of an interrupted run included.
+            digests: digest of every shard file, including files that an interrupted run has finished.
             scattered: CRC-32 of every scattered tensor, by its source name.
-            other_files: the files that were copied into the directory.
+            other_files: manifest entries of the files that were copied into the directory.
+
+        Returns:
+            The entry for the manifest itself, for a manifest of several folders.
         """
         for digest in digests.values():
             self._add_file(digest)
@@ -218,7 +217,7 @@ class DcpDescriptions:
         described = self._job.describe(crcs)
         content = replace(
             described,
-            # Only now: it decides nothing, so a run with other versions may go on.
+            # Not part of the job's identity, so that another version of torch may resume the job.
             layout=replace(described.layout, traced_with=traced_with(described.layout.origin)),
             files=tuple(self._listed(digests[name]) for name in self._images),
             others=tuple(other_files) or None,
@@ -240,8 +239,8 @@ class DcpDescriptions:
     def _tensor_crcs(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> dict[str, int]:
         """Return the CRC-32 of every tensor's logical bytes.
 
-        If a tensor's chunks are neighbours in row-major order, their CRC-32s are combined. If it was cut another way, its
-        CRC-32 was taken on the source's side, where it was contiguous.
+        If a tensor's chunks are contiguous in row-major order, their CRC-32s are combined. If it was cut along another
+        dim, its CRC-32 was computed while the source was read, where it was contiguous.
         """
         output, tensor_crcs = self._job.output, dict[str, int]()
         crcs = [iter(digests[image.name].data_crcs) for image in output]
@@ -279,25 +278,25 @@ class DcpDescriptions:
         return manifest.File(name=METADATA, size=size, crc32=crc, sha256=sha256)
 
 
-WriteBeside = Callable[[OutputFiles], list[manifest.ListedFile]]
-"""Writes the files beside the folders, and returns what the manifest says of them."""
+WriteOthers = Callable[[OutputFiles], list[manifest.ListedFile]]
+"""Writes the files outside of the DCP directories, and returns their manifest entries."""
 
 
 class FolderDescriptions:
-    """Describes every folder, and has the files beside them written.
+    """Describes a checkpoint of one or more DCP directories, and writes its other files.
 
     Args:
-        folders: what is written to each folder; "" is the directory itself.
-        write_beside: writes the other files, when the shard files are finished.
-        directory: where the output goes.
-        sha256: take the sha256 of every file.
+        folders: folder -> its DCP directory; "" is the directory itself.
+        write_others: writes the other files; called when the shard files are finished.
+        directory: directory of the output.
+        sha256: compute the sha256 of every file.
         folder: as for `DcpDescriptions`.
     """
 
     def __init__(
         self,
         folders: Mapping[str, DcpOutput],
-        write_beside: WriteBeside,
+        write_others: WriteOthers,
         directory: str,
         *,
         sha256: bool = False,
@@ -305,7 +304,7 @@ class FolderDescriptions:
     ) -> None:
         assert not folder or list(folders) == [""], "several folders have no common marker"
         has_digests = any(output.digest != "none" for output in folders.values())
-        self._write_beside = write_beside
+        self._write_others = write_others
         self._files = OutputFiles(directory, digest=has_digests, sha256=sha256)
         self._of: dict[str, DcpDescriptions] = {}
         for name, output in folders.items():
@@ -314,8 +313,8 @@ class FolderDescriptions:
             self._of[name] = DcpDescriptions(output, place, sha256=sha256, folder=folder)
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
-        """Write the files beside the folders, then let each folder become a checkpoint."""
-        listed = self._write_beside(self._files)
+        """Write the other files, then the description of each DCP directory, which makes it a checkpoint."""
+        listed = self._write_others(self._files)
         top_files = tuple(listed)
         for folder, descriptions in self._of.items():
             folder_digests = {
@@ -325,7 +324,7 @@ class FolderDescriptions:
             }
             inner = descriptions.finish(folder_digests, scattered, other_files=() if folder else top_files)
             listed.append(replace(inner, name=os.path.join(folder, manifest.NAME)))
-        if "" not in self._of:  # the manifest of the whole: the files beside the folders, and their manifests
+        if "" not in self._of:  # a manifest of all other files and of the folders' manifests
             content = manifest.FileList(
                 tool=manifest.TOOL,
                 folders=tuple(self._of),

@@ -1,4 +1,4 @@
-"""Describing safetensors shards of ranks, which need no index: only the manifest lies beside them, and is written last."""
+"""Write the manifest of safetensors shards for ranks (DCP-HF). They need no index, so the manifest is the last file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardkit.files import manifest
 from shardkit.files.digest import combine
 from shardkit.keys.expressions import Opaque, to_json
 from shardkit.operations.describe import OutputFiles
-from shardkit.operations.describe_dcp import WriteBeside
+from shardkit.operations.describe_dcp import WriteOthers
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.rank_files import RankImages
 
@@ -23,24 +23,24 @@ WRITER = "shardkit"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilesOutput:
-    """Files of ranks to be written, and what is recorded about them."""
+    """Rank files to write, and the information about them that is recorded."""
 
     output: RankImages
     dtypes: Mapping[str, DType]
-    """What each stored tensor becomes."""
+    """Name of a stored tensor -> dtype in the output."""
     identity: manifest.RecordedSource
-    """The weights that are read: repo, commit and files."""
+    """The source's weights: repo, commit and files."""
     aliases: Mapping[str, Sequence[str]]
-    """For a tensor, its other names: they are in the files too, with the same bytes."""
+    """Name of a tensor -> further names of it, which are in the files, too, with the same bytes."""
     opaque: Mapping[str, Opaque]
-    """Tensors that transformers' own code made: there is no way back. Of all others the class knows it."""
+    """Tensors that transformers' own code made and that cannot be converted back. The class can convert all others."""
     cast: str
-    """As asked for: "keep", "bf16", "fp16" or "fp32"."""
+    """The option `dtype`: "keep", "bf16", "fp16" or "fp32"."""
     digest: str
     """"crc32" or "none"."""
 
     def describe(self, crcs: Mapping[str, int] = MappingProxyType({})) -> manifest.FileList:
-        """Return the manifest, as far as it is known before a byte moves; `crcs` are those of tensors."""
+        """Return the manifest, as far as it is known before bytes move; `crcs` has the CRC-32s of tensors."""
         return manifest.FileList(
             tool=manifest.TOOL,
             layout=FORMAT,
@@ -61,29 +61,29 @@ class FilesOutput:
 
 
 class FileDescriptions:
-    """Has the files beside those of the ranks written, and then the manifest.
+    """Writes the files other than rank files, and then the manifest.
 
     Args:
-        job: what is being written.
-        write_beside: writes the other files, when those of the ranks are finished.
-        directory: where the output goes.
-        sha256: take the sha256 of every file too.
+        job: the output.
+        write_others: writes the other files; called when the rank files are finished.
+        directory: directory of the output.
+        sha256: compute the sha256 of every file, too.
     """
 
     def __init__(
-        self, job: FilesOutput, write_beside: WriteBeside, directory: str, *, sha256: bool = False
+        self, job: FilesOutput, write_others: WriteOthers, directory: str, *, sha256: bool = False
     ) -> None:
-        self._job, self._write_beside = job, write_beside
+        self._job, self._write_others = job, write_others
         self._files = OutputFiles(directory, digest=job.digest != "none", sha256=sha256)
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
         """Write the other files, then the manifest.
 
         Args:
-            digests: of every file, those of an interrupted run included.
+            digests: digest of every rank file, including files that an interrupted run has finished.
             scattered: CRC-32 of every scattered tensor, by its source name.
         """
-        other_files = self._write_beside(self._files)
+        other_files = self._write_others(self._files)
         has_digests = self._job.digest != "none"
         content = replace(
             self._job.describe(self._tensor_crcs(digests, scattered) if has_digests else {}),
@@ -103,7 +103,7 @@ class FileDescriptions:
         )
 
     def _tensor_crcs(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> dict[str, int]:
-        """Return the CRC-32 of every tensor's logical bytes, as `describe_dcp.Descriptions` does."""
+        """Return the CRC-32 of every tensor's logical bytes, as `DcpDescriptions._tensor_crcs` does."""
         output, tensor_crcs = self._job.output, dict[str, int]()
         crcs = [iter(digests[image.name].data_crcs) for image in output]
         parts: dict[str, list[tuple[Region, int, int]]] = {}

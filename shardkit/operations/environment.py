@@ -1,4 +1,4 @@
-"""Versions and settings, for a bug report. Nothing is imported to learn its version."""
+"""Versions and settings, for a bug report. Packages are not imported to get their versions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CREDENTIALS = re.compile(r"//[^/@]*@")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment(Result):
-    """What shardkit runs on."""
+    """The software and hardware that shardkit runs on."""
 
     shardkit: str
     python: str
@@ -41,20 +41,20 @@ class Environment(Result):
     memory_bytes: int | None
     """Memory of the machine."""
     cache: str | None
-    """Directory of what is kept between runs; None if SHARDKIT_CACHE is off."""
+    """shardkit's cache directory; None if SHARDKIT_CACHE is off."""
     huggingface: dict[str, str]
     """The HF_* variables that are set. Most values are hidden, because some are secrets."""
     notes: tuple[str, ...]
-    """Lines for a person, such as that shardkit was not tried with this version of torch."""
+    """Notes, e.g. that shardkit was not tested with this version of torch."""
 
     def headline(self) -> str:
-        """Return the versions that matter most."""
+        """Return the most important versions as one line."""
         torch = self.packages.get("torch")
         return f"shardkit {self.shardkit}, {self.python}, {f'torch {torch}' if torch else 'no torch'}"
 
 
 def environment() -> Environment:
-    """Return versions of shardkit, Python and the packages it uses, and what a run depends on."""
+    """Return the versions of shardkit, Python and the packages it uses, and the machine's resources."""
     return Environment(
         shardkit=__version__,
         python=f"{platform.python_implementation()} {platform.python_version()}",
@@ -63,13 +63,13 @@ def environment() -> Environment:
         num_cpus=_num_cpus(),
         memory_bytes=_memory_bytes(),
         cache=cache.home(),
-        huggingface={name: _shown(name) for name in sorted(os.environ) if name.startswith("HF_")},
+        huggingface={name: _shown_value(name) for name in sorted(os.environ) if name.startswith("HF_")},
         notes=tuple(filter(None, [torch_note(package_version("torch"))])),
     )
 
 
 def traced_with(origin: str) -> manifest.TracedWith | None:
-    """Return the versions that a layout is traced with here; None if it is declared."""
+    """Return the installed versions, with which a layout is traced; None if it is declared."""
     if origin != "traced":
         return None
     torch, transformers = package_version("torch"), package_version("transformers")
@@ -77,7 +77,7 @@ def traced_with(origin: str) -> manifest.TracedWith | None:
 
 
 def package_version(name: str) -> str | None:
-    """Return the version of an installed package, None if it is not installed."""
+    """Return the version of an installed package, or None."""
     version = _version_in_name(name)
     if version is not None:
         return version
@@ -90,7 +90,7 @@ def package_version(name: str) -> str | None:
 
 
 def _version_in_name(name: str) -> str | None:
-    """Return the version that the name of a package's directory tells; `importlib.metadata` takes 30 ms to read it.
+    """Return the version in the name of a package's `.dist-info` directory; `importlib.metadata` would take 30 ms.
 
     Source: the specification of recorded installs, "The .dist-info directory".
     """
@@ -98,7 +98,7 @@ def _version_in_name(name: str) -> str | None:
     for directory in sys.path:
         try:
             entries = storage.listdir(directory or os.curdir)
-        except OSError:  # no directory
+        except OSError:  # not a directory
             continue
         matches = [match for entry in entries if (match := pattern.fullmatch(entry))]
         if matches:
@@ -106,7 +106,7 @@ def _version_in_name(name: str) -> str | None:
     return None
 
 
-def _shown(name: str) -> str:
+def _shown_value(name: str) -> str:
     if name not in _SHOWN_VALUES:
         return "(set)"
     return _CREDENTIALS.sub("//...@", os.environ[name])

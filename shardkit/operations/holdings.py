@@ -1,8 +1,11 @@
-"""Which rank and which file holds which bytes of which tensor, in columns: what pictures are drawn from.
+"""Holdings: which rank and which file holds which bytes of which tensor. Pictures are drawn from them.
 
-A checkpoint of 1,024 ranks and 1,000 tensors has a million chunks. Layers are cut alike and ranks hold alike, so each way of
-cutting a tensor, each row of the matrix and each way of filling a file is kept once. What is more than a page can
-show is merged, and `merged` says so.
+The *matrix* has a row for each rank (or file), a column for each unit of the wrap policy (or layer), and in its cells the
+bytes that the rank holds of the unit. A *strip* is the sequence of records in a file.
+
+A checkpoint of 1,024 ranks and 1,000 tensors has a million chunks. But layers are cut alike and ranks have equal shares.
+So each way of cutting a tensor, each distinct row of the matrix and each distinct strip is stored once, and referred to
+by its index. If there is more than a page can show, neighbours are merged, and `merged` says so.
 """
 
 from __future__ import annotations
@@ -27,37 +30,38 @@ if TYPE_CHECKING:
 
 MAX_ROWS, MAX_UNITS, MAX_CELLS = 4096, 200, 150_000
 MAX_TENSORS, MAX_RECORDS, MAX_PIECES = 5000, 60_000, 60_000
-_MOST_RECORDS = 4000  # of one file: more than a screen has pixels
+_MOST_RECORDS = 4000  # in one file: more than a screen has pixels
 _LEAST_UNITS = 8
 _MAX_READ = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldUnit:
-    """A column of the matrix: a unit of the wrap policy, or else a layer."""
+    """A column of the matrix: a unit of the wrap policy, or else a layer; or several merged neighbours."""
 
     path: str
-    """Module path; "" is what belongs to no layer. Of several neighbours the first."""
+    """Module path, of the first unit if several are merged; "" is for tensors outside of layers."""
     count: int = 1
-    """How many neighbours are taken together."""
+    """Number of merged units."""
     last: str | None = None
-    """Path of the last of several."""
+    """Module path of the last of several merged units."""
     gathered_bytes: int = 0
-    """Most that a rank has of one of them while fully_shard has gathered it: with tp or ep its own part."""
+    """Bytes that a rank has of one unit while fully_shard has gathered it (with tp or ep, its own part); the maximum if
+    several are merged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A row of the matrix: a rank, or where no mesh is recorded a file."""
+    """A row of the matrix: a rank, or a file if no mesh is recorded."""
 
     cells: int
     """Index into `Holdings.cells`."""
     held_bytes: int
-    """Of all units."""
+    """Bytes of all units."""
     reads: tuple[tuple[int, int], ...]
-    """(file, bytes) of where they lie, most bytes first; the first few."""
+    """(file, bytes) of the files with these bytes, most bytes first; only the first few files."""
     num_files: int
-    """Of all files that it reads from."""
+    """Number of all files with these bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,21 +70,24 @@ class HeldFile:
 
     name: str
     file_bytes: int | None
-    """None if it is not there."""
+    """None if the file is missing."""
     strip: int | None = None
-    """Index into `Holdings.strips`; None where records have no place of their own in it."""
+    """Index into `Holdings.strips`; None if the file's tensors have to be decoded, so that they have no byte range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strip:
-    """The records of a file in the order of their bytes, in columns. Between them are gaps, headers and padding."""
+    """The records of a file in the order of their bytes. Headers, padding and gaps are between them.
+
+    Each field has one item for each record, or for several merged neighbours.
+    """
 
     starts: tuple[int, ...]
     nbytes: tuple[int, ...]
     tensors: tuple[int, ...]
-    """Index into `Holdings.tensors` of each record, or of the first of several."""
+    """Index into `Holdings.tensors`, of the first record if several are merged."""
     counts: tuple[int, ...]
-    """How many records are taken together."""
+    """Number of merged records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +96,11 @@ class TensorCut:
 
     shape: tuple[int, ...]
     num_pieces: int
-    """Without those that have no elements."""
+    """Number of pieces, without empty ones."""
     files: tuple[int, ...]
-    """The file of each piece; empty if there are too many pieces to show."""
+    """Index of the file of each piece; empty if there are too many pieces to show."""
     boxes: tuple[int, ...]
-    """Offsets and then sizes of each piece, in elements."""
+    """Offsets and then sizes of each piece, in elements, all in one sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,58 +108,58 @@ class HeldTensor:
     """A tensor, or several whose names differ only in numbers."""
 
     name: str
-    """With `*` for the numbers of several."""
+    """With `*` instead of numbers if there are several."""
     count: int
     dtype: str
     tensor_bytes: int
-    """Of all of them."""
+    """Bytes of all of them."""
     unit: int
     cut: int
     """Index into `Holdings.cuts`."""
     num_without: int = 0
-    """Ranks that hold nothing of each, of those that are shown and whose stage it is."""
+    """Number of ranks that hold nothing of it, among the shown ranks of its pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """Where the bytes of a checkpoint lie, and who reads them."""
+    """Which file has which bytes of a checkpoint, and which rank reads them."""
 
     has_ranks: bool
-    """Rows are the ranks of a mesh; otherwise they are files."""
+    """True if rows are the ranks of a mesh, False if they are files."""
     num_holders: int
-    """Ranks or files, shown or not."""
+    """Number of ranks or files, including those that are not shown."""
     has_units: bool
-    """Columns are the units that are wrapped; otherwise they are layers, as names tell."""
+    """True if columns are the wrapped units, False if they are layers, recognised by names."""
     units: tuple[HeldUnit, ...] = ()
     holders: tuple[Holder, ...] = ()
     cells: tuple[tuple[int, ...], ...] = ()
-    """Bytes of each unit, for each distinct row."""
+    """The distinct rows of the matrix: bytes of each unit."""
     files: tuple[HeldFile, ...]
     strips: tuple[Strip, ...]
     tensors: tuple[HeldTensor, ...] = ()
     cuts: tuple[TensorCut, ...] = ()
     tensor_bytes: int
-    """Of all tensors, each once."""
+    """Bytes of all tensors, each counted once."""
     merged: tuple[str, ...] = ()
-    """What is taken together or left out, as there is more than a page can show."""
+    """Lines on what was merged or left out, because a page cannot show all."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the holdings as plain data."""
         return asdict(self)
 
 
-def hold(
+def find_holdings(
     catalog: Catalog,
     layout: Layout | None = None,
     *,
     names: Callable[[SourceFile], str] = lambda file: file.name,
 ) -> Holdings:
-    """Return who holds what of an open checkpoint; of names that share their bytes, the first counts.
+    """Return the holdings of an opened checkpoint. If several names share their bytes, only the first one counts.
 
     Args:
-        catalog: with all of its chunks.
-        layout: which rank holds which region; None if that is not recorded.
-        names: what a file is called.
+        catalog: catalog with all chunks.
+        layout: which rank holds which region; None if this is not recorded.
+        names: returns the name to show for a file.
     """
     builder = _Builder(catalog, layout, names)
     copies = {name for group in shared_extents(catalog) for name in group[1:]}
@@ -163,22 +170,22 @@ def hold(
 
 
 def shared_extents(catalog: Catalog) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of names whose chunks lie in the same places."""
+    """Return the groups of names whose chunks are at the same places in files."""
     chunks, groups = catalog.chunks, dict[tuple[object, ...], list[str]]()
     for fqn, entry in catalog.tensors.items():
         if not entry.num_chunks or (not entry.nbytes and catalog.encoding == "raw"):
-            continue  # nothing shares the place of no bytes
+            continue  # empty tensors share nothing
         row = entry.first_chunk
         place = (chunks.file[row], chunks.start[row], entry.num_chunks, entry.dtype, entry.shape)
         groups.setdefault(place, []).append(fqn)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
-def hold_files(files: Iterable[tuple[str, int | None, Sequence[tuple[int, int, str]]]]) -> Holdings:
-    """Return the same of files alone, where the checkpoint cannot be opened.
+def find_file_holdings(files: Iterable[tuple[str, int | None, Sequence[tuple[int, int, str]]]]) -> Holdings:
+    """Return the holdings of files alone, for a checkpoint that cannot be opened.
 
     Args:
-        files: (name, bytes, (first byte, bytes, tensor) of each record).
+        files: (name, bytes, records) of each file; a record is (first byte, bytes, tensor).
     """
     listed = list(files)
     names = dict.fromkeys(fqn for *_, rows in listed for *_, fqn in rows)
@@ -206,7 +213,7 @@ def hold_files(files: Iterable[tuple[str, int | None, Sequence[tuple[int, int, s
 
 
 class _Packer:
-    """Keeps the strips of files, each once."""
+    """Collects the distinct strips of files."""
 
     def __init__(self) -> None:
         self.strips: list[Strip] = []
@@ -214,7 +221,7 @@ class _Packer:
         self._num_records, self._num_merged = 0, 0
 
     def add(self, starts: list[int], nbytes: list[int], tensors: list[int]) -> int:
-        """Return the index of the strip of a file's records, which are in the order of their bytes."""
+        """Return the index of the strip with these records, which must be in the order of their bytes."""
         key = (tuple(starts), tuple(nbytes), tuple(tensors))
         if key not in self._strip_numbers:
             self._strip_numbers[key] = len(self.strips)
@@ -222,7 +229,10 @@ class _Packer:
         return self._strip_numbers[key]
 
     def _strip(self, starts: list[int], nbytes: list[int], tensors: list[int]) -> Strip:
-        """Merge neighbours as far as the room asks for it: half of what is left is for this strip, so none gets nothing."""
+        """Return a strip in which neighbours are merged if necessary.
+
+        A strip may use half of the records that are left of MAX_RECORDS, so that something is left for the next one.
+        """
         room = max(min((MAX_RECORDS - self._num_records) // 2, _MOST_RECORDS), 16)
         step = -(-len(starts) // room)
         firsts = range(0, len(starts), step)
@@ -238,7 +248,7 @@ class _Packer:
         )
 
     def merged(self) -> tuple[str, ...]:
-        """Return a line about the entries that were merged."""
+        """Return a line about merged records, if there are any."""
         if not self._num_merged:
             return ()
         return (
@@ -246,20 +256,21 @@ class _Packer:
         )
 
 
-class _Way(NamedTuple):
-    """A way in which tensors are cut and held."""
+class _Distribution(NamedTuple):
+    """One way of cutting a tensor and of distributing the pieces over rows and files."""
 
     cut: int
+    """Index into `Holdings.cuts`."""
     row_bytes: Numbers
-    """Bytes, by row."""
+    """Bytes in each row of the matrix."""
     reads: tuple[tuple[int, int, int], ...]
     """(row, file, bytes)."""
     num_without: int
-    """Ranks that hold nothing."""
+    """Number of ranks that hold nothing."""
 
 
 class _Builder:
-    """Adds up tensor after tensor."""
+    """Builds the holdings, tensor by tensor."""
 
     def __init__(self, catalog: Catalog, layout: Layout | None, names: Callable[[SourceFile], str]) -> None:
         self._catalog, self._layout, self._names = catalog, layout, names
@@ -269,14 +280,14 @@ class _Builder:
         self._number = [self._number_of(file) if file.is_raw else -1 for file in catalog.files]
         self._num_rows = min(layout.mesh.size, MAX_ROWS) if layout is not None else len(self._files)
         self._units = _Units(catalog, layout)
-        self._ways: dict[tuple[object, ...], _Way] = {}
+        self._distributions: dict[tuple[object, ...], _Distribution] = {}
         self._cuts: dict[tuple[object, ...], int] = {}
         self._cut_list: list[TensorCut] = []
         self._num_pieces = 0
-        self._placed: list[tuple[str, TensorEntry, _Way, int]] = []
+        self._placed: list[tuple[str, TensorEntry, _Distribution, int]] = []
 
     def _number_of(self, file: SourceFile, fqn: str | None = None) -> int:
-        """Return the number of a file, or of the one that a decoded tensor comes from."""
+        """Return the number of a file. For a decoded tensor, it is the file that contains the encoded bytes."""
         name = self._names(file) if fqn is None else file.name.removesuffix(f":{fqn}")
         if name not in self._files:
             self._files[name] = len(self._files)
@@ -285,7 +296,7 @@ class _Builder:
         return self._files[name]
 
     def add(self, fqn: str, entry: TensorEntry) -> None:
-        """Count a tensor."""
+        """Add a tensor."""
         table, rows = self._catalog.chunks, entry.chunk_ids
         for file in set(table.file[rows.start : rows.stop]):
             if self._number[file] < 0:
@@ -295,9 +306,9 @@ class _Builder:
         mesh = None if self._layout is None or placed is None else self._layout.mesh_of(fqn)
         placements = None if placed is None else placed.placements
         key = (entry.shape, entry.dtype.itemsize, files.tobytes(), boxes.tobytes(), placements, mesh)
-        if key not in self._ways:
+        if key not in self._distributions:
             numbers = [self._number[file] for file in files]
-            self._ways[key] = self._way(entry, numbers, boxes.tolist(), placements, mesh)
+            self._distributions[key] = self._distribution(entry, numbers, boxes.tolist(), placements, mesh)
         unit = self._units.of(fqn)
         if placed is not None and mesh is not None and not placed.is_buffer:
             axes = zip(mesh.axes, placed.placements, strict=True)
@@ -305,16 +316,16 @@ class _Builder:
             cuts = (axis.size for axis, p in axes if axis.role == "tensor" and p.shard_dim is not None)
             num_parts = prod(cuts)
             self._units.gather(unit, entry.nbytes, num_parts)
-        self._placed.append((fqn, entry, self._ways[key], unit))
+        self._placed.append((fqn, entry, self._distributions[key], unit))
 
-    def _way(
+    def _distribution(
         self,
         entry: TensorEntry,
         files: list[int],
         boxes: list[int],
         placements: Placements | None,
         mesh: Mesh | None,
-    ) -> _Way:
+    ) -> _Distribution:
         import numpy
 
         num_dims = len(entry.shape)
@@ -335,10 +346,10 @@ class _Builder:
         held_bytes = numpy.zeros(max(self._num_rows, len(self._files)), dtype=numpy.int64)
         for row, _, nbytes in reads:
             held_bytes[row] += nbytes
-        return _Way(cut, held_bytes, tuple(reads), num_without)
+        return _Distribution(cut, held_bytes, tuple(reads), num_without)
 
     def _row_of(self, file: int) -> int:
-        """Return the row of what only a file tells: the file, or the rank whose file it is."""
+        """Return the row for a tensor without placements: its file, or the rank that reads this file."""
         if self._layout is None:
             return file
         ranks = self._layout.mesh.file_ranks
@@ -347,7 +358,7 @@ class _Builder:
     def _read(
         self, entry: TensorEntry, files: list[int], boxes: list[int], placements: Placements, mesh: Mesh
     ) -> Iterator[tuple[int, int, int]]:
-        """Yield (rank, file, bytes) of what each rank holds, wherever it lies."""
+        """Yield (rank, file, bytes) for each region that a rank holds."""
         width = 2 * len(entry.shape)
         place = {tuple(boxes[index * width : (index + 1) * width]): file for index, file in enumerate(files)}
         for rank in range(self._num_rows):
@@ -359,7 +370,7 @@ class _Builder:
 
     def _cut(self, shape: tuple[int, ...], files: list[int], boxes: list[int]) -> int:
         width = 2 * len(shape)
-        if prod(shape):  # torch gives ranks without rows a chunk without elements
+        if prod(shape):  # torch writes an empty chunk for ranks without rows
             full = [
                 at for at in range(len(files)) if 0 not in boxes[at * width + width // 2 : (at + 1) * width]
             ]
@@ -381,7 +392,7 @@ class _Builder:
         return self._cuts[key]
 
     def result(self) -> Holdings:
-        """Return all of it."""
+        """Return the holdings of all added tensors."""
         tensors, number_of = self._tensors()
         strips, strip_of, merged = self._strips(number_of)
         units, holders, cells = self._matrix()
@@ -401,10 +412,10 @@ class _Builder:
             tensors=tensors,
             cuts=tuple(self._cut_list),
             tensor_bytes=sum(entry.nbytes for _, entry, _, _ in self._placed),
-            merged=(*self._left_out(num_ranks, len(units), len(tensors)), *merged),
+            merged=(*self._merged_lines(num_ranks, len(units), len(tensors)), *merged),
         )
 
-    def _left_out(self, num_ranks: int, num_units: int, num_tensors: int) -> Iterator[str]:
+    def _merged_lines(self, num_ranks: int, num_units: int, num_tensors: int) -> Iterator[str]:
         if num_ranks > MAX_ROWS:
             yield f"the first {MAX_ROWS} of {num_ranks} ranks are shown"
         if num_units < self._units.num_units:
@@ -416,7 +427,7 @@ class _Builder:
             yield f"{count(hidden, 'way', 'ways')} of cutting tensors have too many pieces to be shown"
 
     def _tensors(self) -> tuple[tuple[HeldTensor, ...], dict[str, int]]:
-        """Return the tensors, and the index of each by its name."""
+        """Return the tensors, merged if there are many, and name -> index."""
         groups: dict[tuple[object, ...], list[int]] = {}
         is_folded = len(self._placed) > MAX_TENSORS
         for index, (fqn, entry, way, _) in enumerate(self._placed):
@@ -483,7 +494,7 @@ class _Builder:
         num_rows = self._num_rows if self._layout is not None else len(self._files)
         matrix = numpy.zeros((self._units.num_units, num_rows), dtype=numpy.int64)
         reads: list[dict[int, int]] = [{} for _ in range(num_rows)]
-        times: dict[int, tuple[_Way, int]] = {}
+        times: dict[int, tuple[_Distribution, int]] = {}
         for _, _, way, unit in self._placed:
             matrix[unit] += numpy.pad(way.row_bytes, (0, max(num_rows - len(way.row_bytes), 0)))[:num_rows]
             times[id(way)] = (way, times.get(id(way), (way, 0))[1] + 1)
@@ -503,12 +514,12 @@ class _Builder:
 
 
 def imbalance_of(sizes: Sequence[int]) -> float:
-    """Return the largest of some sizes over the mean."""
+    """Return the largest size, divided by the mean size."""
     return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0
 
 
 def size_on_disk(path: str) -> int:
-    """Return the bytes of a file; 0 if it cannot be asked."""
+    """Return the size of a file in bytes; 0 if the system cannot tell."""
     try:
         return storage.stat(path).st_size
     except OSError:
@@ -516,7 +527,7 @@ def size_on_disk(path: str) -> int:
 
 
 class _Units:
-    """The columns: units that are recorded, or layers that names tell."""
+    """The columns of the matrix: recorded units, or else layers, recognised by names."""
 
     def __init__(self, catalog: Catalog, layout: Layout | None) -> None:
         self._layout = layout
@@ -531,23 +542,27 @@ class _Units:
         self._gathered = [0] * len(self._paths)
 
     def gather(self, unit: int, nbytes: int, num_parts: int) -> None:
-        """Count a tensor of a unit, of which a rank gathers one of some parts."""
+        """Count a tensor of a unit, of which a rank gathers one of `num_parts` parts."""
         self._gathered[unit] += -(-nbytes // num_parts)
 
     @property
     def num_units(self) -> int:
-        """How many there are."""
+        """Number of units before merging."""
         return len(self._paths)
 
     def of(self, fqn: str) -> int:
-        """Return the column of a tensor."""
+        """Return the index of a tensor's unit."""
         placed = self._layout.tensors.get(fqn) if self._layout is not None and self.is_recorded else None
         if placed is not None and placed.unit < len(self._paths):
             return placed.unit
         return innermost_unit(fqn, self._index)
 
     def merged(self, matrix: Numbers) -> tuple[tuple[HeldUnit, ...], Numbers]:
-        """Return as many columns as a page can show; the matrix has a row for each unit."""
+        """Merge neighbours into as many columns as a page can show; return them and their sums of the matrix's rows.
+
+        Args:
+            matrix: bytes, with a row for each unit (transposed, compared with the matrix that is shown).
+        """
         import numpy
 
         num_distinct = len(numpy.unique(matrix.T, axis=0))

@@ -1,4 +1,4 @@
-"""The options of the verbs that write a directory, as a person gave them."""
+"""The options that all verbs which write a directory share."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Digest = Literal["crc32", "none"]
 DIGESTS: tuple[str, ...] = get_args(Digest)
 
 OnWarning = Callable[[str], object]
-"""Is told a warning."""
+"""Callback with a warning."""
 
 _MEMORY, _MIN_MEMORY, _MIN_MEMORY_PER_JOB = 256 * MIB, 2 * MIB, 512 * KIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
-    """The keywords that preshard, consolidate and reshard share. Each adds its own, and its docstring describes all.
+    """The keywords that preshard, consolidate and reshard share. The docstrings of these functions describe them.
 
-    Its class has a field for each keyword, with the same type and default. There are no slots, unlike elsewhere: what a
-    keyword stands for is kept once it is known.
+    Each verb has a subclass with its own keywords; a field has the type and default of its keyword. Unlike elsewhere,
+    there are no slots, because parsed values are cached properties.
     """
 
     verb: ClassVar[str] = ""
@@ -59,58 +59,58 @@ class WriteOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """All of them by name; the verb's own come first."""
+        """All options by name, the verb's own first."""
         shared = WriteOptions.__dataclass_fields__
         names = sorted((field.name for field in fields(self)), key=lambda name: name in shared)
         return {name: getattr(self, name) for name in names}
 
     @property
     def is_on_ray(self) -> bool:
-        """True if the parts are tasks of Ray."""
+        """True if the parts run as Ray tasks."""
         return self.executor is not None or self.num_parts is not None
 
     @cached_property
     def share(self) -> Share | None:
-        """What of the job this process carries out, where several do; None for all of it."""
+        """The share of this process in a job that several processes share; None if it does the whole job."""
         return as_share(self.part)
 
     @cached_property
     def command(self) -> Command:
-        """The call, which other processes may repeat."""
+        """The call with its arguments, so that messages can show it and other processes can repeat it."""
         return Command.of(self.verb, self.given)
 
     @property
     def refuses_warnings(self) -> bool:
-        """A warning is an error, for the verbs that have `strict`."""
+        """True if warnings are errors: with `strict`, which not all verbs have."""
         return bool(getattr(self, "strict", False))
 
     def note_infinite(self, infinite: dict[tuple[str, DType], None], fqn: str, dtype: DType) -> None:
-        """Note a tensor with values beyond the range of the dtype that it gets; called from any thread.
+        """Record that values of a tensor are beyond the range of its new dtype. Called from any thread.
 
         Raises:
-            SourceError: that is an error, and so it is before the output appears.
+            SourceError: with `strict`; raised at once, so that the output does not appear.
         """
         infinite[fqn, dtype] = None
         if self.refuses_warnings:
             refuse_warnings(beyond_range(infinite))
 
     def check(self) -> None:
-        """Refuse options that cannot be carried out, before anything is read.
+        """Check the options, before anything is read.
 
         Raises:
-            UsageError: they do not go together, or one has no such value.
+            UsageError: two options contradict each other, or a value is not allowed.
         """
         if self.overwrite and self.exist_ok:
             raise UsageError(
                 "--overwrite and --exist-ok exclude each other",
-                hint="--exist-ok leaves an output that is there as it is; --overwrite replaces it",
+                hint="--exist-ok leaves an existing output as it is; --overwrite replaces it",
             )
 
     def execute_options(self) -> ExecuteOptions:
-        """Return these options as the engine takes them.
+        """Return the options for `transfer.execute`.
 
         Raises:
-            UsageError: no such digest, too few threads, or too little memory for them.
+            UsageError: the digest is unknown, or there are too few threads, or too little memory for them.
         """
         if self.digest not in DIGESTS:
             raise UsageError(f"--digest {escape(self.digest)!r} is not one of {', '.join(DIGESTS)}")

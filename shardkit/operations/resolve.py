@@ -1,7 +1,8 @@
-"""Finds the checkpoint that a run's trainer would resume from.
+"""Find the checkpoint in a run directory that its trainer would resume from.
 
-In a directory counts what its tracker file names, then what Lightning would resume from, then the highest step, then the
-highest epoch. What is not whole is passed over and named. Where none of these decides, the error lists all that is there.
+In each directory, the first of these rules that applies decides: the name in a tracker file (`latest`); the name that
+Lightning would resume from (`last.ckpt`); the highest step; the highest epoch. Incomplete checkpoints are skipped, with a
+warning. If no rule decides, the error lists all checkpoints.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from shardkit.formats.registry import directory_of, recognise, unfinished
 from shardkit.formats.trainers.plain_dcp import find_structure, lacks_last, optimizers_beside
 
 EXPORT_ENDING = "-hf"
-"""What consolidate appends to a checkpoint's name for its default output."""
+"""Suffix of consolidate's default output: `last.ckpt` -> `last-hf`."""
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 """Files in which a trainer records its last save: verl and Megatron as a step, DeepSpeed as a name."""
 
 _EPOCH, _STEP, _LIGHTNING = range(3)
 _REASONS = ("{it} has the highest epoch", "{it} has the highest step", "{it} is what Lightning resumes from")
-"""Why a name was taken, by its rule; a higher one comes first."""
+"""Reasons for a choice, by rule; a rule with a higher number takes precedence."""
 
-# Best last. If a name is taken, Lightning adds a version.
+# Ascending in precedence. If a file already exists, Lightning adds a version to the name.
 _OF_LIGHTNING = tuple(
     re.compile(pattern)
     for pattern in (
@@ -55,7 +56,7 @@ _STEPS = tuple(
 _EPOCHS = re.compile(r"(?<![a-z])(?:epoch|ep)[-_=]?([0-9]{1,15})", re.IGNORECASE)
 _BARE = re.compile(r"[0-9]{1,15}")
 _VERSION = re.compile(r"-v([0-9]{1,9})(?:\.ckpt)?$")
-# The number of a process, of a pipeline's stage, or of a file among several: such names are parts of one model.
+# Names of parts of one model, with the number of a rank, of a pipeline stage, or of a file among several.
 _PART = re.compile(
     r"(?i)(rank|shard|part|stage|pipe(line)?|gpu|(?<![a-z])[tpcm]p)[-_=]?[0-9]|[0-9]-of-(?!0*1\b)[0-9]"
 )
@@ -66,13 +67,13 @@ _NOT_MODELS = re.compile(
 _UNFINISHED = re.compile(
     r".*\.(tmp|temp|partial|incomplete|part)|(tmp|temp)[-_].+|.*[-_](tmp|temp)", re.IGNORECASE
 )
-# lightning_logs/version_3/checkpoints/ is the deepest that a trainer makes by itself.
+# Trainers nest directories at most this deep by default: lightning_logs/version_3/checkpoints/.
 _MAX_DEPTH = 3
 _MAX_ENTRIES = 20_000
 _MAX_TRACKER = 4096
 _FILES = ".ckpt"
 ITSELF = "given directly"
-# Other files of safetensors may be of anything, such as a model of diffusers.
+# Files that show that a directory was a checkpoint. Other safetensors files may be anything, such as a diffusers model.
 _REMAINS = (
     *("*.distcp", "__*.chunks.json", "model*.safetensors", "shard-*-model-*.safetensors"),
     *("*.safetensors.index.json", manifest.NAME),
@@ -83,20 +84,20 @@ _TRAINER_STATE = "trainer_state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedCheckpoint(Result):
-    """The checkpoint that was taken; `os.fspath` gives its path."""
+    """The chosen checkpoint; `os.fspath` gives its path."""
 
     path: str
     """The checkpoint, a directory or a file."""
     format: str
     """As `shardkit.inspect` names it."""
     step: int | None
-    """The training step, where its name or a tracker file has it."""
+    """The training step, if the name or a tracker file has it."""
     reason: str
-    """Why it was taken, for people: `it has the highest step`."""
+    """Why it was chosen, as text for people: `it has the highest step`."""
     skipped: tuple[tuple[str, str], ...] = ()
-    """(path, reason) of each checkpoint that was passed over: it comes first and is not whole, or has no step in its name."""
+    """(path, reason) of each checkpoint that was skipped: it is newer but incomplete, or has no step in its name."""
     warnings: tuple[str, ...] = ()
-    """A line for each skipped checkpoint, and one if its trainer may not have finished the one that was taken."""
+    """A line for each skipped checkpoint, and one if the trainer may not have finished saving the chosen one."""
 
     def headline(self) -> str:
         """Return its path."""
@@ -110,15 +111,15 @@ class ResolvedCheckpoint(Result):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """The checkpoint that was taken, with everything that was opened to choose it: nobody parses it again."""
+class ChosenCheckpoint:
+    """The chosen checkpoint, with all that was opened to choose it, so that it is not parsed again."""
 
     resolved: ResolvedCheckpoint
     opened: tuple[Checkpoint, ...] = ()
-    """Its model; several where one step holds several. Empty where the choice needed nothing opened."""
+    """The opened model, or several models of one step. Empty if nothing was opened for the choice."""
 
     def models(self) -> tuple[Checkpoint, ...]:
-        """Return the checkpoint, opened, or each model of one that holds several.
+        """Return the opened checkpoint, or each of its models if it has several.
 
         Raises:
             SourceError, IntegrityError, ResourceError: as opening does.
@@ -126,23 +127,23 @@ class Taken:
         return tuple(map(self._without_warnings, self.opened or _open_models(self.resolved.path)))
 
     def open(self) -> Checkpoint:
-        """Return the checkpoint, opened.
+        """Return the opened checkpoint.
 
         Raises:
-            SourceError: it holds several models; or as opening does.
+            SourceError: it has several models; or as opening does.
             IntegrityError, ResourceError: as opening does.
         """
         is_open = len(self.opened) == 1
         return self._without_warnings(self.opened[0] if is_open else formats.open(self.resolved.path))
 
     def _without_warnings(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return a checkpoint without the notes that are warnings here."""
+        """Return a checkpoint without notes that repeat a warning of the choice."""
         notes = tuple(note for note in checkpoint.remarks.notes if note not in self.resolved.warnings)
         return replace(checkpoint, remarks=replace(checkpoint.remarks, notes=notes))
 
 
 def _open_models(path: str) -> tuple[Checkpoint, ...]:
-    """Open a checkpoint, or each model of one that holds several."""
+    """Open a checkpoint, or each of its models if it has several."""
     from shardkit.formats.trainers.accelerate import (
         model_directories,  # here, as a Hub model needs none of it
     )
@@ -157,31 +158,34 @@ def _open_models(path: str) -> tuple[Checkpoint, ...]:
 def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) -> ResolvedCheckpoint:
     """Return the checkpoint that the trainer of a run would resume from.
 
-    A path that is a checkpoint is taken as it is. Otherwise the search goes three levels down, and follows no link that
-    leads out of the path. A tracker file decides; else what Lightning would resume from; else the highest step, then the
-    highest epoch, that is whole. `shardkit consolidate` gets the same checkpoint. The result's `warnings` name what was
-    passed over and say why.
+    A path that is a checkpoint itself is returned as it is. Otherwise the search goes three levels down, without
+    following links that lead out of the path. The first of these decides: a tracker file; the name that Lightning would
+    resume from; the highest step, or else the highest epoch, that is complete. `shardkit consolidate` uses the same
+    checkpoint. The result's `warnings` list skipped checkpoints with the reasons.
 
     Args:
-        path: a checkpoint, a file of one (`.metadata`, `meta.pt`), a run's directory, or a directory of runs.
-        strict: fail where there is such a warning.
+        path: a checkpoint, a file in one (`.metadata`, `meta.pt`), a run directory, or a directory of runs.
+        strict: raise such warnings as errors.
 
     Raises:
-        UsageError: several checkpoints, and none of these rules decides. Lists them.
-        SourceError: no complete checkpoint; a tracker file names one that is not whole; or, with `strict`, something was
-            passed over. Lists what and why.
-        ResourceError: something may not be read.
+        UsageError: there are several checkpoints, and none of the rules decides. Lists them.
+        SourceError: there is no complete checkpoint; a tracker file names an incomplete one; or, with `strict`, a
+            checkpoint was skipped. Lists them with the reasons.
+        ResourceError: a file or directory cannot be read.
     """
-    return take(path, strict=strict).resolved
+    return choose_checkpoint(path, strict=strict).resolved
 
 
-def take(path: str | os.PathLike[str], *, strict: bool = False, whole_steps: bool = False) -> Taken:
-    """Choose a checkpoint as `resolve_checkpoint` does, and keep what that opens.
+def choose_checkpoint(
+    path: str | os.PathLike[str], *, strict: bool = False, whole_steps: bool = False
+) -> ChosenCheckpoint:
+    """Choose a checkpoint as `resolve_checkpoint` does, and keep open what was opened for the choice.
 
     Args:
         path: as in `resolve_checkpoint`.
-        strict: the same.
-        whole_steps: where one step holds several models (a GAN's two), take all of it. Otherwise one has to be named.
+        strict: as in `resolve_checkpoint`.
+        whole_steps: if one step has several models (the two of a GAN), choose the directory of the step. Otherwise the
+            user has to name one of the models.
 
     Raises:
         UsageError, SourceError, ResourceError: as `resolve_checkpoint`.
@@ -194,12 +198,12 @@ def take(path: str | os.PathLike[str], *, strict: bool = False, whole_steps: boo
         place = os.path.dirname(place) or os.curdir
     place = adapter_file(place) or directory_of(place)
     if recognise(place) is None and not storage.isdir(place):
-        formats.open(place)  # raises, and says why it is none
+        formats.open(place)  # raises, with the reason why it is not a checkpoint
     search, candidates = _search(place)
     if PIPELINE in listing(place) and any(each.path != place and each.step is None for each in candidates):
         formats.open(place)  # raises: one model of a pipeline is not the checkpoint of a run
-    if not candidates and not search.skipped and not search.aside:
-        formats.open(place)  # raises, and says what the directory looks like: a save that did not finish, ...
+    if not candidates and not search.skipped and not search.not_searched:
+        formats.open(place)  # raises, with what the directory looks like: an unfinished save, ...
     is_followed = all(search.why_not_followed(each.path) is None for each in candidates)
     step = _step_around(candidates, place) if whole_steps and is_followed else None
     if step is not None:
@@ -214,21 +218,21 @@ def take(path: str | os.PathLike[str], *, strict: bool = False, whole_steps: boo
             problems=chosen.warnings,
             hint=f"give {escape(chosen.path)} by its path if it is meant, or repair or remove the other ones",
         )
-    return Taken(resolved=chosen, opened=search.opened.get(chosen.path, ()))
+    return ChosenCheckpoint(resolved=chosen, opened=search.opened.get(chosen.path, ()))
 
 
 def _search(place: str) -> tuple[_Search, list[ResolvedCheckpoint]]:
-    """Return what a path stands for. Saves that their trainer may not have finished count where no other is whole."""
+    """Search a path; return the search and its candidates. Saves that may be unfinished count only if no other is whole."""
     for needs_last in (True, False):
         search = _Search(place, needs_last=needs_last)
-        candidates = search.itself() or search.below(place, _MAX_DEPTH)
+        candidates = search.path_itself() or search.below(place, _MAX_DEPTH)
         if any(search.damage(each) is None for each in candidates):
             break
     return search, candidates
 
 
 def _step_around(candidates: Collection[ResolvedCheckpoint], place: str) -> str | None:
-    """Return the directory of the step that several sharded models make up; None if they do not."""
+    """Return the directory of the step that several sharded models belong to; None if there is no such step."""
     rows = [recognise(each.path) for each in candidates] if len(candidates) > 1 else []
     if not rows or not all(row is not None and row.is_sharded for row in rows):
         return None
@@ -238,14 +242,14 @@ def _step_around(candidates: Collection[ResolvedCheckpoint], place: str) -> str 
     return above or None
 
 
-def stands_for(path: str, *, strict: bool = False) -> ResolvedCheckpoint:
-    """Return the checkpoint that a path stands for: that of a run's directory, else the path itself.
+def find_checkpoint(path: str, *, strict: bool = False) -> ResolvedCheckpoint:
+    """Return the checkpoint that a path stands for: the chosen one of a run directory, else the path itself.
 
-    What is left of a checkpoint that was damaged stands for itself.
+    The remains of a damaged checkpoint stand for themselves.
 
     Args:
-        path: of something that exists.
-        strict: fail where something of a run was passed over.
+        path: an existing path.
+        strict: raise an error if a checkpoint of a run was skipped.
 
     Raises:
         UsageError, SourceError, ResourceError: as `resolve_checkpoint`.
@@ -253,16 +257,16 @@ def stands_for(path: str, *, strict: bool = False) -> ResolvedCheckpoint:
     adapter = adapter_file(path)
     if adapter is None and storage.isdir(path) and not was_checkpoint(path):
         try:
-            return take(path, strict=strict).resolved
+            return choose_checkpoint(path, strict=strict).resolved
         except SourceError:
             if not any(map(storage.lexists, (os.path.join(path, manifest.NAME), manifest.sidecar_of(path)))):
-                raise  # else what the manifest lists says what is wrong with it
+                raise  # with a manifest, verify can list what is wrong
     doubt = tuple(filter(None, [lacks_last(path)]))
     return ResolvedCheckpoint(path=adapter or path, format="", step=None, reason=ITSELF, warnings=doubt)
 
 
 def was_checkpoint(path: str) -> bool:
-    """True for what is or once was a checkpoint, as far as names tell."""
+    """True if a path is a checkpoint, or was one, according to file names."""
     if recognise(path) is not None:
         return True
     directory = directory_of(path)
@@ -281,23 +285,26 @@ def _unlisted(path: str) -> Iterator[str]:
 
 
 def adapter_file(path: str) -> str | None:
-    """Return the weights in the directory of a PEFT adapter; None for any other path, and if a model lies beside it."""
+    """Return the weight file in the directory of a PEFT adapter; None for other paths, or if a model is beside it."""
     return os.path.join(path, ADAPTER_WEIGHTS) if storage.isdir(path) and is_adapter(listing(path)) else None
 
 
 def named_after(resolved: ResolvedCheckpoint, given_path: str) -> str:
-    """Return the path that gives an output its name: the checkpoint's, or an adapter's directory.
+    """Return the path after which an output is named: the checkpoint's, or the directory of an adapter.
 
     Args:
         resolved: the checkpoint.
-        given_path: what a person gave. If that is the adapter's file, the file gives the name.
+        given_path: the path that the user named. If it is the adapter's file, the output is named after the file.
     """
     is_inside = is_adapter_file(resolved.path) and storage.isdir(given_path)
     return os.path.dirname(resolved.path) if is_inside else resolved.path
 
 
-def described_at(path: str) -> str:
-    """Return what a manifest of a path is about: the whole directory of an adapter or an index, or the path's own."""
+def manifest_scope(path: str) -> str:
+    """Return the directory or file that a path's manifest describes.
+
+    For the weight file of an adapter, or an index, this is the directory around it.
+    """
     home, around = home_of(directory_of(path)), os.path.dirname(path) or os.curdir
     if storage.isdir(home):
         return home
@@ -310,7 +317,10 @@ def described_at(path: str) -> str:
 
 
 def _place(name: str) -> tuple[int, ...] | None:
-    """Return the place of a name among its neighbours, the rule and numbers; the greatest is taken. None if it has none."""
+    """Return the sort key of a checkpoint's name, (rule, numbers ...); the greatest is chosen. None if no rule applies.
+
+    "epoch=1-step=200-v2.ckpt" -> (_STEP, 200, 1, 2).
+    """
     for rank, pattern in enumerate(_OF_LIGHTNING):
         if saved := pattern.fullmatch(name):
             return _LIGHTNING, rank, int(saved[1] or 0)
@@ -322,7 +332,7 @@ def _place(name: str) -> tuple[int, ...] | None:
 
 
 def step_of(name: str) -> int | None:
-    """Return the training step in a name, None if there is none."""
+    """Return the training step in a name, or None."""
     for pattern in () if _is_of_lightning(name) else _STEPS:
         numbers = pattern.findall(name)
         if numbers:
@@ -335,52 +345,52 @@ def _is_of_lightning(name: str) -> bool:
 
 
 def is_ordered(name: str) -> bool:
-    """True for a name that has its place in a run: a step, an epoch, Lightning's last one."""
+    """True for a name of a checkpoint in a run: with a step or an epoch, or Lightning's `last`."""
     return _place(name) is not None
 
 
 def is_a_step(name: str) -> bool:
-    """True for a directory's name that is a step or an epoch, and nothing of a model (ckpt-8b-sft)."""
+    """True for a directory name that is a step or an epoch, and not the name of a model (ckpt-8b-sft)."""
     place = _place(name) if name[-1:].isdigit() else None
     return place is not None and place[0] != _LIGHTNING
 
 
 def is_left_out(name: str) -> bool:
-    """True for names that hold no model's checkpoint: hidden ones, optimizers, logs."""
+    """True for names that cannot be a model's checkpoint: hidden ones, optimizers, logs."""
     return name.startswith(".") or _NOT_MODELS.fullmatch(name.lower()) is not None
 
 
 def is_temporary(name: str) -> bool:
-    """True for names of saves that are not finished."""
+    """True for temporary names, which unfinished saves have."""
     return _UNFINISHED.fullmatch(name) is not None
 
 
 class _Search:
-    """One search: what it has passed over so far, and how many directories it may still look at."""
+    """One search below a path: the checkpoints that it skipped or opened, and how many entries it may still visit."""
 
     def __init__(self, home: str, *, needs_last: bool) -> None:
         self.home = home
         self.inside = os.path.join(storage.realpath(home), "")
         self.needs_last = needs_last
-        """Pass over what lacks the file that its trainer writes last, even if it opens."""
+        """Skip checkpoints without the file that their trainer writes last, even if they can be opened."""
         self.skipped = dict[str, str]()
-        """By path: why it was passed over."""
-        self.aside = dict[str, str]()
-        """By path: why something that no rule orders was not looked into."""
+        """Path -> why it was skipped."""
+        self.not_searched = dict[str, str]()
+        """Path without a step -> why it was not searched."""
         self.broken = dict[str, str]()
-        """By path: why it cannot be opened, going by names."""
+        """Path -> why it cannot be opened."""
         self.opened = dict[str, tuple[Checkpoint, ...]]()
-        """By path, what opened."""
+        """Path -> its opened models."""
         self.entries_left = _MAX_ENTRIES
 
-    def itself(self) -> list[ResolvedCheckpoint]:
-        """Return the path itself where it is a checkpoint, and not also a run's directory."""
+    def path_itself(self) -> list[ResolvedCheckpoint]:
+        """Return the path itself if it is a checkpoint and not also a run directory."""
         recognised, tracked = recognise(self.home), _tracker_in(self.home)
         if recognised is None:
             return []
         if not recognised.is_sharded and self._holds_training_states():
             self.skipped[self.home] = (
-                "checkpoints of a training lie below it; its weight file has a path of its own"
+                "it has checkpoints of a training below it; to use the model, give the path of its weight file"
             )
             return []
         if recognised.follows_tracker and tracked is not None:
@@ -389,15 +399,17 @@ class _Search:
         return [replace(self._candidate(self.home, recognised.name, ITSELF), warnings=doubt)]
 
     def below(self, directory: str, depth: int) -> list[ResolvedCheckpoint]:
-        """Return what the trainer of a directory would resume from; else everything in it, damaged checkpoints too.
+        """Return the checkpoint that the trainer of a directory would resume from.
 
-        That may be several: models of one step, and steps that are equal.
+        These may be several: models of one step, or equal steps. If no complete one is found, all are returned, including
+        damaged ones.
 
         Args:
-            depth: how many levels of directories to go down.
+            directory: a run directory, or one above or below it.
+            depth: how many levels of directories to descend.
 
         Raises:
-            SourceError: a tracker file names what is not whole; there are too many directories.
+            SourceError: a tracker file names an incomplete checkpoint; or there are too many directories.
         """
         names, tracked = self._names(directory), _tracker_in(directory)
         if tracked is not None:
@@ -426,7 +438,7 @@ class _Search:
         return damaged + [each for name in rest for each in self._at(os.path.join(directory, name), depth)]
 
     def damage(self, candidate: ResolvedCheckpoint) -> str | None:
-        """Return why a checkpoint cannot be taken, None if it opens."""
+        """Return why a checkpoint cannot be used; None if it can be opened."""
         path = candidate.path
         if candidate.reason == ITSELF or path in self.opened:
             return None
@@ -435,16 +447,16 @@ class _Search:
         return self.broken.get(path)
 
     def finish(self, candidate: ResolvedCheckpoint) -> ResolvedCheckpoint:
-        """Return the checkpoint that is taken, with what was passed over."""
+        """Return the chosen checkpoint, with the skipped ones."""
         skipped = tuple((os.path.relpath(path, self.home), why) for path, why in self.skipped.items())
         lines = (
-            f"passed over {'the model at the top' if name == os.curdir else escape(name)}: {why}"
+            f"skipped {'the model at the top' if name == os.curdir else escape(name)}: {why}"
             for name, why in skipped
         )
         return replace(candidate, skipped=skipped, warnings=(*candidate.warnings, *lines))
 
     def nothing_to_take(self, candidates: list[ResolvedCheckpoint]) -> ShardkitError:
-        """Return the error for a path that stands for several checkpoints, or for none that is whole."""
+        """Return the error for a path with several possible checkpoints, or without a complete one."""
         if any(self.damage(each) is None for each in candidates):
             paths = sorted(each.path for each in candidates)
             names = [escape(os.path.relpath(path, self.home)) for path in paths]
@@ -462,7 +474,9 @@ class _Search:
                     else ""
                 ),
             )
-        problems = self.skipped | {each.path: self.broken[each.path] for each in candidates} | self.aside
+        problems = (
+            self.skipped | {each.path: self.broken[each.path] for each in candidates} | self.not_searched
+        )
         return SourceError(
             f"{escape(self.home)}: no complete checkpoint in it",
             problems=[f"{escape(os.path.relpath(path, self.home))}: {why}" for path, why in problems.items()],
@@ -472,10 +486,17 @@ class _Search:
     def _tracked(
         self, directory: str, names: list[str], tracker: str, text: str, depth: int
     ) -> list[ResolvedCheckpoint]:
-        """Return what a tracker file names.
+        """Return the checkpoint that a tracker file names.
+
+        Args:
+            directory: the directory with the tracker file.
+            names: names of possible checkpoints in it.
+            tracker: name of the tracker file.
+            text: its content, a step or a name.
+            depth: how many levels of directories to descend.
 
         Raises:
-            SourceError: it is not there, or is not whole.
+            SourceError: the checkpoint does not exist, or is incomplete.
         """
         steps = [name for name in names if _BARE.fullmatch(text) and step_of(name) == int(text)]
         name = text if text in names else min(steps, key=len, default=None)
@@ -490,7 +511,7 @@ class _Search:
             raise SourceError(
                 f"{escape(directory)}: {tracker} names {escape(text)}, {why}",
                 problems=reasons,
-                hint="give the step to take by its path",
+                hint="give the path of the step to use",
             )
         limit = step_of(text)
         for later in names:
@@ -500,7 +521,7 @@ class _Search:
         return [self._chosen(each, directory, name or text, f"{tracker} names {{it}}") for each in candidates]
 
     def _at(self, path: str, depth: int) -> list[ResolvedCheckpoint]:
-        """Return the checkpoint at a path, or what is taken below it; several where no rule decides."""
+        """Return the checkpoint at a path, or the chosen one below it; several if no rule decides."""
         candidates = self._look(path, depth) if path not in self.broken else []
         lacking = lacks_last(path) if candidates else None
         if lacking is not None and self.needs_last:
@@ -528,7 +549,7 @@ class _Search:
         return [] if recognised is None else [self._candidate(path, recognised.name, "it is the only one")]
 
     def _mention(self, directory: str, names: list[str], file: str) -> None:
-        """Skip the checkpoints among names that no step orders; `file` is the name of the one that is taken."""
+        """Record the checkpoints among names without a step as skipped; `file` is the name of the chosen checkpoint."""
         for name in names:
             path = os.path.join(directory, name)
             is_file = file.endswith(TORCH_FILES) and file in listing(path)
@@ -536,7 +557,7 @@ class _Search:
                 self.skipped[path] = "its name has no step, so it may be newer"
 
     def _open(self, path: str) -> str | None:
-        """Open a checkpoint; return why it cannot be taken, None if it can."""
+        """Open a checkpoint; return why it cannot be used, or None."""
         structure = find_structure(path) if storage.isdir(path) else None
         last = (
             structure.structure.last if structure and not structure.structure.is_taken_without_last else None
@@ -555,7 +576,7 @@ class _Search:
         return reason
 
     def _names(self, directory: str) -> list[str]:
-        """Return the names in a directory that may be checkpoints or have some below."""
+        """Return the names in a directory that may be checkpoints, or contain some."""
         names, neighbours = list[str](), dict[str, str]()
         for entry in self._scan(directory):
             name, path = entry.name, entry.path
@@ -569,7 +590,7 @@ class _Search:
             if reason is None and is_temporary(name):
                 reason = "it has a temporary name: the save did not finish"
             if reason is not None:
-                (self.broken if is_ordered(name) else self.aside)[path] = reason
+                (self.broken if is_ordered(name) else self.not_searched)[path] = reason
             elif entry.is_symlink() and not _is_of_lightning(name):
                 neighbours[name] = storage.realpath(path)
             if reason is None or is_ordered(name):
@@ -582,7 +603,7 @@ class _Search:
         return sorted(set(names) - out)
 
     def why_not_followed(self, link: str) -> str | None:
-        """Return why a link is not followed; None if it may be, and for a path that is no link."""
+        """Return why a link is not followed; None if it is, or if the path is not a link."""
         if not storage.islink(link):
             return None
         if not storage.exists(link):
@@ -596,7 +617,7 @@ class _Search:
             with storage.scandir(directory) as entries:
                 for entry in entries:
                     if not (entry.is_symlink() or entry.is_dir() or entry.name.endswith(_FILES)):
-                        continue  # does not count: a directory of logs or pictures may hold any number
+                        continue  # not counted: a directory of logs or pictures may have any number of files
                     self.entries_left -= 1
                     if self.entries_left < 0:
                         raise SourceError(
@@ -610,7 +631,7 @@ class _Search:
             self.broken[directory] = f"cannot be listed: {error.strerror}"
 
     def _holds_training_states(self) -> bool:
-        """True if a Hub model stands in a run's own directory, beside the checkpoints of its training."""
+        """True if the path is a run directory with sharded checkpoints, apart from the Hub model in it."""
         if not storage.isdir(self.home):
             return False
         steps = (
@@ -629,7 +650,7 @@ class _Search:
 
 
 def _name_of(path: str) -> str:
-    """Return the name that has a checkpoint's step; `last.ckpt` may be a link to one that does."""
+    """Return the name of a checkpoint that has its step: of the path, or of the link's target for `last.ckpt`."""
     name = os.path.basename(storage.absolute(path))
     return name if step_of(name) is not None else os.path.basename(storage.realpath(path))
 
@@ -639,7 +660,7 @@ def _weights_in(path: str) -> list[str]:
 
 
 def _only_file(path: str) -> str | None:
-    """Return the file of `torch.save` that is all the weights in a step's directory."""
+    """Return the `torch.save` file with all weights in the directory of a step; None if there is no single one."""
     files = _weights_in(path) if is_ordered(os.path.basename(path)) else []
     is_whole = len(files) == 1 and files[0].endswith(TORCH_FILES) and os.sep not in files[0]
     return os.path.join(path, files[0]) if is_whole and not _PART.search(files[0]) else None
@@ -652,7 +673,7 @@ def _holds_nothing(path: str) -> str:
 
 
 def _last_of_trainer(path: str) -> str | None:
-    """Return the file that transformers' Trainer writes last, if a checkpoint beside this one has it."""
+    """Return the name of the file that transformers' Trainer writes last, if a checkpoint beside this one has it."""
     parent, name = os.path.split(storage.absolute(path))
     if not _OF_TRAINER.fullmatch(name):
         return None
@@ -662,12 +683,12 @@ def _last_of_trainer(path: str) -> str | None:
 
 
 def _unfinished_part(path: str, depth: int, read: Collection[str]) -> str | None:
-    """Return the evidence that the save of a part, such as the optimizer, did not finish; None if there is none.
+    """Return why the save of a part, such as the optimizer, is known to be unfinished; else None.
 
     Args:
         path: a checkpoint, or a folder of it.
-        depth: levels of folders to look at.
-        read: folders with files that the checkpoint itself uses; its `.metadata` may lie above them.
+        depth: levels of folders to search.
+        read: folders with files that the opened checkpoint uses; they have no `.metadata` if that is above them.
     """
     for name in sorted(listing(path)) if depth else ():
         part = os.path.join(path, name)
@@ -680,11 +701,11 @@ def _unfinished_part(path: str, depth: int, read: Collection[str]) -> str | None
 
 
 def _tracker_in(directory: str) -> tuple[str, str] | None:
-    """Return (tracker file, its content) of a directory, None if it has none."""
+    """Return (tracker file, its content) of a directory, or None."""
     for tracker in TRACKERS:
         try:
             data = read_inside(directory, tracker, _MAX_TRACKER)
-        except ShardkitError:  # none, or something else under that name, such as a link to a checkpoint
+        except ShardkitError:  # missing, or something else of that name, such as a link to a checkpoint
             continue
         text = data.decode("utf-8", "replace").strip()
         if text and os.path.basename(text) == text and text not in (os.curdir, os.pardir):

@@ -1,7 +1,7 @@
-"""Tied weights: one copy if the copies are equal, both if training made them differ.
+"""Tied weights: decide whether one copy is written, or several because training made them differ.
 
-A sharded checkpoint holds a tied tensor once for each name. The Hub keeps the embedding, drops what is tied to it, and
-says `tie_word_embeddings` in the config.
+A sharded checkpoint has a tied tensor once for each name. The Hub keeps only the embedding, without the tensors that are
+tied to it, and sets `tie_word_embeddings` in the config.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from shardkit.transfer.sources import same_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ties:
-    """What became of tied tensors."""
+    """The decision about tied tensors."""
 
     dropped: Mapping[str, str]
     """Name that is left out -> name of the equal tensor that is kept."""
     diverged: tuple[tuple[str, str], ...]
-    """(embedding, head) that ought to be tied but differ: both are kept."""
+    """(embedding, head) that should be tied but differ: both are kept."""
     untied: bool
-    """Head and embedding differ and are both kept, whether or not they ought to be tied."""
+    """True if head and embedding differ and are both kept, whether or not they should be tied."""
 
 
 def shared_record_notes(path: str, tied: Collection[str]) -> tuple[str, ...]:
-    """Return a note of the names that share a record with another, where a reader refuses that.
+    """Return a note if tied names share a record in an output whose readers may refuse that.
 
     Args:
-        path: of the output.
-        tied: one name of each such pair or group.
+        path: path of the output.
+        tied: one name of each group of tied names.
     """
     needed = location_of(path).of_shared_records
     return (f"tied names share one record ({listed(tied)}): {needed}",) if tied and needed else ()
@@ -49,20 +49,21 @@ def resolve_ties(
     known_ties: Iterable[Sequence[str]] = (),
     equal_in_base: Callable[[str, str], bool] = lambda _one, _two: False,
 ) -> Ties:
-    """Decide which of the tensors that may be tied are left out.
+    """Decide which tied tensors are left out.
 
-    Equal values alone do not make a tie. The config must say so, or the base must lack the name, or the checkpoint must
-    have one record for both. A name that the base stores is never left out, and no name is if the config says that
-    nothing is tied: `from_pretrained` would initialise it. Of equal names that are tied, those that the base lacks are
-    left out. Two names that the base stores with two values are not tied, whatever its config says.
+    Equal values alone do not make a tie. In addition, the config must tie the two, or the base must lack one of the
+    names, or the checkpoint must have one record for both. A name that the base stores is never left out. If the config
+    says that nothing is tied, no name is left out, because `from_pretrained` would initialise it. Of equal, tied names,
+    those that the base lacks are left out. Two names that the base stores with different values are not tied, whatever
+    its config says.
 
     Args:
-        catalog: by stored name; records may be closed.
+        catalog: catalog with the stored names; its records need not be open.
         names: stored name -> name in the output.
         declared: whether the config ties embeddings; None if it does not say.
-        base_names: names that the base stores; None if that is not known.
+        base_names: names that the base stores; None if unknown.
         known_ties: groups of names that are one parameter of the model, according to its class.
-        equal_in_base: tells whether the base stores the same bytes under two of its names.
+        equal_in_base: returns whether the base stores the same bytes under two of its names.
     """
     known_ties = list(known_ties)
     stored = {name: source for source, name in names.items()}
@@ -95,25 +96,25 @@ def resolve_ties(
                 continue
             if (equal := equal_one(tied_name, kept_names)) is not None:
                 dropped[tied_name] = equal
-    dropped |= _one_record(catalog, stored, dropped, base_names)
+    dropped |= _share_record(catalog, stored, dropped, base_names)
     return Ties(
-        dropped={tied_name: _last(dropped, tied_name) for tied_name in dropped},
+        dropped={tied_name: _kept_name(dropped, tied_name) for tied_name in dropped},
         diverged=tuple(diverged),
         untied=untied,
     )
 
 
-def _last(dropped: Mapping[str, str], name: str) -> str:
-    """Return the name that is kept for one that is left out; the name that it equals may be left out too."""
+def _kept_name(dropped: Mapping[str, str], name: str) -> str:
+    """Return the name that is kept for a dropped one, following chains: a -> b -> c."""
     while name in dropped:
         name = dropped[name]
     return name
 
 
-def _one_record(
+def _share_record(
     catalog: Catalog, stored: Mapping[str, str], dropped: Collection[str], base_names: Collection[str] | None
 ) -> dict[str, str]:
-    """Return names that the base lacks and that share a record of the checkpoint with a name that it has."""
+    """Return name -> kept name, for names that the base lacks and that share a record with a name that the base has."""
     if base_names is None:
         return {}
     kept: dict[object, str] = {}
@@ -127,7 +128,7 @@ def _one_record(
 
 
 def place_of(catalog: Catalog, stored: str) -> tuple[object, ...] | None:
-    """Return where a tensor's bytes lie, or its records; None if it has none, or they exist only after decoding."""
+    """Return a key for the place of a tensor's bytes: equal for tensors that share them. None if empty or not raw."""
     entry, chunks = catalog.tensors[stored], catalog.chunks
     rows = entry.chunk_ids
     if not entry.nbytes or not rows or not all(catalog.files[chunks.file[row]].is_raw for row in rows):
@@ -137,11 +138,11 @@ def place_of(catalog: Catalog, stored: str) -> tuple[object, ...] | None:
 
 
 def tie_groups(decided: Ties, names: Collection[str], *, declared: bool | None) -> list[tuple[str, ...]]:
-    """Return groups of names that are one parameter; one side may store only some of a group.
+    """Return groups of names that are one parameter. Base and output may store different names of a group.
 
     Args:
-        decided: what was decided.
-        names: the names of both sides.
+        decided: the decision about tied tensors.
+        names: the names of both base and output.
         declared: whether the config ties embeddings.
     """
     groups: list[tuple[str, ...]] = [
@@ -154,10 +155,10 @@ def tie_groups(decided: Ties, names: Collection[str], *, declared: bool | None) 
 def tie_candidates(
     catalog: Catalog, stored: Mapping[str, str]
 ) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    """Yield what `tied_names` yields for the tensors of a catalog.
+    """Yield (name, names that it may be tied to, whether it is a head) for the tensors of a catalog; see `tied_names`.
 
     Args:
-        catalog: has their shapes.
+        catalog: catalog with the shapes.
         stored: name in the output -> stored name.
     """
     return tied_names({name: catalog.tensors[source].shape for name, source in stored.items()})

@@ -17,8 +17,17 @@ _MAX_ROWS, _MAX_COLUMNS, _MAX_EXPERTS = 400, 400, 1024
 _MAX_SHOWN = 5
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _OUTSIDE = -1
-_ALONE: dict[Status, str] = {"only_a": "only in A", "only_b": "only in B", "shape": "the shapes differ"}
-_SAID = {"equal": "equal", "close": "within the tolerance", "tied": "tied", "folded": "equal after folding"}
+_NOT_COMPARED: dict[Status, str] = {
+    "only_a": "only in A",
+    "only_b": "only in B",
+    "shape": "the shapes differ",
+}
+_EQUAL_TEXTS = {
+    "equal": "equal",
+    "close": "within the tolerance",
+    "tied": "tied",
+    "folded": "equal after folding",
+}
 
 
 class MapPosition(NamedTuple):
@@ -67,7 +76,7 @@ def changes_page(result: DiffResult, facts: Sequence[tuple[str, str]]) -> Page:
     """Return the page of a comparison.
 
     Args:
-        result: of any comparison; if it has figures, colours show relative errors.
+        result: the comparison.
         facts: further (label, text) rows.
     """
     heat, experts = heat_of(result.tensors), experts_of(result.tensors)
@@ -83,7 +92,7 @@ def changes_page(result: DiffResult, facts: Sequence[tuple[str, str]]) -> Page:
         notable=list(_notable(result, heat, experts)),
         sections=list(_sections(result, listed, heat, experts, has_stats)),
         facts=[*facts, *(("note", note) for note in result.notes)],
-        left_out=list(_left_out(result, heat, experts)),
+        left_out=list(_left_out_lines(result, heat, experts)),
         data={**_data(result, listed, heat), "experts": _expert_data(experts)},
     )
 
@@ -97,7 +106,7 @@ def _verdict(result: DiffResult) -> str:
         return f"Equal: {number} hold the same {content}."
     if not result.differences:
         return f"Equal after folding: none of {number} differs otherwise."
-    if result.count(*_ALONE) == len(result.tensors):
+    if result.count(*_NOT_COMPARED) == len(result.tensors):
         return f"None of {number} can be compared: A and B share no name and shape."
     return f"{len(result.differences):,} of {number} differ{_where(result)}."
 
@@ -130,7 +139,7 @@ def _figures(result: DiffResult) -> Iterator[tuple[str, str]]:
 
 
 def _unusual(result: DiffResult) -> Iterator[str]:
-    for status, meaning in _ALONE.items():
+    for status, meaning in _NOT_COMPARED.items():
         names = [escape(tensor.name) for tensor in result.tensors if tensor.status == status]
         if names:
             yield f"{count(len(names), 'tensor')}: {meaning}: {few(names, _MAX_SHOWN)}."
@@ -161,7 +170,7 @@ def _has_norms(result: DiffResult) -> bool:
     return any(tensor.relative_error is not None for tensor in result.tensors)
 
 
-def _left_out(result: DiffResult, heat: Heat, experts: Experts) -> Iterator[str]:
+def _left_out_lines(result: DiffResult, heat: Heat, experts: Experts) -> Iterator[str]:
     if len(result.tensors) > _MAX_LISTED:
         yield f"the {_MAX_LISTED} tensors that differ most are listed, of {len(result.tensors)}; --json has all"
     if len(heat.rows) > _MAX_ROWS:
@@ -213,7 +222,7 @@ def _sections(
     heads = ("tensor", "dtype", "shape", "differ", "relative norm", *(("largest",) if has_stats else ()))
     yield Section(
         title="Every tensor",
-        lead="What differs most comes first. Filter by name; click a column header to sort.",
+        lead="The largest differences come first. Filter by name; click a column header to sort.",
         body=table("tensors", "Tensors of both checkpoints", heads, rows, searchable="Search"),
     )
 
@@ -244,10 +253,10 @@ def _row(tensor: TensorDiff, has_stats: bool) -> list[str | tuple[str, float]]:
 
 def _amount_text(tensor: TensorDiff) -> tuple[str, float]:
     """Return a text about the values, and a number to sort by."""
-    if tensor.status in _ALONE:
-        return _ALONE[tensor.status], 2.0
-    if tensor.status in _SAID:
-        return _SAID[tensor.status], 0.0
+    if tensor.status in _NOT_COMPARED:
+        return _NOT_COMPARED[tensor.status], 2.0
+    if tensor.status in _EQUAL_TEXTS:
+        return _EQUAL_TEXTS[tensor.status], 0.0
     share = tensor.share_changed or 0.0
     return (f"{100 * share:.3g}% of elements" if share else "only the dtypes"), share
 

@@ -28,7 +28,7 @@ def damage_page(result: VerifyResult, facts: Sequence[tuple[str, str]]) -> Page:
     """
     holdings = result.holdings
     assert holdings is not None
-    drawn = _Drawn(result.problems[:_MAX_LISTED], holdings)
+    drawn = _DrawnProblems(result.problems[:_MAX_LISTED], holdings)
     left_out = [*holdings.merged]
     if len(result.problems) > _MAX_LISTED:
         left_out.append(
@@ -58,7 +58,7 @@ def _verdict(result: VerifyResult) -> str:
         return (
             "No problem found in names, sizes and headers. The bytes themselves were not read: --full does."
         )
-    return f"No problem found: {format_size(result.read_bytes)} are what was written."
+    return f"No problem found: {format_size(result.read_bytes)} match their checksums."
 
 
 def _files_to_copy(result: VerifyResult) -> Iterator[str]:
@@ -72,7 +72,7 @@ def _files_to_copy(result: VerifyResult) -> Iterator[str]:
 
 def _figures(result: VerifyResult) -> Iterator[tuple[str, str]]:
     yield f"{len(result.problems):,}", "problem" if len(result.problems) == 1 else "problems"
-    if result.num_files:  # else it could not be opened
+    if result.num_files:  # otherwise it could not be opened
         yield f"{result.num_files:,}", f"files, {format_size(result.tensor_bytes)}"
         yield (
             f"{result.num_tensors:,}",
@@ -83,7 +83,7 @@ def _figures(result: VerifyResult) -> Iterator[tuple[str, str]]:
         yield f"{result.num_unrecorded_chunks:,}", "chunks have no checksum"
 
 
-def _sections(result: VerifyResult, drawn: _Drawn) -> Iterator[Section]:
+def _sections(result: VerifyResult, drawn: _DrawnProblems) -> Iterator[Section]:
     if drawn.lanes:
         yield Section(
             title="Where the damage lies",
@@ -101,7 +101,7 @@ def _sections(result: VerifyResult, drawn: _Drawn) -> Iterator[Section]:
     if result.problems:
         yield Section(
             title="What is wrong",
-            lead="Every problem, and where it lies. Choose one to see the place in its tensor.",
+            lead="Every problem with its place. Choose one to see the place in its tensor.",
             body=_problems(drawn.problems) + _place(drawn),
         )
     if drawn.knows_all:
@@ -153,7 +153,7 @@ def _message(problem: VerifyProblem) -> str:
     return "\n".join(shown)
 
 
-def _place(drawn: _Drawn) -> str:
+def _place(drawn: _DrawnProblems) -> str:
     if not drawn.places:
         return ""
     return f'<h3 id="tensor-name"></h3>{picture("tensor", "The tensor as a rectangle, its damaged part in red.")}'
@@ -193,8 +193,8 @@ def _extent(problem: VerifyProblem, size: int, whole: int) -> _Extent:
     return _Extent(0, size, "somewhere")
 
 
-class _Drawn:
-    """Problems by file and by tensor."""
+class _DrawnProblems:
+    """The problems of a check in the form that the script draws: by file and by tensor."""
 
     def __init__(self, problems: Sequence[VerifyProblem], holdings: Holdings) -> None:
         self.problems, self._holdings = problems, holdings

@@ -1,4 +1,4 @@
-"""The same pictures for a terminal: shades show amounts, bars show totals. No colours are used."""
+"""Pictures for a terminal, drawn with characters: shades show amounts, bars show totals. No colours are used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardkit.operations.holdings import Holdings
 from shardkit.pictures.changes import heat_of
 
 Amount = float | Literal["bad"] | None
-"""From 0 to 1; "bad" if it has no number; None for an empty cell."""
+"""From 0 to 1; "bad" if it cannot be computed; None for an empty cell."""
 
 _MAX_ROWS = 32
 _BAR, _MIN_COLUMNS, _MAX_LABEL = 16, 8, 40
@@ -66,9 +66,9 @@ def held_lines(holdings: Holdings, width: int, glyphs: Glyphs) -> Iterator[str]:
         Row(_held_label(holdings, first, last), [math.sqrt(n / peak) for n in holdings.cells[cells]], total)
         for first, last, cells, total in _runs(holdings)
     ]
-    what = "units, in forward order" if holdings.has_units else "layers, as names tell"
+    what = "units, in forward order" if holdings.has_units else "layers, found by name"
     yield f"{noun}s x {what} ({len(holdings.units)}); {glyphs.shades[0]} nothing, {glyphs.shades[1:]} few to many bytes"
-    yield from _drawn(rows, width, glyphs)
+    yield from _draw_rows(rows, width, glyphs)
 
 
 def _runs(holdings: Holdings) -> Iterator[tuple[int, int, int, int]]:
@@ -104,7 +104,7 @@ def changed_lines(result: DiffResult, width: int, glyphs: Glyphs) -> Iterator[st
         cells = [heat.cells.get((row, column)) for column in range(len(heat.columns))]
         rows.append(Row(escape(label), [_cell(cell, amounts, peak) for cell in cells]))
     yield f"modules x layers ({len(heat.columns)}); {glyphs.shades[0]} equal, {glyphs.shades[1:]} little to much, {glyphs.bad} cannot be compared"
-    yield from _drawn(rows, width, glyphs)
+    yield from _draw_rows(rows, width, glyphs)
 
 
 def _cell(cell: Sequence[int] | None, amounts: Sequence[float | None], peak: float) -> Amount:
@@ -114,7 +114,7 @@ def _cell(cell: Sequence[int] | None, amounts: Sequence[float | None], peak: flo
     return "bad" if None in values else math.sqrt(max(n or 0.0 for n in values) / peak)
 
 
-def _drawn(rows: Sequence[Row], width: int, glyphs: Glyphs) -> Iterator[str]:
+def _draw_rows(rows: Sequence[Row], width: int, glyphs: Glyphs) -> Iterator[str]:
     has_bars = any(row.total is not None for row in rows)
     rest = 2 * len(_INDENT) + (_BAR + 14 if has_bars else 0)
     label = min(
@@ -125,7 +125,7 @@ def _drawn(rows: Sequence[Row], width: int, glyphs: Glyphs) -> Iterator[str]:
     room = max(width - label - rest, _MIN_COLUMNS)
     peak = max((row.total or 0 for row in rows), default=0) or 1
     for row in rows[:_MAX_ROWS]:
-        cells = "".join(_shade(amount, glyphs) for amount in _squeezed(row.amounts, room))
+        cells = "".join(_shade(amount, glyphs) for amount in _squeeze(row.amounts, room))
         # Long labels are cut at the front: names differ at their ends.
         shown = row.label if len(row.label) <= label else f"...{row.label[3 - label :]}"
         line = f"{_INDENT}{shown.ljust(label)}{_INDENT}{cells}"
@@ -137,7 +137,7 @@ def _drawn(rows: Sequence[Row], width: int, glyphs: Glyphs) -> Iterator[str]:
         yield f"{_INDENT}... {len(rows) - _MAX_ROWS} more lines, see --html"
 
 
-def _squeezed(amounts: Sequence[Amount], room: int) -> Sequence[Amount]:
+def _squeeze(amounts: Sequence[Amount], room: int) -> Sequence[Amount]:
     """Return at most `room` amounts: the largest of neighbours that share a character."""
     step = -(-len(amounts) // room)
     if step <= 1:

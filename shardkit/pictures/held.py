@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _UNEVEN = 1.01  # a smaller imbalance does not matter
 _HEAVY_UNIT = 0.25
 _MANY_GAPS = 0.2
-_MAX_DRAWN = 48  # files, and readers, in a flow
+_MAX_DRAWN = 48  # files, and ranks, in the picture of who reads what
 _MAX_LANES = 32
 _MAX_LISTED = 2000
 
@@ -183,7 +183,7 @@ def _flow_section(holdings: Holdings) -> Section:
 
 def _matrix_section(holdings: Holdings) -> Section:
     noun, peak = _noun(holdings), max((max(row, default=0) for row in holdings.cells), default=0)
-    what = "a unit of fully_shard, in forward order" if holdings.has_units else "a layer, as names tell"
+    what = "a unit of fully_shard, in forward order" if holdings.has_units else "a layer, found by name"
     key = legend(
         ("none", "nothing"),
         ("ramp", f"few to many bytes, at most {format_size(peak)}"),
@@ -198,7 +198,7 @@ def _matrix_section(holdings: Holdings) -> Section:
         )
         for row, holder in enumerate(holdings.holders[:_MAX_LISTED])
     ]
-    listed = table("holders", f"All bytes of each {noun}, and where they lie", (noun, "bytes", "files"), rows)
+    listed = table("holders", f"All bytes of each {noun}, and their files", (noun, "bytes", "files"), rows)
     label = f"A grid of {len(holdings.holders)} {noun}s and {len(holdings.units)} columns; arrow keys go through it."
     return Section(
         title=f"What each {noun} holds",
@@ -249,7 +249,7 @@ def _file_section(holdings: Holdings) -> Section:
     key = legend(("record", "records, one after the other"), ("gap", "header, padding or gap"))
     return Section(
         title="How the files are filled",
-        lead=f"A bar is a file from its first byte to its last; its records lie between gaps.{alike}{share}",
+        lead=f"A bar is a file from its first byte to its last, with records and gaps.{alike}{share}",
         body=key + picture("strips", f"{count(len(lanes), 'file')} as bars of records and gaps."),
     )
 
@@ -291,7 +291,7 @@ def _readers(holdings: Holdings) -> list[list[int]]:
     return readers
 
 
-def _spread(number: int) -> list[int]:
+def _evenly_spread(number: int) -> list[int]:
     """Return the indexes to draw of `number` items, evenly spread."""
     if number <= _MAX_DRAWN:
         return list(range(number))
@@ -299,7 +299,7 @@ def _spread(number: int) -> list[int]:
 
 
 def _flow(holdings: Holdings) -> dict[str, Any]:
-    holders, ranks = holdings.holders, _spread(len(holdings.holders))
+    holders, ranks = holdings.holders, _evenly_spread(len(holdings.holders))
     files = list(dict.fromkeys(file for rank in ranks for file, _ in holders[rank].reads))[:_MAX_DRAWN]
     index_of = {file: place for place, file in enumerate(files)}
     shard_links = [

@@ -280,13 +280,13 @@ def test_a_newer_checkpoint_that_was_passed_over(run, tiny):
     result = run("consolidate", "run", "out")
     assert result.exit_code == 0
     first, *others = result.stderr.splitlines()
-    assert first.startswith("warning: passed over step-2: ")
+    assert first.startswith("warning: skipped step-2: ")
     assert "__1_0.distcp" in first
-    assert not any("passed over" in line for line in others)
+    assert not any("skipped" in line for line in others)
     assert "  using    run/step-1: it has the highest step of those that are whole\n" in result.stdout
     result = run("consolidate", "run", "strict", "--strict")
     assert result.exit_code == 3
-    assert "passed over step-2: " in result.stderr
+    assert "skipped step-2: " in result.stderr
     assert "give run/step-1 by its path" in result.stderr
     assert not (tiny.parent / "strict").exists()
     assert run("diff", "tiny", "run").exit_code == 0

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from shardkit.cli import output, progress
-from shardkit.cli.output import Output, painted
+from shardkit.cli.output import Output, paint
 from shardkit.cli.progress import Beat, ByteBar, ByteLines
 from shardkit.core.threads import NoProgress
 from shardkit.transfer.execute import Execution
@@ -244,10 +244,10 @@ def test_no_lines_where_nobody_wants_them(run, tiny, monkeypatch, option):
 
 def test_colours_only_where_wanted(terminal, monkeypatch):
     screen = terminal()
-    assert painted("error", screen) != "error"
-    assert painted("error", io.StringIO()) == "error"
+    assert paint("error", screen) != "error"
+    assert paint("error", io.StringIO()) == "error"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert painted("error", screen) == "error"
+    assert paint("error", screen) == "error"
 
 
 def test_verbose_says_what_is_done(run, tiny):

@@ -9,7 +9,7 @@ import torch
 
 import shardkit
 from shardkit.operations import holdings
-from shardkit.operations.holdings import hold_files
+from shardkit.operations.holdings import find_file_holdings
 from tests.guides.moe import make_small
 
 WEIGHTS = {f"model.layers.{n}.{name}.weight": (9, 6) for n in range(3) for name in ("up", "down")}
@@ -129,7 +129,7 @@ def test_what_is_too_much_is_merged_and_said(sharded, monkeypatch):
 
 def test_records_that_are_too_many_become_runs():
     rows = [(at * 10, 8, f"t{at}") for at in range(holdings.MAX_RECORDS)]
-    held = hold_files([("a", 10 * len(rows), rows), ("b", 80, rows[:8])])
+    held = find_file_holdings([("a", 10 * len(rows), rows), ("b", 80, rows[:8])])
     first, second = held.strips
     assert len(first.starts) <= 4000
     assert sum(first.counts) == len(rows)

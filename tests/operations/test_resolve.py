@@ -358,7 +358,7 @@ def test_what_is_newer_is_a_warning_before_anything_is_written(tmp_path: Path) -
     assert found.step == 10
     assert found.reason == "it has the highest step of those that are whole"
     (warning,) = found.warnings
-    assert warning.startswith("passed over step-20: ")
+    assert warning.startswith("skipped step-20: ")
     assert "__0_0.distcp" in warning
     base = tmp_path / "base"
     base.mkdir()
@@ -451,7 +451,7 @@ def test_a_run_that_also_holds_its_final_model(tmp_path: Path) -> None:
     assert (found.format, found.step) == ("accelerate", 30)
     assert found.reason == "it has the highest step"
     (warning,) = found.warnings
-    assert warning.startswith("passed over the model at the top: ")
+    assert warning.startswith("skipped the model at the top: ")
     with pytest.raises(SourceError):
         resolve_checkpoint(tmp_path, strict=True)
     assert resolve_checkpoint(tmp_path / "model.safetensors", strict=True).format == "hub"
@@ -476,7 +476,7 @@ def test_a_checkpoint_without_a_step_beside_steps(tmp_path: Path) -> None:
     save(tmp_path / "final/model", weight=2)
     found = resolve_checkpoint(tmp_path)
     assert (found.step, found.reason) == (200, "it has the highest step")
-    assert found.warnings == ("passed over final: its name has no step, so it may be newer",)
+    assert found.warnings == ("skipped final: its name has no step, so it may be newer",)
     with pytest.raises(SourceError, match="may not be the newest") as caught:
         resolve_checkpoint(tmp_path, strict=True)
     assert f"give {tmp_path / 'step-200'} by its path" in (caught.value.hint or "")
@@ -584,7 +584,7 @@ def test_a_step_with_one_file_of_torch_save(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     found = resolve_checkpoint(tmp_path)
     assert os.path.relpath(found, tmp_path) == "checkpoint_000001/checkpoint.pt"
-    assert "passed over checkpoint_000002/checkpoint.pt: " in found.warnings[0]
+    assert "skipped checkpoint_000002/checkpoint.pt: " in found.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -616,7 +616,7 @@ def test_a_file_that_is_called_as_the_one_taken(tmp_path: Path, name: str) -> No
         torch.save({"layers.0.weight": torch.ones(2)}, tmp_path / directory / "model.pt")
     found = resolve_checkpoint(tmp_path)
     assert os.path.relpath(found, tmp_path) == "step_1/model.pt"
-    assert found.warnings == (f"passed over {name}: its name has no step, so it may be newer",)
+    assert found.warnings == (f"skipped {name}: its name has no step, so it may be newer",)
 
 
 def test_a_file_of_a_step_that_is_a_link_out_of_the_run(tmp_path: Path) -> None:
@@ -627,7 +627,7 @@ def test_a_file_of_a_step_that_is_a_link_out_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "run/step_2/model.pt").symlink_to(tmp_path / "elsewhere/model.pt")
     found = resolve_checkpoint(tmp_path / "run")
     assert os.path.relpath(found, tmp_path / "run") == "step_1/model.pt"
-    assert "passed over step_2: " in found.warnings[0]
+    assert "skipped step_2: " in found.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -701,7 +701,7 @@ def test_a_deepspeed_run(tmp_path: Path) -> None:
     assert found.reason == "latest names global_step10"
     shutil.copytree(tmp_path / "global_step10", tmp_path / "global_step11")
     (warning,) = resolve_checkpoint(tmp_path).warnings
-    assert warning.startswith("passed over global_step11: latest does not name it")
+    assert warning.startswith("skipped global_step11: latest does not name it")
     shutil.rmtree(tmp_path / "global_step11")
     os.truncate(tmp_path / "global_step10/mp_rank_00_model_states.pt", 200)
     with pytest.raises(SourceError, match="latest names global_step10, which cannot be opened") as caught:

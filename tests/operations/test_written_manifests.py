@@ -19,7 +19,7 @@ from shardkit.errors import Interrupted, ResourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
 from shardkit.operations import describe_dcp
-from shardkit.operations.companions import BesideFile, copy_file
+from shardkit.operations.companions import FileToCopy, copy_file
 from shardkit.operations.consolidate import run
 from shardkit.operations.verify import verify
 from tests.formats.reading import chunk_list_of
@@ -244,7 +244,7 @@ def test_digests_of_a_file_with_holes(tmp_path: Path) -> None:
         file.truncate(5 << 20)
     status = os.stat(tmp_path / "file")
     stamp = (status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
-    beside = BesideFile("file", FileStamp(*stamp), False)
+    beside = FileToCopy("file", FileStamp(*stamp), False)
     data = (tmp_path / "file").read_bytes()
     for name in ("out", "other"):
         (tmp_path / name).mkdir()

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from shardkit.cli import main
-from shardkit.pictures.glyphs import ASCII, BLOCKS, Row, _drawn, glyphs_for
+from shardkit.pictures.glyphs import ASCII, BLOCKS, Row, _draw_rows, glyphs_for
 
 
 @pytest.fixture
@@ -71,13 +71,13 @@ def test_no_colour_and_no_picture_where_nobody_wants_it(run):
 @pytest.mark.parametrize("has_total", [True, False])
 def test_lines_are_no_longer_than_a_terminal_is_wide(width, has_total):
     rows = [Row("a" * 60 + str(n), [n / 100] * 200, n * 1000 if has_total else None) for n in range(100)]
-    lines = list(_drawn(rows, width, BLOCKS))
+    lines = list(_draw_rows(rows, width, BLOCKS))
     assert all(len(line) <= max(width, 40) for line in lines)
     assert lines[-1].strip() == "... 68 more lines, see --html"
 
 
 def test_the_largest_of_neighbours_is_seen():
-    (line,) = _drawn([Row("a", [0.0] * 499 + [1.0])], 40, ASCII)
+    (line,) = _draw_rows([Row("a", [0.0] * 499 + [1.0])], 40, ASCII)
     assert line.endswith("#")
-    (line,) = _drawn([Row("a", [0.0, "bad"] + [0.5] * 498)], 40, ASCII)
+    (line,) = _draw_rows([Row("a", [0.0, "bad"] + [0.5] * 498)], 40, ASCII)
     assert line.split()[1][0] == "X"

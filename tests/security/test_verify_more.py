@@ -45,7 +45,7 @@ def test_bytes_behind_the_last_record_of_a_foreign_file_are_a_warning(tmp_path: 
         file.write(b"more!")
     found = shardkit.verify(tmp_path)
     assert found.problems == ()
-    assert found.warnings == ("__0_0.distcp: 5 bytes behind its last record, which .metadata does not place",)
+    assert found.warnings == ("__0_0.distcp: 5 bytes behind its last record, which .metadata does not list",)
 
 
 def test_directories_behind_links_are_not_listed(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_the_verbs_name_them(out: Path, name: str, tmp_path: Path) -> None:
     assert any(lost in line for line in shardkit.diff(path, path).notes)
     written = shardkit.reshard(path, tmp_path / "four", world_size=4)
     assert [each.partition(".a")[0] for each in written.distributed_objects] == [entry]
-    assert any(line.startswith("training cannot go on from it: ") for line in written.warnings)
+    assert any(line.startswith("training cannot resume from it: ") for line in written.warnings)
     assert "resume on" not in "\n".join(render(written))
     assert any(lost in line for line in shardkit.inspect(tmp_path / "four").warnings)
 

@@ -1,4 +1,9 @@
-"""consolidate: any trainer's sharded checkpoint becomes a Hub model.
+"""consolidate: turn any trainer's sharded checkpoint into a Hub model.
+
+    checkpoint + base -> `job` decides -> `operations.write` moves the bytes -> `run` writes config, tokenizer, index
+
+The *base* is the model that training started from. A user names it (`--base`), or it is found by what the trainer
+recorded. It provides names, shapes, config and tokenizer.
 
 Internal: import from `shardkit`.
 """
@@ -32,10 +37,10 @@ from shardkit.formats.registry import stray_weights
 from shardkit.keys.expressions import FusedTensors, NamedTensor
 from shardkit.layout.traced import one_process
 from shardkit.operations.casts import DTypeCount, count_dtypes, dequantized_as
-from shardkit.operations.consolidate.averaged import take_averaged
+from shardkit.operations.consolidate.averaged import averaged_beside
 from shardkit.operations.consolidate.job import ConsolidateJob, build_job, is_copied_quantised
 from shardkit.operations.consolidate.options import ConsolidateOptions
-from shardkit.operations.consolidate.own import own_differences, take_own
+from shardkit.operations.consolidate.own import own_differences, use_own_files
 from shardkit.operations.consolidate.run import ClassCheck, HubDescriptions, check_file
 from shardkit.operations.destination import (
     check_sidecar,
@@ -45,7 +50,13 @@ from shardkit.operations.destination import (
 )
 from shardkit.operations.parts.on_ray import run_on_ray
 from shardkit.operations.parts.results import WriteResult
-from shardkit.operations.resolve import EXPORT_ENDING, ResolvedCheckpoint, Taken, named_after, take
+from shardkit.operations.resolve import (
+    EXPORT_ENDING,
+    ChosenCheckpoint,
+    ResolvedCheckpoint,
+    choose_checkpoint,
+    named_after,
+)
 from shardkit.operations.write import Writer, Writing
 
 
@@ -55,84 +66,86 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
     """Write a sharded checkpoint as a Hub model: safetensors, config, tokenizer.
 
     Args:
-        checkpoint: a checkpoint, or a run's directory, whose newest complete checkpoint is taken.
-        output: the directory to make; by default in the working directory, named after the checkpoint.
-        base: the model that it was trained from, a directory or a repo id. Names and shapes must be the same. By default
-            it is what the trainer put into the checkpoint.
+        checkpoint: a checkpoint, or a run directory, whose newest complete checkpoint is used.
+        output: the directory to create; by default in the working directory, named after the checkpoint.
+        base: the model that it was trained from, a directory or a repo id. Names and shapes must be the same. By
+            default, shardkit uses what the trainer saved with the checkpoint.
         base_revision: branch, tag or commit of a repo id.
-        config: "checkpoint" takes config, generation config, tokenizer and processor from the checkpoint's own directory,
-            and what it lacks from the base; "base" takes all of them from the base.
-        tokenizer: a directory with the tokenizer to put beside the weights instead of the base's, where training changed
-            the vocabulary.
+        config: "checkpoint" uses config, generation config, tokenizer and processor from the checkpoint's own
+            directory, and those that are missing there from the base; "base" uses the base's for all of them.
+        tokenizer: a directory with the tokenizer to write instead of the base's, if training changed the vocabulary.
         dtype: "keep", "base" (as the base stores each tensor), "bf16", "fp16" or "fp32"; only floating tensors
             are converted.
-        dtype_rules: "GLOB=fp32" for other dtypes of some tensors, by their names in the output. The last that matches
-            wins; each must match.
-        max_shard_size: most bytes of tensors in a file, as a number or as "5GB". None divides them over files as a base
-            on this machine does, if it has the same tensors in the same dtypes; otherwise it is 5GB.
-        single_file: one file, whatever its size.
-        weights: "model"; "ema", averaged weights; "eval", what `optimizer.eval()` of a schedule-free optimizer gives; or
-            another part of the checkpoint by its name.
-        root: where the model begins, dotted; then nothing is guessed.
-        strip_prefix: prefixes to take off names, instead of a guessed root.
-        add_prefix: put before every name.
-        rename: REGEX=REPL, in order.
-        include: globs over names of the output; only these tensors are written. Each must match.
-        exclude: globs over names of the output; these tensors are not written. Each must match.
-        fill_from_base: globs of the base's names. What the checkpoint lacks of them is taken from `base`, as it is, if
-            the checkpoint holds a part of its model. Only whole parts: no layer of a stack, no expert.
-        allow_missing: tensors of the base may be missing.
-        allow_unexpected: there may be tensors that the base does not have.
-        keys: rules that turn a trainer's own names into the Hub's: "auto" takes a set that shardkit has, if one knows
-            all names; "none"; the path of a TOML file; or the name of such a set.
-        dequantize: make plain weights of fp8, MXFP4 and NVFP4 ones, in bfloat16 unless a dtype is asked for. Quantised
-            sources are refused otherwise; a quantised base is compared with as if it were plain.
-        keep_factors: write the factors of OSFT as they are; otherwise they are folded into dense weights.
-        ask_class: ask the class that the config names, in a process of its own while bytes move, whether
-            `from_pretrained` would find all of its weights; only if no base's weights tell.
-        merge_lora: add an adapter to the weights that it was trained on; otherwise the adapter is written.
-        adapter_config: an `adapter_config.json` or its directory; by default from the base or the checkpoint.
-        check_source: compare the checkpoint, as its bytes move, with the CRC-32s that its files record; a difference is
-            refused before the output appears.
-        source_manifest: a manifest of the source that lies elsewhere, to compare with too (of
-            `consolidate(manifest_file=...)`). One in the source or beside it is found without this.
-        manifest: put `shardkit.json` with sizes and digests into the output.
-        manifest_file: write the same to this file once the output is complete; for `verify(..., manifest=...)`.
-        sha256: take the sha256 of every file too, for the manifest.
+        dtype_rules: "GLOB=fp32" sets the dtype of the tensors whose names in the output match the glob. If several
+            rules match, the last wins. Each rule must match a tensor.
+        max_shard_size: maximum bytes of tensors per file, as a number or as "5GB". With None, the tensors are divided
+            over files as in the base, if it is on this machine and has the same tensors in the same dtypes; otherwise
+            the maximum is 5GB.
+        single_file: write one file, whatever its size.
+        weights: "model"; "ema" for averaged weights; "eval" for those that `optimizer.eval()` of a schedule-free
+            optimizer gives; or the name of another part of the checkpoint.
+        root: where the model begins in the checkpoint's names, dotted, e.g. "state.model". By default it is guessed.
+        strip_prefix: prefixes to remove from names, instead of a guessed root.
+        add_prefix: prefix to put before every name.
+        rename: "REGEX=REPL" substitutions, applied in order.
+        include: globs over names in the output; only these tensors are written. Each glob must match.
+        exclude: globs over names in the output; these tensors are not written. Each glob must match.
+        fill_from_base: globs over the base's names. Matching tensors that the checkpoint lacks are copied from `base`
+            unchanged, for a checkpoint of only a part of the base's model. They must be whole parts, such as a vision
+            tower: not one layer of a stack, not one expert.
+        allow_missing: accept a checkpoint that lacks tensors of the base.
+        allow_unexpected: accept tensors that the base does not have.
+        keys: rules that turn a trainer's own names into the Hub's: "auto" uses a rule set of shardkit's that matches
+            all names, if there is one; "none"; the path of a TOML file; or the name of a rule set of shardkit's.
+        dequantize: convert fp8, MXFP4 and NVFP4 weights to plain ones, in bfloat16 unless `dtype` says otherwise.
+            Without it, a quantised source is refused. A quantised base is treated as if it were plain.
+        keep_factors: write the factors of OSFT unchanged; otherwise they are folded into dense weights.
+        ask_class: check whether `from_pretrained` would find all weights, by asking the class that the config names, in
+            a separate process while bytes move. It is skipped if the weights of a base answer the question.
+        merge_lora: add an adapter to the weights that it was trained on; otherwise the adapter itself is written.
+        adapter_config: an `adapter_config.json` or its directory; by default that of the base or the checkpoint.
+        check_source: compare the checkpoint's bytes, as they are read, with the CRC-32s that its files record. If they
+            differ, no output appears.
+        source_manifest: a further manifest of the source to compare with, such as `consolidate(manifest_file=...)`
+            writes. A manifest in or beside the source is found without this.
+        manifest: write `shardkit.json` with sizes and digests into the output.
+        manifest_file: write the same to this file once the output is complete, for `verify(..., manifest=...)`.
+        sha256: compute the sha256 of every file, too, for the manifest.
         overwrite: replace an existing Hub model, whole and in one step.
-        exist_ok: if `output` is there, leave it as it is, without a look inside; the result's `was_there` is true.
-        strict: warnings are errors, such as a newer checkpoint in a run directory that had to be passed over.
-        dry_run: decide and check everything, and write nothing.
-        part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
-            mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
-        executor: "ray" runs all parts as tasks of Ray: on the cluster that is running, or one on this machine. It needs
+        exist_ok: if `output` exists, leave it as it is, without looking inside; the result's `was_there` is true.
+        strict: raise warnings as errors, e.g. that the newest checkpoint of a run directory was skipped.
+        dry_run: decide and check everything, but write nothing.
+        part: which part of the files this process writes, if several processes share the work: "3/16", "env" (as
+            torchrun, mpirun or SLURM number their processes) or "env/16". The last process to finish commits the output,
+            or `shardkit.commit` does.
+        executor: "ray" runs all parts as Ray tasks, on the running cluster, or on a new one on this machine. It needs
             `output`.
-        num_parts: the number of Ray's tasks; by default as many as run at the same time.
+        num_parts: number of Ray tasks; by default as many as can run at the same time.
         digest: "crc32" or "none".
-        jobs: threads; by default the cores that this process may use, from 2 to 8.
+        jobs: number of threads; by default the cores that this process may use, from 2 to 8.
         max_memory: bytes for all buffers, as a number or as "512MiB".
-        push_to_hub: a repo id; the finished directory is uploaded there.
-        private: make the repo private if it has to be made.
-        branch: a branch of the repo, made if it is missing.
+        push_to_hub: repo id to upload the finished directory to.
+        private: if the repo has to be created, make it private.
+        branch: branch of the repo, created if it does not exist.
         scratch: directory for files on their way into a store; by default beside the cache, never in memory.
-        follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
-            Weight files of a Hub model are read in any case.
-        progress: told of the bytes as they move; by default a bar, on a terminal and in a notebook. False: none.
-        on_warning: told each warning before anything is written; the result has them all.
-        on_step: told what takes seconds and moves no bytes, such as "asking LlamaForCausalLM ...".
+        follow_links: follow links that lead out of the checkpoint's directory, and read and copy the files behind them.
+            Weight files of a Hub model are read through links in any case.
+        progress: called as bytes move. By default, terminals and notebooks show a bar; False shows none.
+        on_warning: called with each warning before anything is written. The result lists all warnings.
+        on_step: called before a step that takes seconds and moves no bytes, such as "asking LlamaForCausalLM ...".
 
     Raises:
-        UsageError: options that cannot be carried out, or a destination with something else than this call writes.
+        UsageError: the options contradict each other, or the destination has something other than this call's output.
         SourceError: the checkpoint is damaged or incomplete, or its names do not fit.
-        IntegrityError: its bytes are not what its checksums say.
+        IntegrityError: its bytes do not match its checksums.
         ResourceError: disk, permission or network.
-        Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
+        Interrupted: after Ctrl-C or SIGTERM; finished files are kept.
     """
     if options.is_on_ray:
         return run_on_ray(consolidate, options.given)
     writer = Writer(options, kind=OutputKind.HUB, looks_late=True)
     checkpoint = stores.as_path(options.checkpoint)
-    source = take(checkpoint, strict=options.strict)
+    source = choose_checkpoint(checkpoint, strict=options.strict)
     resolved = source.resolved
     writer.warn(resolved.warnings)
     named, output = named_after(resolved, checkpoint), options.output
@@ -171,23 +184,23 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
 
 
 class _Published(NamedTuple):
-    """What became of a manifest apart from the output, and of an upload."""
+    """What happened after the commit: an upload, and a manifest outside the output."""
 
     address: str | None = None
-    """Of the repo; None if nothing was uploaded."""
+    """Address of the repo; None if nothing was uploaded."""
     notes: tuple[str, ...] = ()
 
 
 def _publish(
     job: ConsolidateJob, directory: str, sidecar: str | None, manifests: Sequence[bytes]
 ) -> _Published:
-    """Write the manifest apart from the finished output, and upload that, where the options say so.
+    """Write `--manifest-file` and upload the finished output, if the options ask for it.
 
     Args:
-        job: of the output.
-        directory: the output.
-        sidecar: where the manifest goes apart from it, if anywhere.
-        manifests: the one that this call has written; empty if it has written none.
+        job: the consolidation.
+        directory: the finished output.
+        sidecar: path of `--manifest-file`, or None.
+        manifests: content of the manifest; empty if this call did not write the output.
     """
     notes: tuple[str, ...] = ()
     if sidecar is not None and manifests:
@@ -199,7 +212,13 @@ def _publish(
 
 
 def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> _Published:
-    """Upload a finished output where a repo is named; `names` are those of its files beside the weights."""
+    """Upload a finished output, if `--push-to-hub` names a repo.
+
+    Args:
+        options: with the repo.
+        directory: the output.
+        names: its files other than weights.
+    """
     if options.push_to_hub is None:
         return _Published()
     from shardkit.formats.hub.repo import push
@@ -229,7 +248,7 @@ def _push(options: ConsolidateOptions, directory: str, names: Iterable[str]) -> 
 
 
 def _find_sidecar(options: ConsolidateOptions, writer: Writer, source: str) -> str | None:
-    """Return where the manifest goes apart from the output, if anywhere; otherwise as `check_sidecar`."""
+    """Return the path of `--manifest-file`, or None; raises as `check_sidecar`."""
     if options.manifest_file is None:
         return None
     may_be_there = options.overwrite or writer.exists
@@ -239,27 +258,27 @@ def _find_sidecar(options: ConsolidateOptions, writer: Writer, source: str) -> s
 
 
 def default_output(checkpoint: str) -> str:
-    """Return a name made of a checkpoint's: `run/last.ckpt` -> `last-hf`."""
+    """Return the default output for a checkpoint: `run/last.ckpt` -> `last-hf`."""
     return default_place(label_of(checkpoint) + EXPORT_ENDING, checkpoint)
 
 
-def _open(source: Taken, options: ConsolidateOptions) -> tuple[Checkpoint, Base | None]:
-    """Open the checkpoint and its base, both with plain and dense weights where they can be made.
+def _open(source: ChosenCheckpoint, options: ConsolidateOptions) -> tuple[Checkpoint, Base | None]:
+    """Open the checkpoint and its base, both as plain, dense weights where quantised or factored ones can be converted.
 
     Raises:
         UsageError, SourceError, IntegrityError, LayoutError, ResourceError: as opening and `open_base` do.
     """
     refuse_part(source.resolved.path)
     dtype, is_asked = dequantized_as(options.dtype, options.rules), options.dequantize
-    stored = source.open() if options.weights != "ema" else take_averaged(source.open())
+    stored = source.open() if options.weights != "ema" else averaged_beside(source.open())
     opened = formats.open(
         stored, plain=PlainWeights(dequantize=is_asked, dtype=dtype, by_content=is_asked), folded=True
     )
     base_name = None if options.base is None else os.fspath(options.base)
     base = find_base(opened) if base_name is None else open_base(base_name, revision=options.base_revision)
     if base is not None and base.is_given and options.config == "checkpoint":
-        base = take_own(base, opened, has_tokenizer=options.tokenizer is not None)
-    # What is copied as NVFP4 is compared with such a base, whose files say so.
+        base = use_own_files(base, opened, has_tokenizer=options.tokenizer is not None)
+    # NVFP4 weights are copied as such, so the base stays as it is too: its files describe them.
     if base is not None and not hidden(opened.catalog.tensors):
         base = plain_base(base)
     return opened, None if base is None else folded_base(base)
@@ -270,9 +289,9 @@ class SkippedPart:
     """A part of the checkpoint that was left out."""
 
     what: str
-    """"optimizer", "random state", a file's name, ..."""
+    """"optimizer", "random state", a file name, ..."""
     where: str
-    """The beginning of its names, or why it was not read."""
+    """The prefix of its names, or why it was not read."""
     num_tensors: int
     num_objects: int
     """Entries that are not tensors."""
@@ -280,62 +299,63 @@ class SkippedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """What `push_to_hub` would upload; nobody has asked the Hub."""
+    """What `push_to_hub` would upload; the Hub was not asked."""
 
     repo: str
     branch: str | None
-    """None for the repo's default branch. One that does not exist is created."""
+    """None for the repo's default branch. A missing branch is created."""
     private: bool
-    """A new repo is private. False: as the account makes new ones, by default public. One that exists stays as it is."""
+    """A new repo is made private. If False, the account's setting decides, by default public. An existing repo keeps
+    its visibility."""
     upload_bytes: int
-    """At most: what the repo already has is not sent again."""
+    """The maximum: files that the repo already has are not sent again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidateResult(WriteResult):
-    """What consolidate wrote, or with `dry_run` would write. Its files are the weight files."""
+    """What consolidate wrote, or with `dry_run` would write. "Files" are the weight files, others are `assets`."""
 
     checkpoint: str
-    """As it was given."""
+    """The argument `checkpoint`."""
     resolved: str
-    """The checkpoint that was taken."""
+    """The checkpoint that was used."""
     reason: str
-    """Why that one."""
+    """Why this one was chosen."""
     step: int | None
-    """Its training step, where that is known."""
+    """Its training step, if known."""
     format: str
     """Stable identifier, e.g. "dcp", "lightning", "verl"."""
     writer: str
-    """Who wrote it, for people."""
+    """The program that wrote it, as text for people."""
     kind: str
     """What was written: "model", "adapter", or "merged", an adapter added to its model."""
     weights: str
     """"model", "ema", ..."""
     root: str
-    """Where the model was found to begin, dotted; empty for the top."""
+    """Where the model begins in the checkpoint's names, dotted; empty for the top."""
     stripped: tuple[tuple[str, int], ...]
-    """(prefix or segment that was taken out of names, number of these names)."""
+    """(prefix or segment that was removed from names, number of these names)."""
     renamed: tuple[tuple[str, str, int], ...]
     """(prefix of names in memory, the Hub's prefix, number of these names); a whole name does not end in a dot."""
     split: tuple[FusedTensors, ...]
-    """Tensors that become several, as on the Hub."""
+    """Tensors that were split into several, as on the Hub."""
     skipped: tuple[SkippedPart, ...]
     candidates: tuple[str, ...]
-    """Other roots with weights of their own."""
+    """Other roots that have weights."""
     base: str | None
-    """The model that was named as the base, or whose config and files were found."""
+    """The base that the user named, or the model whose config and files were found."""
     model_class: str | None
-    """The class that the config names; for a model with code of its own the `AutoModel...` that loads it."""
+    """The class that the config names; for a model with its own code, the `AutoModel...` that loads it."""
     library: str | None = None
     """The library with that class, "transformers" or "diffusers"; None if config.json names none."""
     variant: str | None = None
-    """What `from_pretrained` has to get as `variant`, if the weight files have the names of one."""
+    """The `variant` to pass to `from_pretrained`, if the weight files are named after one."""
     assets: tuple[str, ...]
-    """Names of the files beside the weights."""
+    """Names of the files other than weights."""
     ties: tuple[tuple[str, str], ...]
-    """(name that is kept, equal one that is left out)."""
+    """(name that was kept, equal tensor that was left out)."""
     untied: tuple[tuple[str, str], ...]
-    """(embedding, output layer) that ought to be tied but differ: both are kept."""
+    """(embedding, output layer) that should be tied but differ: both were kept."""
     cast: str
     """"keep", "base", "bf16", "fp16" or "fp32"."""
     dtypes: tuple[DTypeCount, ...]
@@ -349,22 +369,22 @@ class ConsolidateResult(WriteResult):
     upload: Upload | None = None
     """With `dry_run` and `push_to_hub`: what would be uploaded."""
     from_base: tuple[str, ...] = ()
-    """Names of the tensors that were taken from the base."""
+    """Names of the tensors that were copied from the base."""
     from_checkpoint: tuple[str, ...] = ()
-    """Names of the files in `assets` that are the checkpoint's own, where a base was named."""
+    """Names of the files in `assets` that are the checkpoint's own; only if the user named a base."""
     differs_from_base: tuple[FileDifference, ...] = ()
-    """What these files mean otherwise than the base's."""
+    """Settings in which these files differ from the base's."""
     unloadable: tuple[str, ...] = ()
-    """Why `from_pretrained` would not load all weights of the output; in `warnings` too."""
+    """Reasons why `from_pretrained` would not load all weights of the output; also in `warnings`."""
     held_against: str | None = None
-    """What told whether `from_pretrained` finds all weights: "base" or "class". None if only names and shapes told; a
-    note says why."""
+    """What showed whether `from_pretrained` finds all weights: the "base", or the model's "class". None if only names
+    and shapes were checked; a note says why."""
     names: tuple[NamedTensor, ...] = ()
     """With `dry_run`: all tensors of the output."""
     missing: tuple[str, ...] = ()
-    """Names of all weights that the class says `from_pretrained` would initialise at random."""
+    """Names of weights that `from_pretrained` would initialise at random, according to the class."""
     misfits: tuple[tuple[str, str], ...] = ()
-    """(name, why) of weights that the class says `from_pretrained` would refuse the output for."""
+    """(name, reason) of weights for which `from_pretrained` would refuse the output, according to the class."""
 
     def headline(self) -> str:
         """Return what was written where, and why `from_pretrained` would not load all of it."""
@@ -405,7 +425,7 @@ def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
 
 
 def _place(directory: str, name: str) -> str:
-    """Return where a file lies; a name may be an entry's too, which no file could have."""
+    """Return the real path of a file in a directory. The name may also be that of an entry in a file."""
     path = os.path.join(directory, name)
     return storage.realpath(path) if storage.lexists(path) else path
 
@@ -418,13 +438,13 @@ def _result(
     notes: tuple[str, ...],
     pushed_to: str | None,
 ) -> ConsolidateResult:
-    """Return the result of a run.
+    """Return the result.
 
     Args:
         job: with the answer of the model's class, if it was asked.
-        resolved: the checkpoint that was taken.
-        facts: of `Writer.facts`.
-        notes: all of them.
+        resolved: the checkpoint that was used.
+        facts: from `Writer.facts`.
+        notes: all notes.
         pushed_to: address of the repo.
     """
     selection, answer, repo = job.selection, job.answer, job.options.push_to_hub
@@ -454,7 +474,7 @@ def _result(
         assets=tuple(sorted(job.beside)),
         ties=tuple((kept, dropped) for dropped, kept in job.ties.dropped.items()),
         untied=job.ties.diverged,
-        from_base=job.fit.carried,
+        from_base=job.fit.from_base,
         from_checkpoint=tuple(sorted(own_files.names.intersection(job.beside)))
         if own_files is not None
         else (),

@@ -1,4 +1,7 @@
-"""Whether the base has the weights that an adapter was trained on: PEFT adds the adapter to the base's.
+"""Warn if PEFT would add an adapter to other weights than it was trained on.
+
+PEFT loads the base and adds the adapter. Some kinds of adapters change the base's weights when they are created, so that
+the base as published does not fit them; and PEFT may repeat this change when it loads the adapter.
 
 Source: peft 0.21.2, tuners/lora/layer.py (pissa_init, olora_init, corda_init, loftq_init, lora_ga_init) and variants.py (KaSA).
 """
@@ -19,11 +22,11 @@ from shardkit.keys.peft import PeftNames
 from shardkit.transfer.sources import Reader, SourceFiles, bands, is_far
 
 _REMADE = ("pissa", "olora")
-"""PEFT changes the base's weights when it makes such an adapter, and in the same way when it loads one."""
+"""PEFT changes the base's weights when it creates such an adapter, and in the same way when it loads it."""
 _NOT_REMADE = ("pissa_niter_", "corda", "loftq", "lora_ga")
-"""PEFT changes the base's weights when it makes such an adapter. Random numbers, data or a quantisation decided how."""
+"""PEFT changes the base's weights when it creates such an adapter, by random numbers, by data or by quantisation."""
 _LEFT_ALONE = "lora_ga"
-"""Loading it changes nothing: that needs gradients."""
+"""Of these, PEFT does not change weights when it loads this kind: that would need gradients."""
 _COMPARED_BYTES = 4096  # of each weight
 
 
@@ -35,15 +38,15 @@ def base_warnings(
     settings: Mapping[str, Any],
     base: Base | None,
 ) -> Iterator[str]:
-    """Yield a warning if PEFT, which adds the adapter to the base, would make another model than was trained.
+    """Yield a warning if the base with the adapter would be another model than the trained one.
 
     Args:
-        checkpoint: opened.
+        checkpoint: the opened checkpoint.
         stored: name in `peft` -> name in the checkpoint.
-        peft: as names tell.
-        written: names in `peft` of what goes into the adapter's file.
-        settings: of `adapter_config.json`.
-        base: None if there is none.
+        peft: the checkpoint's names, classified.
+        written: names in `peft` of the tensors that go into the adapter's file.
+        settings: content of `adapter_config.json`.
+        base: the base, or None.
     """
     label = f"{escape(base.label)}'s" if base is not None and base.is_given else "the base's"
     init = str(settings.get("init_lora_weights")).lower()
@@ -80,10 +83,13 @@ def base_warnings(
 def _compare(
     checkpoint: Checkpoint, stored: Mapping[str, str], names: Mapping[str, str], base: Base | None
 ) -> dict[str, bool]:
-    """Return whether weights begin with the same bytes as the base's, of those that can be compared on this machine.
+    """Return whether weights begin with the same bytes as the base's, for all that can be compared on this machine.
 
     Args:
+        checkpoint: the opened checkpoint.
+        stored: name -> name in the checkpoint.
         names: name in `stored` -> name in the base.
+        base: the base, or None.
     """
     base_catalog = None if base is None else base.catalog
     if base_catalog is None or is_far(base_catalog) or is_far(checkpoint.catalog):
@@ -103,12 +109,12 @@ def _compare(
                     for name, base_name in pairs.items()
                     if _fit(catalog, stored[name], base_catalog, base_name)
                 }
-    except ShardkitError:  # these weights are not written: only what reads them stops at damage
+    except ShardkitError:  # these weights are not written, so damage in them must not stop the export
         return {}
 
 
 def _fit(catalog: Catalog, name: str, base: Catalog, base_name: str) -> bool:
-    """Return whether two tensors have one dtype and shape, and bytes that lie in files as they are."""
+    """Return whether two tensors have the same dtype and shape, and both are stored as raw bytes."""
     if base_name not in base.tensors:
         return False
     entries = catalog.tensors[name], base.tensors[base_name]

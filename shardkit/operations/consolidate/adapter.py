@@ -1,4 +1,4 @@
-"""Checkpoints of PEFT models: the adapter by itself, or merged into the weights that it was trained on (`merge`)."""
+"""Checkpoints of PEFT models: write the adapter alone, or merge it into the weights that it was trained on (`merge`)."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ from shardkit.operations.consolidate.merge import plan_merge
 from shardkit.transfer.codecs.derive import derive
 
 STEM = "adapter_model"  # peft 0.21, SAFETENSORS_WEIGHTS_NAME
-_BY_PEFT = "PEFT merges it into a model that lies elsewhere"
+_BY_PEFT = "PEFT merges it into a separate model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """The tensors that are going to be written."""
+class ChosenTensors:
+    """The tensors to write."""
 
     kind: str
     """"model", "adapter" or "merged"."""
     catalog: Catalog
-    """Records may be closed."""
+    """Its records need not be open."""
     names: dict[str, str]
     """Name in the catalog -> name in the output."""
     adapter_config: bytes | None = None
-    """The settings of an adapter, where they are known."""
+    """Content of `adapter_config.json`; None for a model, or if the settings are unknown."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     keys: str | None = None
     """Name of the rule set that gave the Hub's names."""
     why_not_rules: tuple[str, ...] = ()
-    """Why sets that know all names, or most, did not give them."""
+    """Why rule sets that match all or most names were not applied."""
     split: tuple[FusedTensors, ...] = ()
-    """Tensors that become several."""
+    """Tensors that are split into several."""
     origins: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Name in the catalog of a tensor that is made of stored ones -> their names."""
+    """Name in the catalog of a tensor that is computed from stored ones -> their names."""
     by: Mapping[str, str] = field(default_factory=dict)
-    """Name in the output -> who decided it, as `NamedTensor` has it; names that were selected are missing."""
+    """Name in the output -> who decided it, as in `NamedTensor`; names that `keys.select` gave are missing."""
 
 
 def choose_tensors(
@@ -71,23 +71,23 @@ def choose_tensors(
     *,
     merge: bool,
     adapter_config: str | None,
-) -> Chosen:
-    """Decide what is written of a checkpoint that may hold an adapter.
+) -> ChosenTensors:
+    """Choose the tensors to write: all of a model; only the adapter of a PEFT model; or the merged model.
 
     Args:
-        checkpoint: opened.
-        names: stored name -> name in the output, as they were selected.
-        base: where an `adapter_config.json` may lie.
+        checkpoint: the opened checkpoint.
+        names: stored name -> name in the output, of the selected tensors.
+        base: the base, whose directory may have an `adapter_config.json`; or None.
         merge: add the adapter to the weights that it was trained on.
-        adapter_config: an `adapter_config.json`, or the directory that it lies in, given by a person.
+        adapter_config: an `adapter_config.json`, or its directory, that the user named; or None.
 
     Raises:
         SourceError: there is no adapter to merge, it cannot be merged, or its settings are not known.
-        UsageError: settings are given, and there is no adapter.
+        UsageError: the user named settings, but there is no adapter.
     """
     is_whole = all(name == stored for stored, name in names.items())
     if is_whole and is_diffusers_lora(checkpoint) and not merge and adapter_config is None:
-        return Chosen(kind="adapter", catalog=_deferred(checkpoint, list(names)), names=dict(names))
+        return ChosenTensors(kind="adapter", catalog=_deferred(checkpoint, list(names)), names=dict(names))
     of_base = None if base is None else base.tensors
     base_names = of_base if of_base is not None else recorded_names(checkpoint).names
     peft = classify_peft(names.values(), base_names or ())
@@ -99,7 +99,7 @@ def choose_tensors(
             raise _adapter_alone(checkpoint, base)
         return _merged(checkpoint, names, settings)
     if peft.kind == "none":
-        return Chosen(kind="model", catalog=_deferred(checkpoint, list(names)), names=dict(names))
+        return ChosenTensors(kind="model", catalog=_deferred(checkpoint, list(names)), names=dict(names))
     _refuse_shira(peft, names.values(), settings)
     stored = {name: source for source, name in names.items()}
     entries = checkpoint.catalog.tensors
@@ -117,7 +117,7 @@ def choose_tensors(
     content = _config_of(settings, peft, shapes, _repo_of(base))
     values = settings.values if settings else {}
     other_base = base_warnings(checkpoint, stored, peft, {*peft.adapter_names, *extra_names}, values, base)
-    return Chosen(
+    return ChosenTensors(
         kind="adapter",
         catalog=catalog,
         names=chosen,
@@ -128,7 +128,7 @@ def choose_tensors(
 
 
 def _deferred(checkpoint: Checkpoint, names: list[str]) -> Catalog:
-    """Return a catalog of some tensors, whose records are still closed where they can be."""
+    """Return a catalog of some tensors, whose records are opened only later if the format allows it."""
     dcp = checkpoint.dcp
     is_plain = dcp is not None and checkpoint.select == dcp.select
     return dcp.defer(names) if dcp is not None and is_plain else checkpoint.select(names)
@@ -149,13 +149,16 @@ def _refuse_cut(
     SourceError.raise_for(
         problems,
         f"{count(len(problems), 'module')} of the adapter have other shapes than its settings and its base call for",
-        hint=f"a rank that saved its own rows alone lacks the others': consolidate a sharded checkpoint of the run, or save it "
-        f"again with all rows gathered; if the shapes are right, --adapter-config names the {ADAPTER_CONFIG} of the run",
+        hint=f"perhaps one rank saved only its own rows: consolidate a sharded checkpoint of the run, or save it "
+        f"again with all rows gathered; if the shapes are right, name the {ADAPTER_CONFIG} of the run with --adapter-config",
     )
 
 
 def _refuse_shira(peft: PeftNames, names: Iterable[str], settings: Settings | None) -> None:
-    """Refuse numbers of ShiRA whose places are not known, which a state dict lacks: PEFT would choose others."""
+    """Refuse a ShiRA adapter without the positions that its numbers belong to: PEFT would choose other positions.
+
+    A state dict lacks them; PEFT finds them again by the `random_seed` in the settings.
+    """
     is_lacking = "shira" in peft.methods and not any("shira_indices" in name for name in names)
     if is_lacking and (settings is None or settings.values.get("random_seed") is None):
         raise SourceError(
@@ -178,21 +181,21 @@ def _adapter_notes(
         kinds = "biases that were trained, or rows of a vocabulary that is not the base's"
         yield f"in the adapter's file, as PEFT saves them: {listed(list(extra_names.values()))} ({kinds})"
     if peft.other_adapters:
-        yield f"the adapter {escape(peft.adapter or '')} was taken; also there: {', '.join(map(escape, peft.other_adapters))}"
+        yield f"of several adapters, {escape(peft.adapter or '')} was written, not {', '.join(map(escape, peft.other_adapters))}"
     if settings is not None and not settings.is_whole:
         yield f"{ADAPTER_CONFIG} was made from {settings.origin} and the names of the tensors: check it"
 
 
-def _merged(checkpoint: Checkpoint, names: Mapping[str, str], settings: Settings | None) -> Chosen:
+def _merged(checkpoint: Checkpoint, names: Mapping[str, str], settings: Settings | None) -> ChosenTensors:
     plan = plan_merge(checkpoint.catalog.tensors, names, settings.values if settings else {})
-    catalog = derive(checkpoint.select(list(names)), plan.merges, plan.gone)
+    catalog = derive(checkpoint.select(list(names)), plan.merges, plan.adapter_names)
     origin = f", scaled as {settings.origin} says" if settings else ""
     note = f"the adapter was added to {len(plan.merges)} tensors{origin}"
-    return Chosen(kind="merged", catalog=catalog, names=plan.names, notes=(note,))
+    return ChosenTensors(kind="merged", catalog=catalog, names=plan.names, notes=(note,))
 
 
 def _adapter_alone(checkpoint: Checkpoint, base: Base | None) -> SourceError:
-    """Return the error for an adapter that is to be merged into weights that the checkpoint does not hold."""
+    """Return the error for `--merge-lora` if the checkpoint has only the adapter, not the weights to merge it into."""
     hint = merged_by_peft(checkpoint, base)
     if is_diffusers_lora(checkpoint):
         hint = "diffusers merges it: load_lora_weights of its pipeline, then fuse_lora()"
@@ -207,7 +210,7 @@ def _adapter_alone(checkpoint: Checkpoint, base: Base | None) -> SourceError:
 
 
 def merged_by_peft(checkpoint: Checkpoint, base: Base | None) -> str | None:
-    """Return how PEFT itself merges an adapter in PEFT's own files; None for any other checkpoint."""
+    """Return a hint with the command by which PEFT merges an adapter in its own files; None for other checkpoints."""
     if checkpoint.hub is None or not is_adapter(storage.listdir(checkpoint.hub.directory)):
         return None
     directory = checkpoint.hub.directory
@@ -216,7 +219,7 @@ def merged_by_peft(checkpoint: Checkpoint, base: Base | None) -> str | None:
 
 
 def _settings_of(checkpoint: Checkpoint, base: Base | None, adapter_config: str | None) -> Settings | None:
-    """Return the settings from the first place that has some."""
+    """Return the adapter's settings: those that the user named, else from the first directory that has some, or None."""
     if adapter_config is not None:
         path = (
             os.path.join(adapter_config, ADAPTER_CONFIG) if storage.isdir(adapter_config) else adapter_config
@@ -224,7 +227,7 @@ def _settings_of(checkpoint: Checkpoint, base: Base | None, adapter_config: str 
         if not storage.lexists(path):
             raise SourceError(
                 f"--adapter-config {escape(adapter_config)}: there is no {escape(path)}",
-                hint=f"give an {ADAPTER_CONFIG}, or the directory that it lies in",
+                hint=f"give an {ADAPTER_CONFIG}, or its directory",
             )
         return Settings(values=read_settings(path), is_whole=True, origin=escape(adapter_config))
     places = (*checkpoint.contents.assets, checkpoint.catalog.directory, checkpoint.path)
@@ -235,7 +238,7 @@ def _settings_of(checkpoint: Checkpoint, base: Base | None, adapter_config: str 
 def _config_of(
     settings: Settings | None, peft: PeftNames, shapes: Mapping[str, tuple[int, ...]], base: str | None
 ) -> bytes | None:
-    """Return an `adapter_config.json` that names the base; None if too little is known for one."""
+    """Return the content of `adapter_config.json`, with the base's name; None if too little is known."""
     if settings is None:
         return None
     if settings.is_whole:
@@ -267,6 +270,6 @@ def _config_of(
 
 
 def _repo_of(base: Base | None) -> str | None:
-    """Return the repo id that a person gave. A path means nothing to whoever gets the adapter."""
+    """Return the base's repo id, or None. A local path would mean nothing to users of the adapter."""
     is_repo = base is not None and base.is_given and base.label != base.directory
     return base.label if base is not None and is_repo else None

@@ -1,7 +1,8 @@
-"""What lies beside the weights of the output: the base's config and other files, with the changes they need.
+"""The output's files other than weights, called *assets*: the base's config, tokenizer and so on, with necessary changes.
 
-A model may have modules with weights of their own, such as `2_Dense/` of sentence-transformers. They are copied from
-the base. A checkpoint in which they were trained too is refused, unless `--root` says what is written.
+A model of sentence-transformers has modules with their own weights, such as `2_Dense/`. These are assets as well: they
+are copied from the base. A checkpoint in which they were trained, too, is refused, unless `--root` says which module to
+write.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ _WITHOUT_CACHE = frozenset(
 
 
 class Asset(NamedTuple):
-    """A file to lie beside the weights."""
+    """A file to write that is not one of the weight files."""
 
     name: str
     """Relative to the output."""
     path: str | None
     """The file to copy; None if `content` is the whole file."""
     content: bytes
-    """What it holds if it is not a copy."""
+    """The bytes to write if `path` is None."""
 
     def read(self) -> bytes:
         """Return the content to write.
@@ -70,10 +71,10 @@ class Asset(NamedTuple):
 
 
 def main_dtype(tensors: Sequence[OutputTensor], base: Base | None) -> DType | None:
-    """Return the dtype that most bytes of ordinary floating tensors have; None where the base's config says it already.
+    """Return the dtype of most bytes of ordinary floating tensors, for the config; None if the base's config is right.
 
-    The base's own dtype need not be that of most bytes: a small model's embedding may be most of it. But one that no tensor
-    has is not the model's, whatever the base says: `from_pretrained` would round all of them to it.
+    The dtype in the base's config need not be that of most bytes: in a small model, most bytes may be the embedding's.
+    But it must be the dtype of some tensor: otherwise `from_pretrained` would round all tensors to it.
     """
     base_dtype = None if base is None else dtype_of(base.config)
     base_tensors = (base.tensors if base is not None else None) or {}
@@ -94,15 +95,15 @@ def model_assets(
     tied: bool | None,
     is_plain: bool,
 ) -> tuple[list[Asset], list[str]]:
-    """Return the files to write beside a model's weights, and the notes about them.
+    """Return the assets of a model, and the notes about them.
 
     Args:
-        base: the model that the checkpoint was trained from, if it is known.
-        dtype: of the weights; None if the config's is right.
-        most: the dtype of most bytes, for a config of the checkpoint's own where the base's says nothing.
+        base: the model that the checkpoint was trained from, or None.
+        dtype: dtype of the weights, for the config; None if the config's is right.
+        most: dtype of most bytes, for the checkpoint's own config if the base's has no dtype.
         untie: the config must say that embeddings are not tied.
-        tied: whether they are one in the output, where the base's config says nothing.
-        is_plain: no weights are quantised, whatever the base's are: nothing may say how they would be.
+        tied: whether embeddings are tied in the output, for a config that does not say so.
+        is_plain: the output's weights are not quantised, so no file may say that they are.
     """
     if base is None:
         return [], []
@@ -134,7 +135,7 @@ def _copy(base: Base, name: str, path: str) -> Asset:
 
 
 def _without_quantisation(base: Base) -> tuple[Base, list[str]]:
-    """Return a base whose files do not say how weights are quantised, and what to tell about it."""
+    """Return a base without the files and settings that say how weights are quantised, and the notes about it."""
     assets = {name: path for name, path in base.assets.items() if name not in FILES}
     config = None if base.config is None else plain_config(base.config)
     gone = [
@@ -146,7 +147,7 @@ def _without_quantisation(base: Base) -> tuple[Base, list[str]]:
 
 
 def _card(base: Base) -> tuple[list[Asset], list[str]]:
-    """Return the card of a model that was trained from a base, whose own card is about the base."""
+    """Return a new model card that names the base, and a note; the base's own card describes the base."""
     if base.repo_id is not None:
         return [Asset(CARD, None, card_of(base.repo_id))], [
             f"{CARD} names the base, {escape(base.repo_id)}, and no more"
@@ -159,7 +160,7 @@ def _card(base: Base) -> tuple[list[Asset], list[str]]:
 
 
 def adapter_assets(base: Base | None, config: bytes | None) -> list[Asset]:
-    """Return the files to write beside an adapter's weights: its config, and the tokenizer, which it may have changed."""
+    """Return the assets of an adapter: its config, and the tokenizer, which training may have changed."""
     assets = (
         [_copy(base, *each) for each in base.assets.items() if is_tokenizer_file(each[0])] if base else []
     )
@@ -167,7 +168,7 @@ def adapter_assets(base: Base | None, config: bytes | None) -> list[Asset]:
 
 
 def with_tokenizer(assets: Iterable[Asset], tokenizer: Tokenizer) -> list[Asset]:
-    """Return the files to write beside weights, with another tokenizer in place of the base's."""
+    """Return the assets with another tokenizer in place of the base's."""
     other_assets = [asset for asset in assets if not is_tokenizer_file(asset.name)]
     return [*other_assets, *(Asset(name, path, b"") for name, path in tokenizer.files.items())]
 
@@ -175,7 +176,7 @@ def with_tokenizer(assets: Iterable[Asset], tokenizer: Tokenizer) -> list[Asset]
 def _model_config(
     base: Base, dtype: DType | None, *, most: DType | None, untie: bool, tied: bool | None
 ) -> tuple[bytes, list[str]]:
-    """Return the checkpoint's config.json, or else the base's, with what is right for the output's weights."""
+    """Return the checkpoint's config.json, or else the base's, adjusted to the output's weights; and notes."""
     assert base.config is not None
     config, notes = dict(base.config), list[str]()
     if dtype is not None:
@@ -197,13 +198,13 @@ def _model_config(
 
 
 def dtype_of(config: Mapping[str, object] | None) -> str | None:
-    """Return the dtype that a config.json names; None if it names none."""
+    """Return the dtype that a config.json names, or None."""
     dtype = next((value for key in (_DTYPE, _OLD_DTYPE) if (value := (config or {}).get(key))), None)
     return dtype if isinstance(dtype, str) else None
 
 
 def set_dtype(config: dict[str, object], name: str) -> None:
-    """Set the dtype wherever the config, or the config of a part, has one; transformers' config gets one."""
+    """Set the dtype wherever the config, or a nested config, has one. A config of transformers without one gets one."""
     keys = [key for key in (_DTYPE, _OLD_DTYPE) if key in config]
     config |= _parts_with(config, (_DTYPE, _OLD_DTYPE), name)
     if not keys and _may_get_keys(config):
@@ -212,9 +213,9 @@ def set_dtype(config: dict[str, object], name: str) -> None:
 
 
 def _parts_with(config: Mapping[str, object], keys: Iterable[str], value: object) -> dict[str, object]:
-    """Return the configs of parts, at any depth, with a value for those of some keys that have one of its type.
+    """Return the nested configs, at any depth, with `value` for each of `keys` that has a value of the same type.
 
-    How weights are quantised is no part: Quark's `weight.dtype` is that of the numbers.
+    Quantisation configs are left alone: Quark's `weight.dtype` is the dtype of the quantised numbers.
     """
     parts = dict[str, object]()
     for name, part in config.items():
@@ -236,7 +237,7 @@ def _untie(config: dict[str, object]) -> None:
 
 
 def _may_get_keys(config: Mapping[str, object]) -> bool:
-    """True for transformers' config. Other libraries hand each key to the class, which refuses one that is new."""
+    """True for a config of transformers. Other libraries pass each key to the class, which refuses unknown keys."""
     return "model_type" in config
 
 
@@ -263,13 +264,13 @@ def trained_modules(
 
     Args:
         base: a sentence-transformers model, or any other.
-        assets: names of the files that are copied beside the weights.
+        assets: names of the assets.
         root: where the model begins in the checkpoint, dotted, such as "0.auto_model".
-        other_names: names of tensors that do not belong to the model.
-        by_hand: a person chose the tensors by name.
+        other_names: names of the checkpoint's tensors outside of the model.
+        by_hand: the user chose the tensors to write by name.
 
     Raises:
-        SourceError: there is such a module, and nobody chose the tensors.
+        SourceError: there is such a module, and the user did not choose the tensors.
     """
     modules = [
         (
@@ -292,10 +293,7 @@ def trained_modules(
 def _places(
     base: Base | None, assets: Iterable[str], root: str, other_names: Iterable[str]
 ) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (weights, beginning of its names in the checkpoint, these names) of modules that have been trained.
-
-    Their weights would be copied, though the checkpoint has tensors of them.
-    """
+    """Yield (weight file, prefix in the checkpoint, names there) of trained modules whose weights the base provides."""
     folders = modules(base.directory) if base is not None else {}
     parts, main = root.split("."), folders.get(os.curdir)
     if main not in parts:

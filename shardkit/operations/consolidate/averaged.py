@@ -1,4 +1,4 @@
-"""Averaged weights that lie beside a checkpoint, in a folder or file of their own: SimpleTuner's `ema/`."""
+"""`--weights ema` if the averaged weights have their own folder or file beside the model's, as SimpleTuner's `ema/`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from shardkit.keys.names import split
 from shardkit.keys.roots import MODEL_KEYS
 from shardkit.keys.trainer_state import is_averaged
 
-BESIDE = "ema"
-"""The root of such weights in the checkpoint that they make: all of it."""
+AVERAGED = "ema"
+"""Name of the weights in the opened checkpoint, which consists of nothing else."""
 
 
-def take_averaged(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the averaged weights beside a checkpoint as one of their own; the same one if names in it are of averages.
+def averaged_beside(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the averaged weights beside a checkpoint, opened as a checkpoint. If there are none, return the argument.
+
+    The argument is also returned if it has averaged weights itself, by its tensor names.
 
     Raises:
-        UsageError: there are several.
+        UsageError: several sets of averaged weights were found.
         SourceError, IntegrityError, ResourceError: they cannot be opened.
     """
-    is_inside = BESIDE in checkpoint.contents.roots or BESIDE in checkpoint.contents.refused_weights
+    is_inside = AVERAGED in checkpoint.contents.roots or AVERAGED in checkpoint.contents.refused_weights
     if is_inside or any(any(map(is_averaged, split(name))) for name in checkpoint.catalog.tensors):
         return checkpoint
     places = sorted(_places(checkpoint))
@@ -33,7 +35,7 @@ def take_averaged(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     if len(places) > 1:
         raise UsageError(
-            f"--weights ema: {count(len(places), 'set')} of averaged weights lie beside the model's",
+            f"--weights ema: {count(len(places), 'set')} of averaged weights found beside the model's",
             problems=map(escape, places),
             hint="give the path of the one you mean as the checkpoint, without --weights",
         )
@@ -42,7 +44,7 @@ def take_averaged(checkpoint: Checkpoint) -> Checkpoint:
         averaged,
         contents=replace(
             averaged.contents,
-            roots={**averaged.contents.roots, BESIDE: ()},
+            roots={**averaged.contents.roots, AVERAGED: ()},
             assets=(*averaged.contents.assets, *checkpoint.contents.assets),
         ),
         remarks=averaged.remarks.plus(
@@ -52,7 +54,7 @@ def take_averaged(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _places(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the paths of checkpoints with a name of averages in the checkpoint's own directory, else beside it."""
+    """Yield the paths of checkpoints that are named after averages, in the checkpoint's directory or else beside it."""
     path, stem = checkpoint.path, _stem(own_name(checkpoint.path))
     within = [name for name in listing(path) if is_averaged(_stem(name))]
     yield from (place for name in within for place in _checkpoints(path, name))
@@ -60,7 +62,8 @@ def _places(checkpoint: Checkpoint) -> Iterator[str]:
     siblings = [
         name
         for name in listing(parent(path))
-        if _stem(name) in (f"{stem}_{BESIDE}", f"{stem}-{BESIDE}") or (is_models and is_averaged(_stem(name)))
+        if _stem(name) in (f"{stem}_{AVERAGED}", f"{stem}-{AVERAGED}")
+        or (is_models and is_averaged(_stem(name)))
     ]
     if not within:
         yield from (place for name in siblings for place in _checkpoints(parent(path), name))
@@ -71,7 +74,7 @@ def _stem(name: str) -> str:
 
 
 def _checkpoints(home: str, name: str) -> Iterator[str]:
-    """Yield a path if it is a checkpoint, else the checkpoints in it."""
+    """Yield the path `home/name` if it is a checkpoint, else the checkpoints in that directory."""
     path = os.path.join(home, name)
     if recognise(path) is not None:
         yield path

@@ -1,4 +1,8 @@
-"""How the output fits its base: names and shapes, and what the model's class says of those that differ."""
+"""Compare names and shapes of the output with the base's, and explain the differences.
+
+Not every difference is an error: the model's class may compute a tensor itself or have no place for it, the vocabulary
+may have grown, and `--fill-from-base` copies parts of the base that the checkpoint lacks.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +46,14 @@ _FUSED = (
     "which brings torch and transformers, takes them apart; --allow-missing and --allow-unexpected together write them as they are"
 )
 _FEWER = (
-    "each rank has experts of its own, and the checkpoint has not those of all ranks: consolidate the one that has, or "
-    "save it again with all of them"
+    "each rank has its own experts, and the checkpoint lacks those of some ranks: consolidate a checkpoint that has all, "
+    "or save it again with all of them"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseFit:
-    """What to tell about how the output fits its base."""
+    """The result of comparing the output with its base."""
 
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -57,9 +61,9 @@ class BaseFit:
     """Warnings about weights that the base has and the output lacks."""
     is_whole: bool = False
     """The base's weights are known, and the output has all of them."""
-    carried: tuple[str, ...] = ()
-    """Names of the base whose own bytes the output has: the trained model has no place for them, or a person asked for
-    them."""
+    from_base: tuple[str, ...] = ()
+    """Names of tensors that are copied from the base, because the trained model has no place for them, or because the
+    user asked for them."""
 
 
 def base_shapes(base: Base | None) -> dict[str, Shape] | None:
@@ -82,24 +86,26 @@ def check_fit(
     is_plain: bool = True,
     why_not_rules: Sequence[str] = (),
 ) -> BaseFit:
-    """Compare the output with the base. A base that a person gave is binding; one that was found is not.
+    """Compare the output with the base. Differences are errors if the user named the base, otherwise warnings.
 
     Args:
         shapes: by name in the output.
-        vocabulary: the base, with the output's rows; None, or one without known tensors, has nothing to compare with.
+        vocabulary: with the base, whose shapes are adjusted to the output's rows. Without a base, or known tensors of
+            it, nothing is compared.
         ties: groups of names that are one parameter.
-        class_names: what the model's class says of the base's names, where it was asked.
-        options: what is asked for.
-        checkpoint: its path, for a command that a hint shows.
+        class_names: what the model's class says about the base's names, if it was asked.
+        options: the user's options.
+        checkpoint: path of the checkpoint, for a command in a hint.
         why_missing: as in `Checkpoint`.
-        left_out_shapes: shape by stored name of its tensors that are not written.
+        left_out_shapes: shape by stored name, for tensors of the checkpoint that are not written.
         is_plain: no weights of the checkpoint are quantised.
         why_not_rules: why key rules that know all names of the output, or most, were not applied.
 
     Raises:
-        SourceError: the given base is an adapter.
-        LayoutError: the given base is quantised in a way that is not known here; or lists every name that is missing,
-            unexpected or of another shape, and what is asked of the base but is no part by itself.
+        SourceError: the base that the user named is an adapter.
+        LayoutError: this base is quantised in a way that shardkit does not know. Otherwise the error lists every name
+            that is missing, unexpected or of another shape, and tensors that `--fill-from-base` cannot copy because they
+            are not whole parts.
     """
     base, shapes_in_base = vocabulary.base, base_shapes(vocabulary.base)
     if base is not None and base.is_given:
@@ -112,20 +118,20 @@ def check_fit(
     )
     is_here = base.catalog is not None and not options.naming.chooses_part
     if carried:
-        what = f"taken from {label} as they are" if is_here else "not written"
+        what = f"copied unchanged from {label}" if is_here else "not written"
         notes.append(f"{what}, the model computes them or has no place for them: {listed(carried)}")
     filling = _fill(comparison.missing, base, frozenset(carried), options.fill_from_base)
     comparison = replace(comparison, missing=filling.missing_names)
     notes += filling.notes(options.fill_from_base, label)
     carried = [*(carried if is_here else ()), *filling.names]
-    short = list(_short(carried, base, vocabulary.changed))
+    short = list(_with_old_rows(carried, base, vocabulary.changed))
     if short and allow_missing:
         notes.append(f"not written, they have the rows of the base's vocabulary: {listed(short)}")
         carried = [name for name in carried if name not in short]
     fit = BaseFit(
         notes=tuple(notes),
         is_whole=not (comparison.missing or comparison.wrong_shapes),
-        carried=tuple(carried),
+        from_base=tuple(carried),
     )
     if comparison.is_equal and not filling.refused and (allow_missing or not short):
         if not vocabulary.changed:
@@ -165,7 +171,13 @@ def _names_of_a_trainer(base: Base, checkpoint: str, why_not_rules: Sequence[str
 
 
 def _problems(comparison: BaseComparison, short: Iterable[str], options: ConsolidateOptions) -> Iterator[str]:
-    """Yield what is asked of the output and does not fit; `short` would be taken from the base with rows of its own."""
+    """Yield a line for each difference that the options do not allow.
+
+    Args:
+        comparison: the differences.
+        short: tensors that would be copied from the base, but have its number of vocabulary rows, not the output's.
+        options: the user's options.
+    """
     if not options.allow_missing:
         yield from _misfits("missing", comparison.missing, comparison.unexpected)
     if not options.allow_unexpected:
@@ -180,7 +192,7 @@ def _problems(comparison: BaseComparison, short: Iterable[str], options: Consoli
 def _take_out_experts(
     comparison: BaseComparison, shapes: Mapping[str, Shape], shapes_in_base: Mapping[str, Shape]
 ) -> tuple[BaseComparison, list[str]]:
-    """Return a comparison without experts of which the output has another number than the base, and a line for each."""
+    """Return a comparison without fused experts whose number differs from the base's, and a problem line for each."""
     numbers = other_numbers_of_experts(shapes, shapes_in_base)
     if not numbers:
         return comparison, []
@@ -196,38 +208,36 @@ def _take_out_experts(
     return replace(comparison, missing=missing, unexpected=unexpected), lines
 
 
-class _TakenFromBase(NamedTuple):
-    """What is taken from the base because a person asked for it."""
+class _Filling(NamedTuple):
+    """Which tensors `--fill-from-base` copies. All names are the base's."""
 
     names: tuple[str, ...]
-    """Names of the base."""
+    """Tensors that are copied from the base."""
     checkpoint_names: frozenset[str]
-    """Those that the output has from the checkpoint."""
+    """Tensors that the checkpoint has."""
     missing_names: tuple[str, ...]
-    """Those that are missing, and nobody asked for."""
+    """Tensors that remain missing: no glob matches them."""
     refused: tuple[str, ...] = ()
-    """Why others that a person asked for are not taken."""
+    """A line for each tensor that a glob matches and that cannot be copied."""
 
     def notes(self, fill: Iterable[str], label: str) -> Iterator[str]:
-        """Yield what to tell; `fill` are the globs."""
+        """Yield the notes about copied tensors, and about globs of `fill` that match nothing."""
         if self.names:
             parts = listed(whole_parts(self.names, self.checkpoint_names))
-            yield f"taken from {label} as they are: {count(len(self.names), 'tensor')}: {parts}"
+            yield f"copied unchanged from {label}: {count(len(self.names), 'tensor')}: {parts}"
         for glob in fill:
             if not any(fnmatchcase(name, glob) for name in self.names):
                 yield f"--fill-from-base {escape(glob)!r} matches no tensor that is missing"
 
 
-def _fill(
-    missing: Collection[str], base: Base, carried: Collection[str], fill: Sequence[str]
-) -> _TakenFromBase:
-    """Decide which tensors a checkpoint that holds a part of the base's model gets from the base.
+def _fill(missing: Collection[str], base: Base, carried: Collection[str], fill: Sequence[str]) -> _Filling:
+    """Decide which missing tensors `--fill-from-base` copies from the base.
 
     Args:
         missing: names of the base that the output lacks.
-        base: with known tensors.
-        carried: other names that the base gives.
-        fill: globs that a person gave.
+        base: a base with known tensors.
+        carried: names that are copied from the base for other reasons.
+        fill: the globs of `--fill-from-base`.
     """
     assert base.tensors is not None
     checkpoint_names = frozenset(base.tensors.keys() - set(missing) - set(carried))
@@ -241,18 +251,18 @@ def _fill(
         torn = dict.fromkeys(fill_names, "the checkpoint has no tensor of the base")
     for name, keeper in _tied_in(base, fill_names, checkpoint_names) if fill_names else ():
         torn[name] = f"the base has the same bytes under {escape(keeper)}, which is in the checkpoint"
-    return _TakenFromBase(
+    return _Filling(
         names=tuple(name for name in fill_names if name not in torn),
         checkpoint_names=checkpoint_names,
         missing_names=tuple(missing_names),
-        refused=tuple(f"no part by itself: {escape(name)}: {why}" for name, why in torn.items()),
+        refused=tuple(f"not a whole part: {escape(name)}: {why}" for name, why in torn.items()),
     )
 
 
 def _tied_in(
     base: Base, fill_names: Collection[str], checkpoint_names: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield names that are to be taken from a base, with the equal one that they may be tied to."""
+    """Yield (name, equal name) for tensors that would be copied although they may be tied to one of the checkpoint."""
     for name, keepers, _ in tied_names(base_shapes(base) or {}):
         for one, two in ((one, two) for keeper in keepers for one, two in ((name, keeper), (keeper, name))):
             if one in fill_names and two in checkpoint_names and holds_equal(base, one, two):
@@ -261,15 +271,17 @@ def _tied_in(
 
 def _hint(
     comparison: BaseComparison,
-    filling: _TakenFromBase,
+    filling: _Filling,
     vocabulary: RowsChange,
     checkpoint: str,
     left_out_shapes: Mapping[str, Shape],
     fill: Sequence[str],
 ) -> str:
-    """Return the hint for a checkpoint that does not fit: a part of a larger model can be filled up."""
+    """Return the hint for a checkpoint that does not fit; for a part of a larger model, the `--fill-from-base` to add."""
     if filling.refused:
-        return "only whole parts are taken from the base, no layer of a stack and no tensor of a module"
+        return (
+            "only whole parts can be copied from the base, not one layer of a stack or one tensor of a module"
+        )
     if holds_fused_experts(comparison.unexpected):
         return _FUSED
     if comparison.unexpected or torn_parts(comparison.missing, filling.checkpoint_names):
@@ -278,7 +290,7 @@ def _hint(
         base_shapes(vocabulary.base) or {},
         {_end(name, shape) for name, shape in left_out_shapes.items()},
     )
-    # Trained, below another prefix.
+    # The missing tensors were trained, and are in the checkpoint below another prefix.
     if any(_end(name, shapes_in_base[name]) in kept for name in comparison.missing):
         return _OTHER_NAMES
     if comparison.wrong_shapes:
@@ -291,15 +303,15 @@ def _hint(
     if base.catalog is None:
         return f"{options} takes them from a base on this machine: `{base.download}` brings it here"
     command = f"shardkit consolidate {in_shell(checkpoint)} --base {in_shell(base.label)} {options}"
-    return f"if they were not trained, take them from the base as they are: `{command}`"
+    return f"if they were not trained, copy them from the base: `{command}`"
 
 
 def _end(name: str, shape: Shape) -> tuple[Segments, Shape]:
     return split(name)[-2:], tuple(shape)
 
 
-def _short(carried: Iterable[str], base: Base, rows: Sequence[TokenRows]) -> Iterator[str]:
-    """Yield what would be taken from the base with as many rows as its vocabulary has, which is not the output's."""
+def _with_old_rows(carried: Iterable[str], base: Base, rows: Sequence[TokenRows]) -> Iterator[str]:
+    """Yield tensors to copy that have as many rows as the base's vocabulary, if the output's vocabulary has others."""
     old = {change.old for change in rows}
     for name in carried:
         shape = base.catalog.tensors[name].shape if base.catalog is not None else ()
@@ -308,9 +320,9 @@ def _short(carried: Iterable[str], base: Base, rows: Sequence[TokenRows]) -> Ite
 
 
 def _refuse_base(base: Base, *, is_plain: bool) -> None:
-    """Refuse a base whose config is not that of the model with plain weights which was trained."""
+    """Refuse a base that is an adapter, or that is quantised while the checkpoint is not."""
     refuse_adapter(base)
-    method = method_of(base.config)  # what can be dequantised has none any more
+    method = method_of(base.config)  # a base that could be dequantised has none any more
     if is_plain and method is not None:
         raise LayoutError(
             f"--base {escape(base.label)} is quantised ({escape(method)}), the weights of the checkpoint are not",
@@ -324,14 +336,15 @@ def _explain(
     class_names: ClassNames | None,
     label: str,
 ) -> tuple[BaseComparison, list[str], list[str]]:
-    """Take out of a comparison what the model computes, makes or has no place for.
+    """Remove from a comparison the tensors that the model computes itself or has no place for.
 
     Returns:
-        What is left, names of the base that may be carried over, and notes.
+        The remaining differences, names of removed tensors that can be copied from the base, and notes.
     """
     spare, optional_names, notes = list[str](), list[str](), list[str]()
     if class_names is not None:
-        # A block that the class has no place for is no head of another objective: it may belong to another model.
+        # Only tensors outside of blocks: an unused one is the head of another objective. A block that the class has no
+        # place for may mean that the base is another model.
         spare = [
             name
             for name in comparison.missing

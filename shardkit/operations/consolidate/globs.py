@@ -1,7 +1,8 @@
 """`--include` and `--exclude`: which tensors are written, by their names in the output.
 
-What `--exclude` matches is left out before anything else is named, so that it stands in nobody's way. Tensors that key
-rules, the manifest or the class name or form otherwise wait until they have the names of the output.
+Excluded tensors are removed as early as possible, before the others are named, so that they cannot make naming fail. But
+key rules, the manifest or the model's class may still rename or convert some tensors. For these, called *late* here, the
+globs apply once they have their names of the output.
 """
 
 from __future__ import annotations
@@ -17,105 +18,105 @@ from shardkit.keys.rule_sets import AUTO, NONE, known_names, load_rules
 from shardkit.keys.select import Globs, Selection
 from shardkit.layout.binding import ClassNames, TensorsAtHand, bind, shipped
 from shardkit.layout.traced import may_differ_in_memory
-from shardkit.operations.consolidate.adapter import Chosen
+from shardkit.operations.consolidate.adapter import ChosenTensors
 from shardkit.operations.consolidate.options import ConsolidateOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sieve:
-    """Sifts tensors by their names in the output."""
+    """Filters tensors by their names in the output."""
 
     globs: Globs
     left_out: frozenset[str] = frozenset()
-    """Names in the output of tensors that were left out before others were named."""
+    """Names in the output of tensors that were removed early."""
     takes_rules: bool = False
-    """Shipped key rules know all names of the checkpoint."""
+    """Shipped key rules match all names of the checkpoint."""
     class_names: ClassNames | None = None
     """What the model's class says, if it was asked."""
 
-    def sift(self, chosen: Chosen) -> Chosen:
-        """Return the tensors to write, of all under the names of the output.
+    def sift(self, chosen: ChosenTensors) -> ChosenTensors:
+        """Return the tensors that the globs select, once all tensors have their names of the output.
 
         Raises:
-            UsageError: a glob matches none of these names, or none is left.
+            UsageError: a glob matches no name, or no tensor remains.
         """
         self.globs.check({*self.left_out, *chosen.names.values()})
-        return replace(chosen, names=self.taken(chosen))
+        return replace(chosen, names=self.selected_names(chosen))
 
-    def taken(self, chosen: Chosen) -> dict[str, str]:
-        """Return name in the catalog -> name so far of what the globs take, whether or not they match anything."""
+    def selected_names(self, chosen: ChosenTensors) -> dict[str, str]:
+        """Return name in the catalog -> current name, for the tensors that the globs select; they need not match any."""
         return {source: name for source, name in chosen.names.items() if self.globs.take(name)}
 
 
-def leave_out(
+def exclude_early(
     checkpoint: Checkpoint,
     base: Base | None,
     selection: Selection,
     options: ConsolidateOptions,
     ask: Callable[[Base], ClassNames | None],
 ) -> tuple[Selection, Sieve]:
-    """Return a selection without what `--exclude` leaves out at once, and what sifts the others.
+    """Return a selection without the tensors that `--exclude` removes early, and the filter for the others.
 
     Args:
-        checkpoint: opened.
-        base: given or found, or None.
-        selection: of all tensors of the model.
-        options: what a person asks for.
+        checkpoint: the opened checkpoint.
+        base: the base that the user named or that was found, or None.
+        selection: all tensors of the model.
+        options: the user's options.
         ask: asks the model's class.
 
     Raises:
-        UsageError: nothing is left.
-        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+        UsageError: no tensor remains.
+        SourceError, IntegrityError: the manifest cannot be read, or was changed after it was written.
     """
     globs = Globs(options.naming.include, options.naming.exclude)
     if not any(globs):
         return selection, Sieve(globs=globs)
-    waiting = _waiting(checkpoint, base, selection, options, ask)
+    late = _find_late_names(checkpoint, base, selection, options, ask)
     left_out = {
         stored: name
         for stored, name in selection.names.items()
-        if globs.leave_out(name) and selection.live.get(stored, name) not in waiting.names
+        if globs.leave_out(name) and selection.live.get(stored, name) not in late.names
     }
     if len(left_out) == len(selection.names):
         globs.check(left_out.values())
     sieve = Sieve(
         globs=globs,
         left_out=frozenset(left_out.values()),
-        takes_rules=waiting.takes_rules,
-        class_names=waiting.class_names,
+        takes_rules=late.takes_rules,
+        class_names=late.class_names,
     )
     return selection.only(selection.names.keys() - left_out.keys()), sieve
 
 
-class _Waiting(NamedTuple):
+class _LateNames(NamedTuple):
     names: Collection[str]
-    """Names in memory of tensors that the output may have under other names."""
+    """Names in memory of tensors that may have other names in the output."""
     takes_rules: bool = False
     class_names: ClassNames | None = None
 
 
-def _waiting(
+def _find_late_names(
     checkpoint: Checkpoint,
     base: Base | None,
     selection: Selection,
     options: ConsolidateOptions,
     ask: Callable[[Base], ClassNames | None],
-) -> _Waiting:
-    """Return which tensors the output may have under other names; arguments as for `leave_out`."""
+) -> _LateNames:
+    """Return which tensors may have other names in the output; arguments as for `exclude_early`."""
     shapes = {
         selection.live.get(stored, name): checkpoint.catalog.tensors[stored].shape
         for stored, name in selection.names.items()
     }
     if options.merge_lora:
-        return _Waiting(shapes)
+        return _LateNames(shapes)
     if options.key_rules not in (AUTO, NONE):
-        return _Waiting(known_names(load_rules(options.key_rules), shapes))
+        return _LateNames(known_names(load_rules(options.key_rules), shapes))
     if options.naming.root is not None or options.naming.changes_names:
-        return _Waiting(())
+        return _LateNames(())
     config = base.config if base is not None else None
     have = TensorsAtHand(shapes=shapes, config=config)
     if options.key_rules == AUTO and bind(have, None, [shipped]).rules is not None:
-        return _Waiting(shapes, takes_rules=True)
+        return _LateNames(shapes, takes_rules=True)
     changed = {
         fqn for fqn, expression in saved_derived(checkpoint).items() if not isinstance(expression, Opaque)
     }
@@ -125,10 +126,10 @@ def _waiting(
         or base.tensors is None
         or not may_differ_in_memory(base.config or {})
     ):
-        return _Waiting(changed)
+        return _LateNames(changed)
     class_names = ask(base)
     if class_names is not None:
         changed |= class_names.converted.keys() | {
             fqn for fqn, name in class_names.names.items() if fqn != name
         }
-    return _Waiting(changed, class_names=class_names)
+    return _LateNames(changed, class_names=class_names)

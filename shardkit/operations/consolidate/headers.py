@@ -1,7 +1,8 @@
-"""Which settings in the headers of a safetensors source go into the output's headers.
+"""Choose which settings in the headers of a safetensors source are copied into the output's headers.
 
-A header may have more than tensors: settings of an adapter (diffusers), the types of quantised tensors (torchao), names
-that share one tensor (safetensors' `save_model`), a licence or a title. They are about the names that tensors have there.
+Beside the tensors, the `__metadata__` of a header may have settings: those of an adapter (diffusers), the types of
+quantised tensors (torchao), names that share one tensor (safetensors' `save_model`), a licence or a title. They refer to
+tensors by name, so they become wrong when tensors are renamed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _TENSOR_NAMES, _TYPE = "tensor_names", '"_type"'
 
 
 class HeaderSettings(NamedTuple):
-    """What the output's headers say beside the tensors."""
+    """The settings for the output's headers."""
 
     settings: Mapping[str, str] = MappingProxyType({})
     notes: tuple[str, ...] = ()
@@ -38,14 +39,15 @@ def is_diffusers_lora(checkpoint: Checkpoint) -> bool:
 
 
 def keep_settings(checkpoint: Checkpoint, tensors: Sequence[OutputTensor]) -> HeaderSettings:
-    """Return the settings of a source's headers that are true of an output.
+    """Return the settings of a source's headers that are right for the output, too.
 
     Args:
-        checkpoint: the source, whose headers count if it is a Hub model.
-        tensors: what is written.
+        checkpoint: the source; only a Hub model has settings.
+        tensors: the tensors to write.
 
     Raises:
-        LayoutError: names or dtypes change, and the settings would be wrong without being left out.
+        LayoutError: names or dtypes change, so that the settings would be wrong, but nothing could read the tensors
+            without them.
     """
     hub = checkpoint.hub
     if hub is None or not hub.settings:
@@ -67,16 +69,16 @@ def keep_settings(checkpoint: Checkpoint, tensors: Sequence[OutputTensor]) -> He
     ]
     _refuse(checkpoint, types, contradicting, values, is_renamed=is_renamed, is_cast=is_cast)
     if is_renamed:
-        return HeaderSettings(notes=(_left_out(values, "because names of tensors change"),))
+        return HeaderSettings(notes=(_left_out_note(values, "because names of tensors change"),))
     settings = {
         key: next(iter(stated_values)) for key, stated_values in values.items() if len(stated_values) == 1
     }
     aliases = [key for key, value in settings.items() if value in stored and value not in written]
     notes = []
     if contradicting:
-        notes.append(_left_out(contradicting, "in which the source's files contradict each other"))
+        notes.append(_left_out_note(contradicting, "in which the source's files contradict each other"))
     if aliases:
-        notes.append(_left_out(aliases, "other names of tensors that are left out"))
+        notes.append(_left_out_note(aliases, "other names of tensors that are left out"))
     return HeaderSettings({key: settings[key] for key in settings if key not in aliases}, tuple(notes))
 
 
@@ -84,7 +86,7 @@ def _is_type(value: str) -> bool:
     return value.startswith("{") and _TYPE in value
 
 
-def _left_out(keys: Mapping[str, object] | Sequence[str], why: str) -> str:
+def _left_out_note(keys: Mapping[str, object] | Sequence[str], why: str) -> str:
     return f"left out of the header: {listed(sorted(keys))}, {why}"
 
 

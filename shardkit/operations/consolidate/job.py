@@ -1,8 +1,12 @@
-"""Everything that is decided before a byte moves: what consolidate would read and write.
+"""Decide what consolidate reads and writes, before any byte moves.
 
-    checkpoint -> names -> ties -> base -> dtypes -> images -> plan
+    checkpoint -> names -> ties -> comparison with the base -> dtypes -> images -> plan
 
-Building a job reads descriptions, and of tied tensors the bytes; it writes nothing.
+Building a job reads headers and configs, and the bytes of tensors that may be tied. It writes nothing.
+
+A tensor has up to three names: the stored one, in the checkpoint's catalog; the one in memory, as the model calls it; and
+the one in the output, as the Hub has it. `chosen.names` maps stored names to names in the output, and `selection.live`
+maps stored names to names in memory.
 """
 
 from __future__ import annotations
@@ -89,11 +93,11 @@ from shardkit.operations.casts import (
     KEEP,
     check_choice,
     choose_dtypes,
-    held_dtypes,
-    held_folded,
+    find_default_dtypes,
+    find_folded_dtypes,
 )
 from shardkit.operations.consolidate.adapter import STEM as ADAPTER_STEM
-from shardkit.operations.consolidate.adapter import Chosen, choose_tensors, merged_by_peft
+from shardkit.operations.consolidate.adapter import ChosenTensors, choose_tensors, merged_by_peft
 from shardkit.operations.consolidate.assets import (
     Asset,
     adapter_assets,
@@ -103,11 +107,11 @@ from shardkit.operations.consolidate.assets import (
     with_tokenizer,
 )
 from shardkit.operations.consolidate.fit import BaseFit, base_shapes, check_fit
-from shardkit.operations.consolidate.globs import Sieve, leave_out
+from shardkit.operations.consolidate.globs import Sieve, exclude_early
 from shardkit.operations.consolidate.headers import is_diffusers_lora, keep_settings
 from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.consolidate.own import eos_warnings, own_notes, own_tokenizer
-from shardkit.operations.consolidate.schedule_free import EVAL, optimizer_warnings, take_evaluated
+from shardkit.operations.consolidate.schedule_free import EVAL, optimizer_warnings, with_eval_weights
 from shardkit.operations.consolidate.vocabulary import RowsChange, check_tokenizer, follow_vocabulary
 from shardkit.operations.parts.agreement import Share
 from shardkit.operations.parts.part import Part, share_of
@@ -123,52 +127,52 @@ _log = logging.getLogger("shardkit")
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)", re.ASCII)
 _DECIDERS = {"shipped": "shipped rules", "base": "equal names"}
-"""What results call those who have other names in a `Binding`."""
+"""Deciders that results call by other names than `Binding` does."""
 _NO_TIES = Ties(dropped={}, diverged=(), untied=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidateJob:
-    """A decided consolidation."""
+    """All decisions of a consolidation."""
 
     checkpoint: Checkpoint
     options: ConsolidateOptions
     weights: str
-    """As they were asked for: "model", "ema", "eval" ..."""
+    """The option `weights`: "model", "ema", "eval" ..."""
     selection: Selection
     kind: str
     """"model", "adapter", or "merged": an adapter added to its model."""
     ties: Ties
     base: Base | None
     catalog: Catalog
-    """Of the tensors that were chosen; extents are raw bytes, and what other parts read may have no chunks."""
+    """The chosen tensors. Extents are raw bytes; tensors that only other parts read may have no chunks."""
     tensors: tuple[OutputTensor, ...]
     """In the order of the output."""
     output: SafetensorsImages
     plan: TransferPlan
     assets: tuple[Asset, ...]
-    """What lies beside the weights."""
+    """The files other than weights."""
     contents: tuple[tuple[str, int], ...]
-    """Name and CRC-32 of each of them: with another config or tokenizer it is another output.
+    """Name and CRC-32 of each asset. They identify the output: another config or tokenizer makes another output.
 
-    Not their stamps: each machine of a job may have the base in a place of its own.
+    The files' stamps would not do: each machine of a job may have its own copy of the base.
     """
     notes: tuple[str, ...]
     unloadable: tuple[str, ...]
-    """Why `from_pretrained` would not load all weights of the output; the first of `warnings`."""
+    """Reasons why `from_pretrained` would not load all weights of the output; `warnings` begins with them."""
     warnings: tuple[str, ...]
     fit: BaseFit
-    """How names and shapes fit the base's."""
+    """How names and shapes compare with the base's."""
     answer: ClassAnswer | None = None
-    """What the class says of the output's names, where it was to be asked."""
+    """What the class says about the output's names, if it was asked."""
     split: tuple[FusedTensors, ...] = ()
-    """Tensors that become several."""
+    """Tensors that are split into several."""
     names: tuple[NamedTensor, ...] = ()
     """All tensors of the output, in a dry run."""
 
     @property
     def needed_bytes(self) -> int:
-        """Room for all that is written."""
+        """Bytes of all files of the output."""
         return self.plan.written_bytes + sum(asset.nbytes for asset in self.assets)
 
     @property
@@ -178,14 +182,15 @@ class ConsolidateJob:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Names of the files that lie beside the weights."""
+        """Names of the files other than weights."""
         return tuple(asset.name for asset in self.assets)
 
     def marked(self, mark: str) -> ConsolidateJob:
-        """Return the same job with a mark in the names of its weight files, as they lie in a store.
+        """Return the same job with a mark in the names of its weight files, for an output in a store.
 
         Raises:
-            UsageError: it writes an adapter, whose file PEFT finds by its name alone.
+            UsageError: the output's files must keep their names, by which their library finds them: those of an
+                adapter, or of a model that is not in `model*.safetensors`.
         """
         if self.kind == "adapter":
             raise UsageError(
@@ -202,7 +207,7 @@ class ConsolidateJob:
         return replace(self, output=output, plan=replace(self.plan, images=output))
 
     def describe(self, crcs: Mapping[str, int] = MappingProxyType({})) -> manifest.HubModel:
-        """Return the manifest, as far as it is known before a byte moves; `crcs` are those of tensors."""
+        """Return the manifest, as far as it is known before bytes move; `crcs` has the CRC-32s of tensors."""
         dequantized = self.checkpoint.remarks.dequantized
         return manifest.HubModel(
             tool=manifest.TOOL,
@@ -235,28 +240,27 @@ class ConsolidateJob:
 def build_job(
     checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions, share: Share | None
 ) -> ConsolidateJob:
-    """Decide what a checkpoint becomes.
+    """Decide what consolidate writes.
 
     Args:
-        checkpoint: opened.
-        base: given or found, or None.
-        options: what is asked for.
-        share: what this process carries out: it opens the records of these files alone. None for all.
+        checkpoint: the opened checkpoint.
+        base: the base that the user named or that was found, or None.
+        options: the user's options.
+        share: the files that this process writes; only their records are opened. None for all files.
 
     Raises:
-        UsageError: an option has no such value, or cannot be carried out.
-        SourceError: the weights that are asked for are missing, cannot be told apart or recovered, or have no place
-            in safetensors.
-        LayoutError: names or shapes differ from those of the given base.
+        UsageError: the value of an option is not allowed, or the option cannot be fulfilled.
+        SourceError: the requested weights are missing, ambiguous or unrecoverable, or safetensors cannot store them.
+        LayoutError: names or shapes differ from those of the base that the user named.
     """
     _check_options(checkpoint, base, options)
     weights, evaluated, of_training = options.weights, tuple[str, ...](), tuple[str, ...]()
     if weights == EVAL:
         options = replace(options, weights="model")
-        checkpoint, evaluated = take_evaluated(checkpoint, _select(checkpoint, base, options.naming).names)
+        checkpoint, evaluated = with_eval_weights(checkpoint, _select(checkpoint, base, options.naming).names)
     elif weights == "model":
         of_training = tuple(optimizer_warnings(checkpoint))
-    elif checkpoint.contents.roots.get(weights) == ():  # all of it is what was asked for
+    elif checkpoint.contents.roots.get(weights) == ():  # the whole checkpoint consists of these weights
         options = replace(options, weights="model")
     named = _name(checkpoint, base, options)
     chosen, selection, fit, base = named.chosen, named.selection, named.fit, named.vocabulary.base
@@ -274,7 +278,9 @@ def build_job(
         left_out_names,
         by_hand=options.naming.weights != "model" or options.naming.chooses_names,
     )
-    catalog = _opened(written, _images_of(output, share), as_read=share is not None and not options.dry_run)
+    catalog = _open_records(
+        written, _images_of(output, share), as_read=share is not None and not options.dry_run
+    )
     unloadable: tuple[str, ...] = ()
     if chosen.kind != "adapter":
         unloadable = (*selection.unloadable, *fit.missing, *written.unloadable)
@@ -322,9 +328,12 @@ def build_job(
 
 
 def _named_tensors(
-    tensors: Iterable[OutputTensor], chosen: Chosen, checkpoint: Checkpoint, options: ConsolidateOptions
+    tensors: Iterable[OutputTensor],
+    chosen: ChosenTensors,
+    checkpoint: Checkpoint,
+    options: ConsolidateOptions,
 ) -> Iterator[NamedTensor]:
-    """Yield the tensors of the output with what they are made of."""
+    """Yield each tensor of the output with its sources and who decided its name."""
     by = "equal names"
     if options.naming.changes_names:
         by = "person"
@@ -336,20 +345,20 @@ def _named_tensors(
 
 
 def is_copied_quantised(checkpoint: Checkpoint) -> bool:
-    """True for a source whose weights are quantised in a way that no config tells, and are copied so."""
+    """True if the source's quantised weights are copied as they are, though no config says that they are quantised."""
     return any(_copied_scales(checkpoint))
 
 
 def _copied_scales(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield a note about quantised weights that are copied as they are, where no config tells of them."""
+    """Yield a note if quantised weights are copied as they are, though no config says that they are quantised."""
     is_copied = checkpoint.hub is not None and checkpoint.remarks.dequantized is None
     why = why_scaled(checkpoint) if is_copied else None
     if why is not None:
-        yield f"the model is quantised, and copied so: {why}: its values mean nothing without their scales"
+        yield f"the model is quantised and copied as it is: {why}: its values mean nothing without their scales"
 
 
 def _images_of(output: SafetensorsImages, share: Share | None) -> list[SafetensorsImage]:
-    """Return the files that this process writes: all, those of its part, or none where all parts are done."""
+    """Return the files that this process writes: all, those of its part, or none if all parts are finished."""
     images = list(output)
     if share is None:
         return images
@@ -358,13 +367,13 @@ def _images_of(output: SafetensorsImages, share: Share | None) -> list[Safetenso
     return [images[number] for number in share_of([image.size for image in images], share)]
 
 
-def _opened(written: Written, images: Iterable[SafetensorsImage], *, as_read: bool) -> Catalog:
-    """Return a catalog of raw extents, in which what goes into other files than these may have no chunks.
+def _open_records(written: Written, images: Iterable[SafetensorsImage], *, as_read: bool) -> Catalog:
+    """Return a catalog of raw extents. Tensors that go into other files than `images` may have no chunks.
 
     Args:
         written: the tensors of all files.
-        images: the files of this process.
-        as_read: records may be opened when they are read; in a store that saves requests.
+        images: the files that this process writes.
+        as_read: records may be opened as late as when they are read, which saves requests to a store.
     """
     catalog = written.catalog
     if catalog.open_records is None:
@@ -378,38 +387,38 @@ def _opened(written: Written, images: Iterable[SafetensorsImage], *, as_read: bo
 class _NamedTensors:
     """The tensors to write, and their names."""
 
-    chosen: Chosen
+    chosen: ChosenTensors
     selection: Selection
     ties: Ties
     fit: BaseFit
     vocabulary: RowsChange
     answer: ClassAnswer | None
-    """What the class says of the names, where it was to be asked."""
+    """What the class says about the names, if it was asked."""
 
     @property
     def names(self) -> dict[str, str]:
-        """Name in the catalog -> name in the output, in the order of the output; ties are there once."""
+        """Name in the catalog -> name in the output, in the order of the output; one name for each group of ties."""
         return {source: name for source, name in self.chosen.names.items() if name not in self.ties.dropped}
 
     def notes(self, base: Base | None) -> Iterator[str]:
-        """Yield what to tell about the choice."""
+        """Yield the notes about the choice of tensors and names."""
         yield from (*self.selection.notes, *self.chosen.notes)
         yield from (*(base.notes if base else ()), *self.vocabulary.notes, *self.fit.notes)
 
     def warnings(self, base: Base | None) -> Iterator[str]:
-        """Yield the warnings about the choice, without those that say that the output cannot be loaded."""
+        """Yield the warnings about the choice, except those that say that the output cannot be loaded."""
         selection = self.selection
         if base is not None and self.chosen.kind != "adapter":
             yield from base.warnings
-        if not selection.unloadable:  # else they ask for the base
+        if not selection.unloadable:  # otherwise those warnings ask for the base already
             yield from _base_warnings(base, self.chosen.kind)
         yield from self.fit.warnings
         yield from self.vocabulary.warnings
-        if not {*self.names.values()} <= (base_shapes(base) or {}).keys():  # else the class has found them
+        if not {*self.names.values()} <= (base_shapes(base) or {}).keys():  # otherwise the base has them all
             yield from selection.renaming
-            if self.answer is None or self.answer.missing:  # else it is no wrapper's, beside a model
+            if self.answer is None or self.answer.missing:  # otherwise the class finds all of its weights
                 yield from selection.warnings
-        if self.answer is None:  # else the class that the config names has these names in its files
+        if self.answer is None:  # otherwise the class confirms that its files have these names
             yield from selection.in_memory(list(self.names.values()), base_shapes(base))
         yield from self.chosen.warnings
 
@@ -420,9 +429,9 @@ def _name(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions
     sieve, selection, chosen = _choose(checkpoint, base, options, ask)
     vocabulary = RowsChange(base=base)
     if chosen.kind != "adapter":
-        shapes = _shapes_in(chosen, sieve.taken(chosen))
+        shapes = _shapes_in(chosen, sieve.selected_names(chosen))
         vocabulary = follow_vocabulary(checkpoint, base, shapes, options.new_tokenizer)
-    if vocabulary.changed:  # names that differ from the base's are found by shapes
+    if vocabulary.changed:  # renaming to the base's names matches shapes, which are others now
         base = vocabulary.base
         sieve, selection, chosen = _choose(checkpoint, base, options, ask)
     chosen, answer, by_class, tied = _name_as_saved(chosen, selection, checkpoint, base, options)
@@ -451,20 +460,20 @@ def _has_config(base: Base | None) -> bool:
 def _tensors(
     named: _NamedTensors, checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions
 ) -> tuple[tuple[OutputTensor, ...], list[str]]:
-    """Choose the dtypes; return what is written, in the order of the output, and notes.
+    """Choose the dtypes; return the tensors to write, in the order of the output, and notes.
 
     Raises:
-        UsageError: the dtype or a rule cannot be carried out.
+        UsageError: the dtype or a dtype rule cannot be applied.
     """
     names, stored = named.names, named.chosen.catalog
     sources = {name: source for source, name in names.items()}
-    default_dtypes = held_dtypes(stored, sources, checkpoint.remarks.dequantized, {})
+    default_dtypes = find_default_dtypes(stored, sources, checkpoint.remarks.dequantized, {})
     fold_notes = list[str]()
     folds = made_among(stored, names, Fold)
     folded = [name for source, name in names.items() if source in folds]
     if folded and not options.keep_factors and options.dtype in (KEEP, BASE):
         nbytes = {name: stored.tensors[source].nbytes for source, name in names.items()}
-        default_dtypes, fold_notes = held_folded(default_dtypes, folded, nbytes, base)
+        default_dtypes, fold_notes = find_folded_dtypes(default_dtypes, folded, nbytes, base)
     dtypes, notes = choose_dtypes(default_dtypes, names, options.dtype, options.rules, base, checkpoint.path)
     tensors = tuple(
         OutputTensor(name, source, dtypes[name], stored.tensors[source].shape)
@@ -478,14 +487,17 @@ def _choose(
     base: Base | None,
     options: ConsolidateOptions,
     ask: Callable[[Base], ClassNames | None],
-) -> tuple[Sieve, Selection, Chosen]:
-    """Choose the tensors and name them, with what sifts them by names; errors as for `build_job`."""
+) -> tuple[Sieve, Selection, ChosenTensors]:
+    """Choose the tensors and name them; return them with the filter of `--include` and `--exclude`.
+
+    Raises as `build_job`.
+    """
     naming = options.naming
     if not naming.chooses_names:
-        # First: otherwise their names would be refused because they fit nothing.
+        # Checked first: later, such names would be refused with an error that does not name the cause.
         refuse_factors(checkpoint.catalog.tensors, hint=merged_by_peft(checkpoint, base))
         refuse_prompts(checkpoint.catalog.tensors, base_shapes(base) or ())
-    selection, sieve = leave_out(checkpoint, base, _select(checkpoint, base, naming), options, ask)
+    selection, sieve = exclude_early(checkpoint, base, _select(checkpoint, base, naming), options, ask)
     stored_names = [stored for stored, name in selection.names.items() if sieve.globs.take(name)]
     refuse_factors(stored_names, hint=merged_by_peft(checkpoint, base))
     _refuse_objects(checkpoint.catalog.objects, stored_names)
@@ -497,7 +509,7 @@ def _choose(
         adapter_config=options.adapter_config,
     )
     if chosen.kind == "merged":
-        selection = replace(selection, live=chosen.names)  # which are free of PEFT's own only now
+        selection = replace(selection, live=chosen.names)  # merging removed PEFT's own segments
         if not naming.changes_names:
             shapes_in_base = base_shapes(base) or None
             by_source = {source: chosen.catalog.tensors[source].shape for source in chosen.names}
@@ -514,7 +526,7 @@ def _choose(
     tokens = options.new_tokenizer.tokens if options.new_tokenizer is not None else None
     derived = saved_derived(checkpoint) if rules is None else {}
     takes_shipped = is_plain and options.key_rules == AUTO
-    chosen, binding = _bound(
+    chosen, binding = _bind_names(
         chosen,
         selection.live,
         [
@@ -530,8 +542,8 @@ def _choose(
     )
 
 
-def _refuse_rules(chosen: Chosen, naming: Naming) -> None:
-    """Refuse key rules that a person asked for where they are about nothing, or something else gives the names."""
+def _refuse_rules(chosen: ChosenTensors, naming: Naming) -> None:
+    """Refuse `--keys` for an adapter, or together with other options that set the names."""
     if chosen.kind == "adapter":
         raise UsageError("--keys is about a model, and the checkpoint holds an adapter")
     if naming.changes_names:
@@ -542,9 +554,9 @@ def _refuse_rules(chosen: Chosen, naming: Naming) -> None:
 
 
 def _with_rules(
-    selection: Selection, chosen: Chosen, base: Base | None, binding: Binding
-) -> tuple[Selection, Chosen]:
-    """Note what key rules did with a trainer's own names, or why they did nothing."""
+    selection: Selection, chosen: ChosenTensors, base: Base | None, binding: Binding
+) -> tuple[Selection, ChosenTensors]:
+    """Add the notes on how key rules renamed the tensors, or the warning why no rules applied."""
     for rules in binding.candidates:
         _log.debug("key rules %s fit all names", escape(rules.name))
     for reason in binding.why_not:
@@ -555,7 +567,7 @@ def _with_rules(
             notes.append(f"left out by the key rules: {listed(binding.dropped)}")
         chosen = replace(chosen, keys=binding.rules.name, notes=(*chosen.notes, *notes, *binding.notes))
         return replace(selection, renaming=(), renamed=(), are_hubs=True), chosen
-    # Without a config all of them lack the same thing, which the warning about the names asks for.
+    # Without a config every rule set fails for the same reason, and the warning about the names asks for the base.
     reasons = binding.why_not if _has_config(base) or not selection.unloadable else ()
     if binding.candidates:
         names = " and ".join(rules.name for rules in binding.candidates)
@@ -564,28 +576,29 @@ def _with_rules(
     return selection, replace(chosen, warnings=warnings, why_not_rules=tuple(reasons))
 
 
-def _bound(
-    chosen: Chosen,
+def _bind_names(
+    chosen: ChosenTensors,
     live: Mapping[str, str],
     providers: Iterable[Provider],
     *,
     converted: Mapping[str, Expression],
     config: Mapping[str, Any] | None = None,
     padding: Padding | None = None,
-) -> tuple[Chosen, Binding]:
-    """Give tensors the names and forms of the Hub, as those decide who may know.
+) -> tuple[ChosenTensors, Binding]:
+    """Give tensors the Hub's names and shapes. The providers are asked in order (see `layout.binding`).
 
     Args:
-        chosen: what is written.
+        chosen: the tensors to write.
         live: name in the catalog -> name in memory.
-        providers: those who may know.
-        converted: what names in memory were made of, as these say.
-        config: the base's.
-        padding: what is known of a padded vocabulary.
+        providers: sources of names: key rules, a manifest, the model's class, a larger model.
+        converted: name in memory -> the expression that made it from the Hub's tensors.
+        config: the base's config.
+        padding: what is known about a padded vocabulary.
 
     Raises:
-        LayoutError: transformers' own code made some of them, which nothing here can undo, or rules do not fit; lists all.
-        SourceError: a tensor would be there twice.
+        LayoutError: transformers' own code made some of the tensors, which shardkit cannot undo; or rules do not fit.
+            Lists all of them.
+        SourceError: a tensor would be written twice.
     """
     tensors = chosen.catalog.tensors
     sources = {live.get(source, name): source for source, name in chosen.names.items()}
@@ -620,7 +633,7 @@ def _bound(
         for name, who in binding.by.items()
         if who != "selection" or name in chosen.by
     }
-    return replace(_made(chosen, binding.expressions, sources), by=by), binding
+    return replace(_with_derived_tensors(chosen, binding.expressions, sources), by=by), binding
 
 
 def _refuse_opaque(derived: Mapping[str, Expression], shapes: Mapping[str, Shape]) -> None:
@@ -637,11 +650,14 @@ def _refuse_opaque(derived: Mapping[str, Expression], shapes: Mapping[str, Shape
     )
 
 
-def _made(chosen: Chosen, expressions: Mapping[str, Expression], sources: Mapping[str, str]) -> Chosen:
-    """Return the tensors to write, if they are made of the chosen ones.
+def _with_derived_tensors(
+    chosen: ChosenTensors, expressions: Mapping[str, Expression], sources: Mapping[str, str]
+) -> ChosenTensors:
+    """Replace the chosen tensors by tensors that are computed from them.
 
     Args:
-        expressions: name in the output -> an expression of names in memory.
+        chosen: the tensors to compute from.
+        expressions: name in the output -> an expression of names in memory, such as a slice of a fused tensor.
         sources: name in memory -> name in the catalog.
     """
     stored = {name: under_names(expression, sources) for name, expression in expressions.items()}
@@ -659,17 +675,17 @@ def _made(chosen: Chosen, expressions: Mapping[str, Expression], sources: Mappin
 
 
 def _name_as_saved(
-    chosen: Chosen,
+    chosen: ChosenTensors,
     selection: Selection,
     checkpoint: Checkpoint,
     base: Base | None,
     options: ConsolidateOptions,
-) -> tuple[Chosen, ClassAnswer | None, tuple[KeyRule, ...], tuple[tuple[str, ...], ...]]:
-    """Where no base's weights and no manifest tell the Hub's names, take those that `save_pretrained` would give.
+) -> tuple[ChosenTensors, ClassAnswer | None, tuple[KeyRule, ...], tuple[tuple[str, ...], ...]]:
+    """Give tensors the names that `save_pretrained` would give, if neither a base nor a manifest has the Hub's names.
 
     Returns:
-        What is written, what the class says of it if it was asked, the rules by which it renamed tensors, and groups
-        of names in the catalog that it ties, the Hub's first.
+        The tensors to write; the class's answer, if it was asked; the rules by which it renamed tensors; and the
+        groups of names in the catalog that it ties, the Hub's name first in each.
     """
     config = base.config if base is not None and base.tensors is None else None
     is_known = (
@@ -710,8 +726,8 @@ def _name_as_saved(
         kept = {source: name for source, name in chosen.names.items() if name in form.hub_form}
         return replace(chosen, names=kept, notes=(*chosen.notes, note)), form.answer, (), ties
     warning = (
-        f"nothing tells the names that the model has on the Hub: those that {form.answer.model_class}.save_pretrained "
-        f"gives were taken; --base MODEL makes sure, because a model of another prefix is possible"
+        f"the model's names on the Hub are not known: those that {form.answer.model_class}.save_pretrained gives are "
+        f"used; to be sure, add --base MODEL, because the names there may have another prefix"
     )
     rules = find_rules(
         {
@@ -720,12 +736,12 @@ def _name_as_saved(
             if isinstance(expression, Stored)
         }
     )
-    chosen = _made(chosen, form.hub_form, sources)
+    chosen = _with_derived_tensors(chosen, form.hub_form, sources)
     return replace(chosen, warnings=(*chosen.warnings, warning)), form.answer, rules, ties
 
 
 def _lost_form(form: ClassReply) -> Iterator[str]:
-    """Yield the warning about tensors that are written as they are in memory, because no other form is known."""
+    """Yield the warning about tensors that are written as they are in memory, as their form on the Hub is unknown."""
     if form.is_lost:
         yield (
             f"tensors are written as the model holds them, and from_pretrained may make something else of them: "
@@ -735,7 +751,7 @@ def _lost_form(form: ClassReply) -> Iterator[str]:
 
 
 def _refuse_objects(objects: Sequence[str], stored: Iterable[str]) -> None:
-    """Refuse an entry that is no tensor if another layer has a tensor of that name: a weight is lost there."""
+    """Refuse a checkpoint in which one layer has an object where the other layers have a tensor: a weight was lost."""
     patterns = {_NUMBER.sub("#", name) for name in stored if _NUMBER.search(name)}
     lost = [
         name for name in objects if _NUMBER.sub("#", name) in patterns and not name.endswith("_extra_state")
@@ -749,7 +765,7 @@ def _refuse_objects(objects: Sequence[str], stored: Iterable[str]) -> None:
 
 
 def _fit(
-    chosen: Chosen,
+    chosen: ChosenTensors,
     selection: Selection,
     checkpoint: Checkpoint,
     vocabulary: RowsChange,
@@ -757,15 +773,23 @@ def _fit(
     sieve: Sieve,
     ask: Callable[[Base], ClassNames | None],
     tied: tuple[tuple[str, ...], ...],
-) -> tuple[Chosen, Ties, BaseFit, tuple[KeyRule, ...]]:
-    """Decide on ties, and compare names and shapes with the base's. Where they differ, its class may know why.
+) -> tuple[ChosenTensors, Ties, BaseFit, tuple[KeyRule, ...]]:
+    """Decide on ties, and compare names and shapes with the base's. If they differ, ask the base's class why.
+
+    An adapter is returned without ties or comparison.
 
     Args:
+        chosen: the tensors to write.
+        selection: which tensors of the checkpoint they are.
+        checkpoint: the opened checkpoint.
+        vocabulary: with the base.
+        options: the user's options.
+        sieve: the filter of `--include` and `--exclude`.
+        ask: asks the base's class.
         tied: groups of names in the catalog that the class ties, the Hub's first.
 
     Returns:
-        What is written, the ties, how it fits, and the rules by which the class renamed tensors. None of it is about
-        an adapter.
+        The tensors to write, the ties, how they fit the base, and the rules by which the class renamed tensors.
     """
     if chosen.kind == "adapter":
         if options.fill_from_base:
@@ -775,7 +799,7 @@ def _fit(
     recorded = RecordedNames() if base_shapes(base) is not None else recorded_names(checkpoint)
     recorded = recorded._replace(ties=(*recorded.ties, *tied))
     ties, shapes, groups = _ties(chosen, base, class_names, recorded)
-    if class_names is None and base is not None and _may_ask(shapes, base, groups):
+    if class_names is None and base is not None and _may_explain_misfit(shapes, base, groups):
         class_names = ask(base)
     if base is not None and base.tensors is not None:
         chosen, renamed = _fit_base(chosen, selection, base, options, class_names)
@@ -801,11 +825,11 @@ def _fit(
     )
     if recorded.omitted and options.naming.weights == "model" and not options.naming.chooses_part:
         fit = replace(fit, notes=(*fit.notes, *_omitted_notes(dict(recorded.omitted), chosen.names.values())))
-    return _carry(chosen, base, fit.carried), ties, fit, renamed
+    return _add_from_base(chosen, base, fit.from_base), ties, fit, renamed
 
 
 def _omitted_notes(omitted: Iterable[str], names: Collection[str]) -> Iterator[str]:
-    """Yield a note about tensors that preshard left out, if the output lacks them."""
+    """Yield a note about tensors that preshard left out and that the output lacks."""
     if gone := [name for name in omitted if name not in names]:
         yield (
             f"not in the output, because preshard left {count(len(gone), 'tensor')} of its source out: {listed(gone)}; "
@@ -814,28 +838,38 @@ def _omitted_notes(omitted: Iterable[str], names: Collection[str]) -> Iterator[s
 
 
 def _fit_base(
-    chosen: Chosen,
+    chosen: ChosenTensors,
     selection: Selection,
     base: Base,
     options: ConsolidateOptions,
     class_names: ClassNames | None,
-) -> tuple[Chosen, tuple[KeyRule, ...]]:
-    """Return the tensors to write in the base's form and under its names, and the rules by which these changed.
+) -> tuple[ChosenTensors, tuple[KeyRule, ...]]:
+    """Convert tensors to the base's names and shapes, and leave out those that the base need not have.
 
     Args:
-        class_names: what the base's class says. Without it tensors may be a part of the base, with shorter prefixes.
+        chosen: the tensors to write.
+        selection: which tensors of the checkpoint they are.
+        base: a base with known tensors.
+        options: the user's options.
+        class_names: what the base's class says. Without it, tensors can only be matched by name, or as a part of the
+            base with shorter prefixes.
+
+    Returns:
+        The tensors to write, and the rules by which their names changed.
     """
     before, live, shapes_in_base = chosen.names, selection.live, base_shapes(base) or {}
     is_lone, rules = not shapes_in_base.keys() >= {*before.values()}, tuple[KeyRule, ...]()
     if not options.naming.changes_names and (class_names is not None or is_lone):
         wholes = (
-            _wholes(shapes_in_base, {}, options) if base.is_given and not options.allow_unexpected else []
+            _whole_models(shapes_in_base, {}, options)
+            if base.is_given and not options.allow_unexpected
+            else []
         )
         if class_names is not None and is_lone and wholes:
             live = _live_in_whole(chosen, live, shapes_in_base, options, class_names)
         asked_class = [] if class_names is None else [class_says(lambda _: class_names, shapes_in_base)]
         converted = class_names.converted if class_names is not None else {}
-        chosen, _ = _bound(chosen, live, [*asked_class, part_of(wholes)], converted=converted)
+        chosen, _ = _bind_names(chosen, live, [*asked_class, part_of(wholes)], converted=converted)
         rules = find_rules({before.get(source, name): name for source, name in chosen.names.items()})
         chosen = replace(chosen, names=_in_order(chosen.names, shapes_in_base) or chosen.names)
     lacking = [name for name in chosen.names.values() if name not in shapes_in_base]
@@ -847,58 +881,67 @@ def _fit_base(
     return replace(chosen, names=kept, notes=(*chosen.notes, *notes)), rules
 
 
-def _shapes_in(chosen: Chosen, names: Mapping[str, str]) -> dict[str, Shape]:
+def _shapes_in(chosen: ChosenTensors, names: Mapping[str, str]) -> dict[str, Shape]:
     return {name: chosen.catalog.tensors[source].shape for source, name in names.items()}
 
 
 def _live_in_whole(
-    chosen: Chosen,
+    chosen: ChosenTensors,
     live: Mapping[str, str],
     shapes_in_base: Mapping[str, Shape],
     options: ConsolidateOptions,
     class_names: ClassNames,
 ) -> Mapping[str, str]:
-    """Return the names in memory that a part's tensors have in the whole model; `live` if it is no part.
+    """Return the names in memory that tensors of a part have in the whole model; `live` if the model is not a part.
+
+    For example, a checkpoint of a language model alone has `layers.0.w`, the whole model `language_model.layers.0.w`.
 
     Args:
-        chosen: what is written.
+        chosen: the tensors to write.
         live: name in the catalog -> name in memory, in the part.
         shapes_in_base: shape by name in the base.
-        options: globs of names that the base gives are no part's.
+        options: tensors that `--fill-from-base` copies do not belong to the part.
         class_names: what the class of the whole model says.
     """
     in_memory = {source: live.get(source, name) for source, name in chosen.names.items()}
     whole = {fqn: expression.shape for fqn, expression in class_names.converted.items()}
     whole |= {fqn: shapes_in_base[name] for fqn, name in class_names.names.items() if name in shapes_in_base}
     shapes = {source: chosen.catalog.tensors[source].shape for source in in_memory}
-    named = name_part(in_memory, shapes, _wholes(whole, class_names.names, options))
+    named = name_part(in_memory, shapes, _whole_models(whole, class_names.names, options))
     return live if named == in_memory else {**live, **named}
 
 
-def _wholes(
+def _whole_models(
     whole: Mapping[str, Shape], names: Mapping[str, str], options: ConsolidateOptions
 ) -> list[Mapping[str, Shape]]:
-    """Return tensors of a whole model, and those of them that are not to be taken from the base; `names` in its files."""
+    """Return the models that the checkpoint may be a part of: the whole one, and it without `--fill-from-base` tensors.
+
+    Args:
+        whole: shape by name of all tensors.
+        names: name -> name in the base's files, where it differs.
+        options: with the globs of `--fill-from-base`.
+    """
     globs = Globs((), tuple(options.fill_from_base))
     checkpoint_shapes = {fqn: shape for fqn, shape in whole.items() if globs.take(names.get(fqn, fqn))}
     return [whole, checkpoint_shapes] if options.fill_from_base else [whole]
 
 
 def _ties(
-    chosen: Chosen,
+    chosen: ChosenTensors,
     base: Base | None,
     class_names: ClassNames | None,
     recorded: RecordedNames,
 ) -> tuple[Ties, dict[str, Shape], list[tuple[str, ...]]]:
-    """Decide on ties.
+    """Decide which tensors are tied.
 
     Args:
-        base: None is no base.
+        chosen: the tensors to write.
+        base: the base, or None.
         class_names: what the base's class says; None if it was not asked.
-        recorded: what the checkpoint's manifest says, where no base's weights do.
+        recorded: what the checkpoint's manifest says; empty if the base's tensors are known.
 
     Returns:
-        The ties, the shapes of what is left by name in the output, and groups of names that mean one tensor.
+        The ties, the shapes of the remaining tensors by name in the output, and groups of names that mean one tensor.
     """
     declared = ties_embeddings(base.config) if base else None
     base_tensors = base.tensors if base else None
@@ -914,7 +957,7 @@ def _ties(
     groups = tie_groups(
         ties, {**dict.fromkeys(chosen.names.values()), **(base_tensors or {})}, declared=declared
     )
-    if ties.diverged and _unties(ties, base.config if base else None):
+    if ties.diverged and _must_untie(ties, base.config if base else None):
         ties = replace(ties, dropped={})
     shapes = {
         name: chosen.catalog.tensors[source].shape
@@ -924,19 +967,19 @@ def _ties(
     return ties, shapes, [*groups, *known_ties]
 
 
-def _unties(ties: Ties, config: Mapping[str, Any] | None) -> bool:
-    """True if the written config says that nothing is tied.
+def _must_untie(ties: Ties, config: Mapping[str, Any] | None) -> bool:
+    """True if the written config must say `tie_word_embeddings: false`.
 
-    It says so of all ties at once: `from_pretrained` then wants embeddings of encoder and decoder, and the head's bias,
-    under each name.
+    This key switches off all ties at once: `from_pretrained` then looks for the embeddings of encoder and decoder, and
+    the head's bias, under each name.
     """
     return ties.untied and ties_embeddings(config) is not False and may_be_untied(config)
 
 
 def _recorded_ties(
-    chosen: Chosen, recorded: RecordedNames, declared: bool | None
+    chosen: ChosenTensors, recorded: RecordedNames, declared: bool | None
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the recorded groups under the names that are written, without an output that the config does not tie."""
+    """Yield the recorded groups under their names in the output, without an output layer that the config does not tie."""
     for group in recorded.ties:
         names = [chosen.names[stored] for stored in group if stored in chosen.names]
         kept = [name for name in names if declared is not False or not is_output(name)]
@@ -944,15 +987,15 @@ def _recorded_ties(
             yield tuple(kept)
 
 
-def _recorded_all(chosen: Chosen, recorded: RecordedNames) -> frozenset[str] | None:
-    """Return the recorded names of the Hub's files, if they are those of all that is written, further names aside."""
+def _recorded_all(chosen: ChosenTensors, recorded: RecordedNames) -> frozenset[str] | None:
+    """Return the recorded names of the Hub's files if they include all names that are written, apart from aliases."""
     further = {stored for _, *aliases in recorded.ties for stored in aliases}
     names = {name for stored, name in chosen.names.items() if stored not in further}
     return recorded.names if recorded.names is not None and names <= recorded.names else None
 
 
-def _carry(chosen: Chosen, base: Base | None, names: Sequence[str]) -> Chosen:
-    """Add tensors of the base, as they are."""
+def _add_from_base(chosen: ChosenTensors, base: Base | None, names: Sequence[str]) -> ChosenTensors:
+    """Add tensors of the base, which are copied unchanged."""
     if not names:
         return chosen
     assert base is not None
@@ -997,13 +1040,13 @@ def _is_as_in(base: Base | None, tensors: Sequence[OutputTensor]) -> bool:
 
 
 def _assets(
-    chosen: Chosen,
+    chosen: ChosenTensors,
     base: Base | None,
     ties: Ties,
     tensors: Sequence[OutputTensor],
     tokenizer: Tokenizer | None,
 ) -> tuple[list[Asset], list[str], list[str]]:
-    """Return the files beside the weights, notes and warnings about them."""
+    """Return the files other than weights, and the notes and warnings about them."""
     if chosen.kind == "adapter":
         assets, changed = adapter_assets(base, chosen.adapter_config), list[str]()
     else:
@@ -1012,7 +1055,7 @@ def _assets(
             base,
             main_dtype(tensors, base),
             most=most_bytes((tensor.dtype, tensor.nbytes) for tensor in tensors),
-            untie=_unties(ties, config),
+            untie=_must_untie(ties, config),
             tied=_are_tied(ties, tensors, config),
             is_plain=not may_be_quantised({tensor.fqn: tensor for tensor in tensors}),
         )
@@ -1034,7 +1077,7 @@ def _assets(
 
 
 def _are_tied(ties: Ties, tensors: Sequence[OutputTensor], config: Mapping[str, Any] | None) -> bool | None:
-    """Return whether input and output embeddings are one in the output; None if there is no output layer."""
+    """Return whether the output's input and output embeddings are one tensor; None if there is no output layer."""
     config_ties = ties_embeddings(config)
     if config_ties is not None or not any(is_output(tensor.fqn) for tensor in tensors):
         return config_ties if config_ties is not None or not any(map(is_output, ties.dropped)) else True
@@ -1044,7 +1087,7 @@ def _are_tied(ties: Ties, tensors: Sequence[OutputTensor], config: Mapping[str, 
 def _row_warnings(
     tokenizer: Tokenizer | None, base: Base | None, tensors: Sequence[OutputTensor]
 ) -> Iterator[str]:
-    """Yield a warning about a tokenizer of the checkpoint's own with ids beyond the rows of the output."""
+    """Yield a warning if the checkpoint's own tokenizer has ids beyond the rows of the output's embeddings."""
     try:
         check_tokenizer(tokenizer, base, {tensor.fqn: tensor.shape for tensor in tensors})
     except LayoutError as error:
@@ -1066,7 +1109,7 @@ def _check_options(checkpoint: Checkpoint, base: Base | None, options: Consolida
 
 
 def _check_filled_from(base: Base | None) -> None:
-    """Refuse to take tensors from a base that is not named, or not on this machine."""
+    """Refuse `--fill-from-base` without `--base`, or with a base whose weights are not on this machine."""
     if base is None or not base.is_given or base.tensors is None:
         raise UsageError("--fill-from-base takes tensors of a base with weights: name it with --base")
     if base.catalog is None:
@@ -1104,7 +1147,7 @@ def _select(checkpoint: Checkpoint, base: Base | None, naming: Naming) -> Select
     selection = select(naming=naming)
     is_of_class = base is None and naming.weights == "model" and holds_saved_state(checkpoint)
     if is_of_class and naming.root is None and not naming.strip_prefix and not selection.candidates:
-        return select(naming=replace(naming, root=SAVED_ROOT))  # all that its class loads, and nothing else
+        return select(naming=replace(naming, root=SAVED_ROOT))  # exactly what the model's class loads
     return selection
 
 
@@ -1127,15 +1170,17 @@ def _base_warnings(base: Base | None, kind: str) -> list[str]:
 
 
 def _in_order(names: dict[str, str], base_names: Collection[str] | None) -> dict[str, str] | None:
-    """Return names in the order of the base's; None if two tensors have one name."""
+    """Return names in the order of the base's names; None if two tensors have the same name."""
     by_output = {name: source for source, name in names.items()}
     if len(by_output) < len(names):
         return None
     return {by_output[name]: name for name in in_order(by_output, base_names)}
 
 
-def _may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Collection[str]]) -> bool:
-    """True if the class may explain a misfit: by what it leaves out or computes, by ties, heads, names or its own form."""
+def _may_explain_misfit(
+    shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Collection[str]]
+) -> bool:
+    """True if names or shapes differ from those of a named base, so that its class should be asked for the reason."""
     shapes_in_base = base_shapes(base)
     if base is None or shapes_in_base is None or not base.is_given:
         return False
@@ -1143,7 +1188,7 @@ def _may_ask(shapes: Mapping[str, Shape], base: Base | None, ties: Iterable[Coll
 
 
 def _ask_class(base: Base, on_step: OnStep) -> ClassNames | None:
-    """Ask the class that a base's config names, in a process of its own; None if it cannot be asked."""
+    """Ask the class that the base's config names, in a separate process; None if it cannot be asked."""
     shapes = base_shapes(base)
     if shapes is None or not (base.config or {}).get("architectures"):
         return None

@@ -1,7 +1,7 @@
-"""How an adapter is merged into the weights that it was trained on.
+"""Merge an adapter into the weights that it was trained on.
 
-Deciding it is pure: a tensor that has to be computed becomes a tensor of the catalog that a codec makes when it is read
-(`transfer.codecs.lora`). So everything else treats it like a stored one.
+This module only decides: for each weight that changes it returns a codec, which computes the merged weight when it is
+read (`transfer.codecs.lora`). The catalog then has the merged weight as if it were stored.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ MergeCodec = Lora | LoraOfExperts | TrainedRows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergePlan:
-    """A model with its adapter merged, decided."""
+    """How to merge an adapter into its model."""
 
     names: dict[str, str]
     """Name in the catalog -> name in the output."""
     merges: dict[str, MergeCodec]
-    """What merges, by the name of the base's tensor in the catalog."""
+    """The codecs, by the name of the weight in the catalog that each changes."""
 
     @property
-    def gone(self) -> frozenset[str]:
+    def adapter_names(self) -> frozenset[str]:
         """The adapter's tensors that are merged."""
         return frozenset(name for merge in self.merges.values() for name in merge.added)
 
@@ -55,14 +55,14 @@ def plan_merge(
     """Decide how a checkpoint's adapter is merged.
 
     Args:
-        tensors: of the catalog.
-        names: selected name in the catalog -> its output name, `base_model.model.` and all.
-        config: the adapter's settings (`adapter_config.json`): `lora_alpha` is needed; `r`, `rank_pattern`,
-            `alpha_pattern`, `use_rslora` and `fan_in_fan_out` count where they are there.
+        tensors: tensors of the catalog.
+        names: selected name in the catalog -> its output name, still with PEFT's `base_model.model.` and the like.
+        config: the adapter's settings (`adapter_config.json`). `lora_alpha` is required; `r`, `rank_pattern`,
+            `alpha_pattern`, `use_rslora` and `fan_in_fan_out` are used if present.
 
     Raises:
-        SourceError: there is nothing to merge or to merge it into, the adapter is not LoRA's, or shapes do not fit.
-            All problems of a kind are listed.
+        SourceError: the adapter or its model is missing, the adapter is not LoRA, or shapes do not fit. All problems of
+            a kind are listed.
     """
     stored = {name: source for source, name in names.items()}
     peft = classify_peft(names.values())
@@ -109,10 +109,12 @@ def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:
 
 
 def _transposed_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
-    """Return whether modules are stored (in, out), by the last parts of their paths, as the lengths of biases show.
+    """Return whether modules are stored (in, out), by the last part of their path, if the length of a bias shows it.
 
-    The settings' `fan_in_fan_out` is that of the module that PEFT wrapped last. If that is the output, square matrices of
-    `Conv1D` (GPT-2's `attn.c_proj`) fit both ways.
+    For example {"c_attn": True} for GPT-2, where `c_attn.weight` is [768, 2304] and its bias [2304].
+
+    The settings' `fan_in_fan_out` is not enough: it is that of the module that PEFT wrapped last. If this is the output
+    layer, it says nothing about square matrices of `Conv1D` (GPT-2's `attn.c_proj`), which fit both ways.
     """
     biases = {name.removesuffix(".bias"): shape for name, shape in shapes.items() if name.endswith(".bias")}
     return {
@@ -124,7 +126,7 @@ def _transposed_modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool
 
 
 class _Transposed(NamedTuple):
-    """Whether modules are stored (in, out), by the last parts of their paths, as far as anything shows it."""
+    """Whether modules are stored (in, out), by the last part of their path; modules that nothing shows are missing."""
 
     matrices: Mapping[str, bool]
     experts: Mapping[str, bool]
@@ -133,10 +135,10 @@ class _Transposed(NamedTuple):
 def _with_parameters(
     modules: Iterable[LoraModule], shapes: Mapping[str, Shape], config: Mapping[str, Any]
 ) -> Iterator[LoraModule]:
-    """Yield modules with the parameter that each adds to as its base, and as the end of its path.
+    """Yield modules, completing those of `target_parameters`: `base` is the adapted parameter, whose name ends the path.
 
-    PEFT wraps a module once for each of its parameters that are adapted, and no name says which wrapper is whose: the
-    shapes do, or nothing.
+    For each adapted parameter of a module, PEFT wraps the module once more. No name says which wrapper belongs to which
+    parameter; only shapes may show it.
 
     Source: peft 0.21, tuners/tuners_utils.py (_inject_parameters).
     """
@@ -164,7 +166,7 @@ def _with_parameters(
 
 
 def _may_add(parameter: Shape, a: Shape, b: Shape) -> bool:
-    """Return whether LoRA's factors may be those of a parameter: a matrix, or one for each expert."""
+    """Return whether LoRA factors fit a parameter by their shapes: a matrix, or a stack of one matrix per expert."""
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         return False
     if len(parameter) == 2:
@@ -174,9 +176,9 @@ def _may_add(parameter: Shape, a: Shape, b: Shape) -> bool:
 
 
 def _transposed_experts(modules: Iterable[LoraModule], shapes: Mapping[str, Shape]) -> dict[str, bool]:
-    """Return whether experts are stored (in, out), by the names of their modules: all parameters of one are, or none.
+    """Return whether experts are stored (in, out), by the name of their module, which stores all its parameters alike.
 
-    What LoRA adds shows it, or a bias, of parameters whose matrices are not square.
+    The shape of LoRA's factors or of a bias shows it, for a parameter whose matrices are not square.
     """
     shown = defaultdict[str, set[bool]](set)
     for module in modules:
@@ -191,7 +193,7 @@ def _transposed_experts(modules: Iterable[LoraModule], shapes: Mapping[str, Shap
 
 
 def _expert_module(path: str) -> str:
-    """Return the name of the module that has a parameter."""
+    """Return the last part of the path of a parameter's module: "mlp.experts.down_proj" -> "experts"."""
     return path.split(".")[-2]
 
 
@@ -291,7 +293,7 @@ def _rows_of(
     config: Mapping[str, Any],
     problems: list[str],
 ) -> Iterator[MergeCodec]:
-    """Yield what puts trained tokens into an embedding, or into an output that is tied to it.
+    """Yield the codec that puts trained tokens into an embedding, or into an output layer that is tied to it.
 
     Source: peft 0.21, utils/other.py (TrainableTokensWrapper), tuners/trainable_tokens/layer.py (merge).
     """

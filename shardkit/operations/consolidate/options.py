@@ -65,7 +65,7 @@ class ConsolidateOptions(WriteOptions):
 
     @cached_property
     def naming(self) -> Naming:
-        """Which tensors are wanted, and what becomes of their names."""
+        """Which tensors are written, and how their names change."""
         return Naming(
             weights=self.weights,
             root=self.root,
@@ -78,51 +78,51 @@ class ConsolidateOptions(WriteOptions):
 
     @cached_property
     def rules(self) -> tuple[DtypeRule, ...]:
-        """Other dtypes for some tensors."""
+        """The parsed `dtype_rules`."""
         return parse_rules(self.dtype_rules)
 
     @property
     def tell_step(self) -> OnStep:
-        """Is told what takes seconds and moves no bytes."""
+        """The callback `on_step`; does nothing if it is None."""
         return self.on_step or silent
 
     @property
     def key_rules(self) -> str:
-        """Key rules: "auto" takes a shipped set that knows all names; "none"; a file's path, or a shipped set's name."""
+        """The option `keys`: "auto" for a shipped set that matches all names, "none", a file, or a shipped set."""
         return os.fspath(self.keys)
 
     @property
     def follows_base(self) -> bool:
-        """Divide the tensors over files as the base does, if it has the same."""
+        """True if the tensors are divided over files as in the base, provided that it has the same tensors."""
         return self.max_shard_size is None and not self.single_file
 
     @property
     def max_shard_bytes(self) -> int | None:
-        """Most bytes of tensors in a file; None makes one file."""
+        """Maximum bytes of tensors per file; None writes one file."""
         if self.single_file:
             return None
         return parse_size(_SHARD_SIZE if self.max_shard_size is None else self.max_shard_size)
 
     @cached_property
     def new_tokenizer(self) -> Tokenizer | None:
-        """What lies beside the weights in place of the base's tokenizer."""
+        """The tokenizer that replaces the base's; None if the user named none."""
         return None if self.tokenizer is None else open_tokenizer(stores.as_path(self.tokenizer))
 
     @property
     def is_recorded(self) -> bool:
-        """True if a manifest is to be written."""
+        """True if a manifest will be written."""
         return self.manifest or self.manifest_file is not None
 
     def check(self) -> None:
         """As `WriteOptions.check`.
 
         Raises:
-            UsageError: they do not go together, or one has no such value.
-            SourceError: the tokenizer is none.
+            UsageError: two options contradict each other, or a value is not allowed.
+            SourceError: `tokenizer` is not a tokenizer.
             ResourceError: huggingface_hub is missing.
         """
         super().check()
-        _ = self.rules, self.new_tokenizer  # what is wrong with them is said now
+        _ = self.rules, self.new_tokenizer  # raises if one is invalid
         most = self.max_shard_bytes
         if most is not None and most < 1:
             raise UsageError(f"--max-shard-size must be at least one byte, not {self.max_shard_size}")
@@ -131,7 +131,7 @@ class ConsolidateOptions(WriteOptions):
         if self.config not in _CONFIGS:
             raise UsageError(f"--config {escape(self.config)!r} is not one of {', '.join(_CONFIGS)}")
         if self.config == "base" and self.base is None:
-            raise UsageError("--config base is about a base: name it with --base")
+            raise UsageError("--config base needs a base: name it with --base")
         if self.sha256 and not self.is_recorded:
             raise UsageError(
                 "--sha256 goes into a manifest, and none is to be written",

@@ -1,7 +1,8 @@
-"""Which files beside the weights are the checkpoint's own, though a person named a base.
+"""Choose between the checkpoint's own config, tokenizer and the like, and those of the base that the user named.
 
-What a trainer or `shardkit.save` put into the directory of the step is what was trained: config, generation config, the
-tokenizer as one group, the processor's files as another. Everything else is the base's.
+Files that a trainer or `shardkit.save` wrote into the checkpoint's directory describe what was trained, so they come
+first: config, generation config, the tokenizer as one group of files, the processor as another. All other files are the
+base's.
 """
 
 from __future__ import annotations
@@ -56,27 +57,27 @@ _PROCESSOR = "processor_config.json"
 _MOST_NAMED = 6
 
 
-def take_own(base: Base, checkpoint: Checkpoint, *, has_tokenizer: bool) -> Base:
-    """Return a base with the files of a checkpoint that count before its own.
+def use_own_files(base: Base, checkpoint: Checkpoint, *, has_tokenizer: bool) -> Base:
+    """Return the base with the checkpoint's own files in place of the base's, where the checkpoint has some.
 
     Args:
-        base: as a person named it.
-        checkpoint: opened.
-        has_tokenizer: a person named the tokenizer; no other is looked for.
+        base: the base that the user named.
+        checkpoint: the opened checkpoint.
+        has_tokenizer: the user named the tokenizer, so the checkpoint's is not used.
     """
-    choice = _Own(base, own_directories(checkpoint))
-    choice.take_config()
+    choice = _OwnFilesChoice(base, own_directories(checkpoint))
+    choice.choose_config()
     if not has_tokenizer:
-        choice.take_tokenizer()
-    choice.take_processor()
+        choice.choose_tokenizer()
+    choice.choose_processor()
     choice.compare_adapter(places_of_settings(checkpoint))
-    choice.take_code()
-    choice.name_others(skip_tokenizer=has_tokenizer)
+    choice.choose_code()
+    choice.warn_of_others(skip_tokenizer=has_tokenizer)
     return choice.merged()
 
 
-class _Own:
-    """The files of a checkpoint, as they are chosen one after the other."""
+class _OwnFilesChoice:
+    """Collects the choice: each method decides on one group of files, `merged` returns the result."""
 
     def __init__(self, base: Base, directories: Iterable[str]) -> None:
         self._base, self._assets = base, dict(base.assets)
@@ -94,7 +95,7 @@ class _Own:
             )
 
     def merged(self) -> Base:
-        """Return the base with the chosen files in place of its own."""
+        """Return the base with the chosen files."""
         own_files = OwnFiles(
             config=self._config,
             names=frozenset(self._names),
@@ -104,8 +105,8 @@ class _Own:
         )
         return replace(self._base, assets=dict(sorted(self._assets.items())), own_files=own_files)
 
-    def take_config(self) -> None:
-        """Take config and generation config, if they are about the base's model."""
+    def choose_config(self) -> None:
+        """Use the checkpoint's config and generation config, if they describe the same model as the base's."""
         label, base = escape(self._base.label), self._base.config
         config = self._read(CONFIG, has_model_config)
         if config is not None and base is not None:
@@ -131,11 +132,11 @@ class _Own:
             self._names.add(GENERATION_CONFIG)
         elif _is_derived(base_generation) and any(
             each.key in TOKENS for each in self._differences
-        ):  # from another config
+        ):  # transformers made it from the base's config, whose tokens differ
             self._assets.pop(GENERATION_CONFIG, None)
 
-    def take_tokenizer(self) -> None:
-        """Take the tokenizer, all of it; or a chat template by itself."""
+    def choose_tokenizer(self) -> None:
+        """Use the checkpoint's tokenizer if it is complete, or else its chat template with the base's tokenizer."""
         for place, files in self._files_by_place.items():
             group = {name for name in files if is_tokenizer_file(name)}
             if SETTINGS in group and any(map(is_vocabulary, group)):
@@ -151,11 +152,11 @@ class _Own:
         own_reads, base_reads = reads_of(self._assets), reads_of(self._base.assets)
         if not any(map(is_tokenizer_file, base_reads)):
             return
-        with suppress(ShardkitError):  # whoever loads the tokenizer says what is wrong with it
+        with suppress(ShardkitError):  # a broken tokenizer is reported by the library that loads it
             self._differences += [difference(*each) for each in tokenizer_differences(own_reads, base_reads)]
 
-    def take_processor(self) -> None:
-        """Take the processor's files, if they are a whole processor."""
+    def choose_processor(self) -> None:
+        """Use the checkpoint's processor files, if they are a whole processor."""
         for place, files in self._files_by_place.items():
             group = {name for name in files if is_processor_file(name)}
             if group and (_PROCESSOR in group or _PROCESSOR not in self._base.assets):
@@ -166,13 +167,13 @@ class _Own:
                 return
 
     def compare_adapter(self, places: Iterable[str]) -> None:
-        """Compare the settings of an adapter, which are looked for in these places before the base."""
+        """Note how the adapter settings found in these places differ from the base's."""
         own_settings, base_settings = find_settings(places), read_json(self._base.directory, ADAPTER_CONFIG)
         if own_settings is not None and own_settings.is_whole and base_settings is not None:
             self._differences += config_differences(ADAPTER_CONFIG, own_settings.values, base_settings)
 
-    def take_code(self) -> None:
-        """Take code, and what names it, from one source: the base, if it has some."""
+    def choose_code(self) -> None:
+        """Use Python code, and the `auto_map` entries that name it, from one source: the base if it has some."""
         files = [name for name in self._assets if name in (CONFIG, SETTINGS) or is_processor_file(name)]
         of_base = {name: content[CODE] for name in files if CODE in (content := self._of_base(name) or {})}
         mine = {name: _parsed(self._assets[name], name) or {} for name in files if name in self._names}
@@ -188,8 +189,8 @@ class _Own:
                 codes = {name: path for name, path in paths.items() if _is_code(name)}
                 self._assets, self._names = self._assets | codes, self._names | codes.keys()
 
-    def name_others(self, *, skip_tokenizer: bool) -> None:
-        """Warn of files that both have, with other content, and that are the base's in the output."""
+    def warn_of_others(self, *, skip_tokenizer: bool) -> None:
+        """Warn about files that differ between checkpoint and base, and of which the output gets the base's."""
         names = [
             name
             for files in self._files_by_place.values()
@@ -202,8 +203,8 @@ class _Own:
         ]
         if names:
             self._warnings.append(
-                f"{listed(sorted(set(names)))}: written as in {escape(self._base.label)}, though the checkpoint has another; "
-                "copy what is right into the output"
+                f"{listed(sorted(set(names)))}: written as in {escape(self._base.label)}, though different in the checkpoint; "
+                "if the checkpoint's is right, copy it into the output"
             )
 
     def _read(self, name: str, is_one: Callable[[str], bool] = lambda _: True) -> dict[str, Any] | None:
@@ -215,7 +216,7 @@ class _Own:
             except ShardkitError as error:
                 label = escape(self._base.label)
                 self._warnings.append(
-                    f"that of the checkpoint cannot be used, {label}'s is taken: {error.message}"
+                    f"{name} of the checkpoint cannot be used, so that of {label} is: {error.message}"
                 )
                 continue
             if content is not None and is_one(place):
@@ -232,7 +233,7 @@ class _Own:
             self._set(name, key, None)
 
     def _set(self, name: str, key: str, value: object) -> None:
-        """Set a key of a JSON file; None takes it away."""
+        """Set a key of a JSON file; None removes it."""
         if name == CONFIG:
             assert self._config is not None
             content = self._config
@@ -252,27 +253,27 @@ class _Own:
 
 
 def reads_of(assets: Mapping[str, str]) -> Files:
-    """Return what reads each file, by name."""
+    """Return a function that reads the file, for each name."""
     return {name: Asset(name, path, b"").read for name, path in assets.items()}
 
 
 def _parsed(path: str, name: str) -> dict[str, Any] | None:
     try:
         return _content(read_small(path, name, _MAX_BYTES))
-    except ShardkitError:  # whoever copies it says so
+    except ShardkitError:  # copying it raises the error
         return None
 
 
 def _content(data: bytes) -> dict[str, Any] | None:
     try:
         content = json.loads(data, parse_int=parse_integer)
-    except (ValueError, RecursionError):  # whoever loads the copy says so
+    except (ValueError, RecursionError):  # reported by the library that loads the copy
         return None
     return content if isinstance(content, dict) else None
 
 
 def _is_derived(generation: Mapping[str, Any] | None) -> bool:
-    """True for a generation config that transformers made of a config.json, or that says nothing."""
+    """True for a generation config that transformers derived from config.json, or that is empty."""
     if generation is None:
         return False
     return generation.get("_from_model_config") is True or not generation.keys() - {"transformers_version"}
@@ -296,7 +297,7 @@ def _model(config: Mapping[str, Any]) -> str:
 
 
 def own_notes(base: Base, written: Collection[str]) -> Iterator[str]:
-    """Yield what to tell of the checkpoint's own files, as far as they are written."""
+    """Yield a note on how the checkpoint's own files differ from the base's, among the files that are written."""
     differing = own_differences(base, written)
     by_file = {each.file: [entry for entry in differing if entry.file == each.file] for each in differing}
     files = [
@@ -305,13 +306,13 @@ def own_notes(base: Base, written: Collection[str]) -> Iterator[str]:
     ]
     if files:
         yield (
-            f"of the checkpoint, and other than in {escape(base.label)}: {', '.join(files)}; "
+            f"written as in the checkpoint, though different in {escape(base.label)}: {', '.join(files)}; "
             "--config base writes the base's"
         )
 
 
 def own_differences(base: Base | None, written: Collection[str]) -> tuple[FileDifference, ...]:
-    """Return what the checkpoint's own files mean otherwise than the base's, as far as they are written."""
+    """Return how settings in the checkpoint's own files differ from the base's, among the files that are written."""
     own_files = base.own_files if base is not None else None
     groups = [kind for kind in (is_tokenizer_file, is_processor_file) if any(map(kind, written))]
     return tuple(
@@ -322,7 +323,7 @@ def own_differences(base: Base | None, written: Collection[str]) -> tuple[FileDi
 
 
 def eos_warnings(assets: Iterable[Asset]) -> Iterator[str]:
-    """Yield a warning if `generate` does not stop at the tokenizer's end."""
+    """Yield a warning if `generate` would not stop at the tokenizer's end-of-text token."""
     files = {asset.name: asset.read for asset in assets}
     config, generation = (
         _content(files[name]()) if name in files else None for name in (CONFIG, GENERATION_CONFIG)
@@ -340,7 +341,7 @@ def eos_warnings(assets: Iterable[Asset]) -> Iterator[str]:
 
 
 def own_tokenizer(base: Base | None) -> Tokenizer | None:
-    """Return the tokenizer that is the checkpoint's own; None if the base's is written, or it cannot be read."""
+    """Return the checkpoint's own tokenizer; None if the base's is written, or if it cannot be read."""
     own_files = base.own_files if base is not None else None
     names = [name for name in own_files.names if is_tokenizer_file(name)] if own_files is not None else []
     if base is None or not any(map(is_vocabulary, names)):

@@ -1,7 +1,9 @@
-"""While the weights move: what lies beside them is written, the model's class is asked, and all of it is checked.
+"""The steps of consolidate other than moving tensors.
 
-The class is the one that the output's config names. A process of its own asks it whether `from_pretrained` would find
-all weights.
+- `HubDescriptions` writes config, tokenizer, index and manifest once the weights are on disk;
+- `check_file` compares the header of each finished file with the plan;
+- `ClassCheck` asks the model's class, in a separate process while bytes move, whether `from_pretrained` would find all
+  weights of the output. The class is the one that the output's config names.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from shardkit.formats.dcp.hugging_face import LAST_RANKS
 from shardkit.formats.hub.assets import CONFIG, is_weights
 from shardkit.formats.recorded import SourceManifests
 from shardkit.layout.traced import ClassAnswer, ClassQuestion, asking
-from shardkit.operations.companions import BesideFile
+from shardkit.operations.companions import FileToCopy
 from shardkit.operations.consolidate.assets import Asset
 from shardkit.operations.consolidate.job import ConsolidateJob
 from shardkit.operations.describe import OutputFiles
@@ -33,12 +35,12 @@ class HubDescriptions:
     """Writes config, tokenizer and the like, then the index.
 
     Args:
-        job: what is being written.
-        manifests: of the checkpoint. Copied files are compared with them.
+        job: the consolidation.
+        manifests: the checkpoint's manifests. Copied files are compared with them.
         directory: where the files go.
-        on_manifest: gets the manifest.
-        on_written: called when all weights are on disk, before the rest is written.
-        folder: not used: the weights lie beside the index everywhere.
+        on_manifest: called with the manifest's bytes.
+        on_written: called when all weights are on disk, before the other files are written.
+        folder: not used: the index is always in the same directory as the weights.
     """
 
     def __init__(
@@ -57,14 +59,14 @@ class HubDescriptions:
         self._on_written = on_written
 
     def finish(self, digests: Mapping[str, FileDigest], scattered: Mapping[str, int]) -> None:
-        """Write the rest, the index last.
+        """Write the other files: config, tokenizer and the like, then the index, then the manifest.
 
         Args:
-            digests: of every file, those of an interrupted run included.
-            scattered: not used: a tensor lies in one file, and its pieces have digests of their own.
+            digests: digest of every weight file, including files that an interrupted run has finished.
+            scattered: not used: a tensor is in one file, and its pieces have their own digests.
 
         Raises:
-            SourceError, ResourceError: a file beside the weights cannot be read or written.
+            SourceError, ResourceError: one of these files cannot be read or written.
         """
         self._on_written()
         other_files = [self._write_asset(asset) for asset in self._job.assets]
@@ -95,7 +97,7 @@ class HubDescriptions:
         self._on_manifest(data)
 
     def _tensor_crcs(self, digests: Mapping[str, FileDigest]) -> dict[str, int]:
-        """Return the CRC-32 of every tensor: its holes are neighbours in its file, and in order."""
+        """Return the CRC-32 of every tensor, combined from its holes, which follow each other in its file."""
         tensor_crcs = dict[str, int]()
         for image in self._job.output:
             crcs = iter(digests[image.name].data_crcs)
@@ -105,11 +107,11 @@ class HubDescriptions:
         return tensor_crcs
 
     def _write_asset(self, asset: Asset) -> manifest.File:
-        """Write a file beside the weights; a module's own weights are copied block by block."""
+        """Write an asset. Weights that a module brings from the base are copied block by block."""
         if asset.path is None or not is_weights(asset.name):
             return self._files.write(asset.name, asset.read(), path=asset.path)
         try:
-            file = BesideFile(asset.name, FileStamp.of(storage.stat(asset.path)))
+            file = FileToCopy(asset.name, FileStamp.of(storage.stat(asset.path)))
         except OSError as error:
             raise ResourceError(f"cannot copy {escape(asset.name)}: {error.strerror}") from error
         is_recorded = self._manifests.crc_of(asset.path) is not None
@@ -117,16 +119,16 @@ class HubDescriptions:
 
 
 def check_file(job: ConsolidateJob, directory: str, digest: FileDigest) -> None:
-    """Compare the header of a finished file with what was decided; write it first where no tensor follows it.
+    """Compare the header and size of a finished file with the plan. A file without tensors is written here.
 
     Args:
-        job: which the file is of.
-        directory: where it lies.
-        digest: of the file.
+        job: the consolidation.
+        directory: the file's directory.
+        digest: the file's digest; gives its name.
 
     Raises:
-        IntegrityError: it is something else.
-        ResourceError: it cannot be read or written.
+        IntegrityError: the header or the size differs.
+        ResourceError: the file cannot be read or written.
     """
     image = next(image for image in job.output if image.name == digest.name)
     path = os.path.join(directory, image.name)
@@ -139,31 +141,33 @@ def check_file(job: ConsolidateJob, directory: str, digest: FileDigest) -> None:
         raise ResourceError(f"cannot read {escape(image.name)} back: {error.strerror}") from error
     if header != image.header or size != image.size:
         raise IntegrityError(
-            f"{escape(image.name)}: what was written is not what was decided",
+            f"{escape(image.name)}: the file on disk differs from what was written",
             hint="the disk or the file system lost it: check them, and run the same command again",
         )
 
 
 class ClassCheck:
-    """The question to the class that the output's config names. Leaving the context ends the process that asks.
+    """Asks the class that the output's config names whether it would load all weights.
+
+    A context manager: entering it starts the process that asks, leaving it ends that process.
 
     Args:
-        job: the decided job.
-        warn: is told what the class says, once somebody waits for the answer.
+        job: the consolidation.
+        warn: called with the class's complaints when `settle` gets the answer.
     """
 
     def __init__(self, job: ConsolidateJob, warn: Callable[[Iterable[str]], None]) -> None:
         self._job, self._warn = job, warn
         self._step = ""
         self._question: ClassQuestion | None = None
-        self._is_settled = not _may_ask(job)
+        self._is_settled = not _only_class_knows(job)
         self._must_know = (
             LAST_RANKS in job.checkpoint.remarks.notes and job.kind != "adapter" and not _is_compared(job)
         )
 
     def __enter__(self) -> ClassCheck:
         if self._must_know and (self._is_settled or not self._job.options.ask_class):
-            raise _last_ranks()
+            raise _incomplete_error()
         if self._job.options.ask_class and not self._is_settled and self._job.answer is None:
             config = next(asset.read() for asset in self._job.assets if asset.name == CONFIG)
             shapes = {tensor.fqn: tensor.shape for tensor in self._job.tensors}
@@ -176,7 +180,7 @@ class ClassCheck:
             self._question.close()
 
     def settle(self) -> ConsolidateJob:
-        """Wait for the answer and return the job with it. It replaces what names and shapes alone told.
+        """Wait for the answer and return the job with it. It replaces the warnings from comparing names and shapes.
 
         Raises:
             SourceError: files of the last ranks may be missing, and the class does not find all weights.
@@ -190,7 +194,7 @@ class ClassCheck:
             if self._must_know and (
                 problems := [answer.failure] if answer.failure else list(answer.lines("it"))
             ):
-                raise _last_ranks(problems)
+                raise _incomplete_error(problems)
             previous_lines = self._job.unloadable
             self._job = _with_answer(self._job, answer)
             self._warn(line for line in self._job.unloadable if line not in previous_lines)
@@ -198,12 +202,12 @@ class ClassCheck:
 
 
 def _is_compared(job: ConsolidateJob) -> bool:
-    """True if names and shapes of the output are those of a base."""
+    """True if the names and shapes of the output were compared with a base's."""
     is_checked = job.base is not None and job.base.is_given and job.base.tensors is not None
     return is_checked or job.fit.is_whole
 
 
-def _last_ranks(problems: Sequence[str] = ()) -> SourceError:
+def _incomplete_error(problems: Sequence[str] = ()) -> SourceError:
     return SourceError(
         f"the checkpoint may be incomplete: {LAST_RANKS}",
         problems=problems,
@@ -211,8 +215,8 @@ def _last_ranks(problems: Sequence[str] = ()) -> SourceError:
     )
 
 
-def _may_ask(job: ConsolidateJob) -> bool:
-    """True if nothing else tells: a whole model with a config, not known to have all of its base's weights."""
+def _only_class_knows(job: ConsolidateJob) -> bool:
+    """True if only the class can answer: for a whole model with a config, unless the base's weights are all there."""
     is_part = (
         job.kind == "adapter"
         or job.options.keep_factors
@@ -229,7 +233,7 @@ def _with_answer(job: ConsolidateJob, answer: ClassAnswer) -> ConsolidateJob:
     lines = tuple(answer.lines("the output"))
     unloadable = (*job.selection.unloadable, *lines)
     other_warnings = job.warnings[len(job.unloadable) :]
-    # A weight that the base has is a difference even if the class does not miss it.
+    # If the class misses nothing, weights of the base that the output lacks are still differences.
     differs = () if lines else job.fit.missing
     return replace(
         job, answer=answer, unloadable=unloadable, warnings=(*unloadable, *differs, *other_warnings)

@@ -1,10 +1,11 @@
-"""Weights of a schedule-free optimizer: those to publish, where the checkpoint has those of training.
+"""`--weights eval`: compute the weights to publish from a checkpoint saved in training mode of a schedule-free optimizer.
 
-In training mode a parameter is y, a point between the average x and the fast iterate z. `optimizer.eval()` turns it into
-x = lerp(y, z, 1 - 1 / beta1). The groups of the state say the mode and beta1, the states have z.
+In training mode a parameter is y, a point between the average x and the fast iterate z. The weights to publish are x:
+`optimizer.eval()` computes x = lerp(y, z, 1 - 1 / beta1). The optimizer's parameter groups have the mode and beta1, its
+states have z.
 
-Source: schedulefree 1.4.1, the `eval` of each class; beta1 is `betas[0]`, or `momentum` of SGD. Reference classes keep x
-itself. Its wrapper keeps mode and momentum out of its state.
+Source: schedulefree 1.4.1, the `eval` of each class; beta1 is `betas[0]`, or `momentum` for SGD. The states of reference
+classes have x itself. Those of the wrapper class lack mode and momentum.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from shardkit.transfer.codecs.lerp import Lerp
 from shardkit.transfer.sources import same_bytes
 
 EVAL = "eval"
-"""`--weights` of those that `optimizer.eval()` gives."""
+"""Value of `--weights`."""
 _MODE, _BETAS, _MOMENTUM = "train_mode", "betas", "momentum"
 _NAMES = "param_names"  # beside `params`, where the optimizer was made of named parameters
 _SETTINGS = frozenset({_MODE, _BETAS, _MOMENTUM, PARAMS, _NAMES})
@@ -49,18 +50,18 @@ _HINT = "call optimizer.eval() before saving, or load the checkpoint in the trai
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ParameterGroup:
-    """What a group of parameters says, or one parameter where groups are flat."""
+    """The settings of a group of parameters; of one parameter if the state is flattened by FQN."""
 
     name: str
-    """Of its settings, without the last part."""
+    """Common part of the names of its settings: "optimizer.param_groups.0" for "optimizer.param_groups.0.betas"."""
     values: Mapping[str, object]
-    """By the last part of the name."""
+    """Settings by the last part of their name."""
     key: str
-    """Its number, or the FQN of its only parameter."""
+    """Number of the group, or the FQN of its only parameter."""
 
     @property
     def names(self) -> dict[str, str | None]:
-        """The FQN of each parameter, by what its state is called: that, or a number. None if nothing says it."""
+        """Key of each parameter's state, which is its FQN or a number -> FQN; None if the FQN is unknown."""
         params, names = self.values.get(PARAMS, [self.key]), self.values.get(_NAMES)
         if not isinstance(params, list):
             return {}
@@ -75,7 +76,7 @@ class _ParameterGroup:
 
     @property
     def beta(self) -> float | None:
-        """beta1; None if there is none that can be divided by."""
+        """beta1; None if it is missing or 0."""
         betas = self.values.get(_BETAS)
         beta = betas[0] if isinstance(betas, (list, tuple)) and betas else self.values.get(_MOMENTUM)
         return float(beta) if type(beta) in (int, float) and beta else None  # type: ignore[arg-type]
@@ -83,16 +84,17 @@ class _ParameterGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Optimizer:
-    """The state of the optimizer, beside the weights."""
+    """The state of an optimizer, with the weights."""
 
     checkpoint: Checkpoint
-    """Its catalog has weights and states."""
+    """A checkpoint whose catalog has the weights and the states."""
     settings: Mapping[str, object]
+    """Settings of parameter groups by name, such as "optimizer.param_groups.0.betas"."""
     problem: str | None = None
-    """Why its states do not belong to names, escaped."""
+    """Why states cannot be assigned to parameters, escaped for messages."""
 
     def groups(self) -> dict[tuple[str, str], _ParameterGroup]:
-        """Return the group of each parameter, by what stands before its state and by its name or number there."""
+        """Return the group of each parameter, by (prefix of the optimizer, FQN or number of the parameter)."""
         by_name = dict[str, dict[str, object]]()
         for name, value in self.settings.items():
             above, _, leaf = name.rpartition(".")
@@ -106,7 +108,7 @@ class _Optimizer:
         return groups
 
     def states(self, leaf: str) -> dict[tuple[str, str], str]:
-        """Return the names of all states of a kind, by the same."""
+        """Return the stored names of all states of one kind, such as "z", by the same keys as `groups`."""
         names = dict[tuple[str, str], str]()
         for name in self.checkpoint.catalog.tensors:
             prefix, mark, rest = f".{name}".partition(f".{STATE}.")
@@ -116,10 +118,10 @@ class _Optimizer:
 
 
 def optimizer_warnings(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield a warning if the weights of a checkpoint are those of training, and the state has others to publish."""
+    """Yield a warning if the checkpoint was saved in training mode, so that its weights are not those to publish."""
     try:
         optimizer = _open_optimizer(checkpoint, may_take_long=False)
-    except ShardkitError:  # who wants the weights alone needs no optimizer
+    except ShardkitError:  # the weights alone do not need the optimizer
         return
     modes = {name: value for name, value in optimizer.settings.items() if name.endswith(f".{_MODE}")}
     trains = [name for name, value in modes.items() if value is True]
@@ -142,27 +144,27 @@ def optimizer_warnings(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _fast_states(optimizer: _Optimizer) -> list[str]:
-    """Return the states that only schedule-free optimizers have: z, without the n that FTRL keeps beside it."""
+    """Return the names of states that only schedule-free optimizers have: z without n. FTRL has both."""
     ftrl_states = optimizer.states("n")
     return [name for key, name in optimizer.states(_FAST).items() if key not in ftrl_states]
 
 
-def take_evaluated(checkpoint: Checkpoint, weights: Collection[str]) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Return a checkpoint with the weights that `optimizer.eval()` gives, and notes.
+def with_eval_weights(checkpoint: Checkpoint, weights: Collection[str]) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return the checkpoint with the weights that `optimizer.eval()` gives, and notes.
 
     Args:
-        checkpoint: opened.
+        checkpoint: the opened checkpoint.
         weights: stored names of the model's tensors.
 
     Raises:
-        UsageError: there is no state of a schedule-free optimizer.
-        SourceError: it does not say all that is needed; names what is missing.
+        UsageError: the checkpoint has no state of a schedule-free optimizer.
+        SourceError: the state lacks something that the computation needs; the error names it.
     """
     optimizer = _open_optimizer(checkpoint, may_take_long=True)
     modes = [name for name in optimizer.settings if name.endswith(f".{_MODE}")]
     if not modes and (fast := _fast_states(optimizer)):
         raise SourceError(
-            f"--weights eval: nothing says in which mode the optimizer was, and its beta: {listed(fast)} are without "
+            f"--weights eval: the optimizer's mode and beta are not known: there is {listed(fast)}, but no "
             f"{_MODE}",
             hint=_HINT,
         )
@@ -187,7 +189,7 @@ def take_evaluated(checkpoint: Checkpoint, weights: Collection[str]) -> tuple[Ch
 
 
 def _codecs(optimizer: _Optimizer, weights: Collection[str]) -> tuple[dict[str, Lerp], set[str]]:
-    """Return what makes each weight that is not x already, and the states that the result does without."""
+    """Return the codec of each weight that has to be computed, and the names of states that the result need not have."""
     groups, tensors = optimizer.groups(), optimizer.checkpoint.catalog.tensors
     fast, average = optimizer.states(_FAST), optimizer.states(_AVERAGE)
     averaged_groups = {
@@ -203,7 +205,7 @@ def _codecs(optimizer: _Optimizer, weights: Collection[str]) -> tuple[dict[str, 
         if weight is None:
             problems.append(f"{escape(end)}: the checkpoint has no weight {escape(fqn)}")
         elif weight not in weights:
-            continue  # a person leaves it out
+            continue  # the user excluded it
         elif factor is None and key not in average:
             problems.append(f"{escape(group.name)}: neither {_BETAS} nor {_MOMENTUM}, or 0")
         elif (tensors[weight].dtype, tensors[weight].shape) != (tensors[end].dtype, tensors[end].shape):
@@ -225,15 +227,17 @@ def _codecs(optimizer: _Optimizer, weights: Collection[str]) -> tuple[dict[str, 
         hint=_HINT,
     )
     lone = [name for name in weights if name not in codecs and name not in stored.values()]
-    return codecs | _tied(optimizer.checkpoint, codecs, lone), {*fast.values(), *average.values()}
+    return codecs | _tied_codecs(optimizer.checkpoint, codecs, lone), {*fast.values(), *average.values()}
 
 
 def _weights_of(fqns: Collection[str], weights: Collection[str], tensors: Collection[str]) -> dict[str, str]:
-    """Return the stored name of each parameter: all names begin with the same, which the FQNs lack.
+    """Return FQN -> stored name of each parameter. Stored names are a prefix + FQN; the most frequent prefix is used.
+
+    {"layers.0.w": "model.layers.0.w"}, if stored names begin with "model.".
 
     Args:
-        fqns: of the optimizer's parameters.
-        weights: stored names of what is written.
+        fqns: FQNs of the optimizer's parameters.
+        weights: stored names of the tensors to write.
         tensors: all stored names.
     """
     roots = Counter[str]()
@@ -246,8 +250,16 @@ def _weights_of(fqns: Collection[str], weights: Collection[str], tensors: Collec
     return {fqn: root + fqn for fqn in fqns if root + fqn in tensors}
 
 
-def _tied(checkpoint: Checkpoint, codecs: Mapping[str, Lerp], lone: Collection[str]) -> dict[str, Lerp]:
-    """Return what makes the other names of tied weights: equal copies that no optimizer has."""
+def _tied_codecs(
+    checkpoint: Checkpoint, codecs: Mapping[str, Lerp], lone: Collection[str]
+) -> dict[str, Lerp]:
+    """Return the codecs of further names of tied weights, which are equal copies and have no state of their own.
+
+    Args:
+        checkpoint: the opened checkpoint.
+        codecs: codecs of the weights that have a state.
+        lone: stored names of weights without a state.
+    """
     tensors, tied = checkpoint.catalog.tensors, dict[str, Lerp]()
     for name in lone:
         key = (tensors[name].dtype, tensors[name].shape)
@@ -260,11 +272,11 @@ def _tied(checkpoint: Checkpoint, codecs: Mapping[str, Lerp], lone: Collection[s
 
 
 def _open_optimizer(checkpoint: Checkpoint, *, may_take_long: bool) -> _Optimizer:
-    """Return the state of the optimizer, as far as it may be a schedule-free one.
+    """Return the state of the optimizer; without settings if it cannot be a schedule-free one.
 
     Args:
-        checkpoint: opened.
-        may_take_long: open the state where each rank has a file of its own, too.
+        checkpoint: the opened checkpoint.
+        may_take_long: open the state even if each rank has its own file.
 
     Raises:
         SourceError, IntegrityError, ResourceError: as opening does.
@@ -276,7 +288,9 @@ def _open_optimizer(checkpoint: Checkpoint, *, may_take_long: bool) -> _Optimize
             return _Optimizer(checkpoint=checkpoint, settings=settings)
         folder = open_dcp(directory)
         settings = _read_settings(folder)
-        return _Optimizer(checkpoint=_joined(checkpoint, folder.catalog, folder.select), settings=settings)
+        return _Optimizer(
+            checkpoint=_with_states(checkpoint, folder.catalog, folder.select), settings=settings
+        )
     if checkpoint.contents.optimizer is not None and (may_take_long or checkpoint.format in _ONE_FILE):
         opened = checkpoint.contents.optimizer()
         if not isinstance(opened, OptimizerState):
@@ -284,13 +298,15 @@ def _open_optimizer(checkpoint: Checkpoint, *, may_take_long: bool) -> _Optimize
             return _Optimizer(checkpoint=checkpoint, settings=opened.settings, problem=problem)
         if opened.is_whole:
             return _Optimizer(checkpoint=checkpoint, settings=opened.settings)
-        joined = _joined(checkpoint, opened.catalog, lambda _: opened.catalog)
+        joined = _with_states(checkpoint, opened.catalog, lambda _: opened.catalog)
         return _Optimizer(checkpoint=joined, settings=opened.settings)
-    return _Optimizer(checkpoint=checkpoint, settings=_beside_hub(checkpoint), problem="it only numbers them")
+    return _Optimizer(
+        checkpoint=checkpoint, settings=_settings_beside_hub_model(checkpoint), problem="it only numbers them"
+    )
 
 
 def _read_settings(folder: DcpFolder) -> dict[str, object]:
-    """Return the settings of schedule-free groups; none is read if no name says that there are some."""
+    """Return the settings of schedule-free parameter groups. Without a `train_mode` among the names, nothing is read."""
     names = [name for name in folder.objects if f".{GROUPS}." in f".{name}"]
     if not any(name.endswith(f".{_MODE}") for name in names):
         return {}
@@ -304,9 +320,9 @@ def _read_settings(folder: DcpFolder) -> dict[str, object]:
 
 
 def _directory_beside(checkpoint: Checkpoint) -> str | None:
-    """Return the DCP directory of the model's optimizer beside that of the model, if there is one.
+    """Return the DCP directory of the optimizer beside that of the model, or None.
 
-    Nothing is listed above the path that was opened, unless its name is accelerate's of a model.
+    Directories above the opened path are not listed, unless it has accelerate's name for a model.
     """
     directory = checkpoint.catalog.directory
     home, model = parent(directory), own_name(directory)
@@ -324,7 +340,7 @@ def _directory_beside(checkpoint: Checkpoint) -> str | None:
 
 
 def _names_mode(directory: str) -> bool:
-    """True if the `.metadata` of a directory has the word: parsing it takes seconds where there are many ranks."""
+    """True if a directory's `.metadata` contains "train_mode". Searching is fast; parsing takes seconds with many ranks."""
     path = os.path.join(directory, METADATA)
     if not storage.isfile(path):
         return False
@@ -332,15 +348,15 @@ def _names_mode(directory: str) -> bool:
         return size <= MAX_METADATA and _MODE.encode() in bytes(read_exactly(fd, 0, size, METADATA))
 
 
-def _joined(
+def _with_states(
     checkpoint: Checkpoint, states: Catalog, select: Callable[[Collection[str]], Catalog]
 ) -> Checkpoint:
-    """Return a checkpoint whose catalog has the optimizer's states too.
+    """Return a checkpoint whose catalog has the optimizer's states, too.
 
     Args:
         checkpoint: the weights.
-        states: the states; records may be closed.
-        select: as `Checkpoint.select`, of the states.
+        states: catalog of the states, whose records need not be open.
+        select: `Checkpoint.select` of the states.
     """
     model_catalog = checkpoint.catalog
     more = {name: name for name in states.tensors if name.endswith((f".{_FAST}", f".{_AVERAGE}"))}
@@ -359,8 +375,8 @@ def _joined(
     return replace(checkpoint, catalog=catalog, select=select_both, dcp=None)
 
 
-def _beside_hub(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return the settings of an optimizer in a file beside the weights of a Hub model, as the Trainer saves it."""
+def _settings_beside_hub_model(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return the settings of an optimizer file beside the weights of a Hub model, as transformers' Trainer saves it."""
     settings = dict[str, object]()
     for name in listing(checkpoint.path) if checkpoint.hub is not None else ():
         path = os.path.join(checkpoint.path, name)

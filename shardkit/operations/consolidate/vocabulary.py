@@ -1,6 +1,7 @@
-"""A vocabulary that is not the base's: may the output have it, and what its config then says.
+"""Decide whether the output may have another vocabulary size than the base, and adjust the config if so.
 
-More rows are an added token or many. Fewer may be what one rank holds of them, so something has to say that they are all.
+More rows than in the base mean added tokens. Fewer rows may be only one rank's share of them, so they are accepted only
+if something confirms that they are all: the checkpoint's own config, arguments or manifest, or a tokenizer.
 """
 
 from __future__ import annotations
@@ -32,28 +33,29 @@ _SHARES = {2: "half", 3: "a third", 4: "a quarter"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsChange:
-    """What becomes of rows that are not the base's."""
+    """A vocabulary whose number of rows differs from the base's."""
 
     base: Base | None
-    """With the rows of the output, in the shapes and in the config."""
+    """The base, with the output's number of rows in its shapes and its config."""
     changed: tuple[TokenRows, ...] = ()
-    """What the output has in other numbers than the base."""
+    """The accepted changes of the number of rows."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     hint: str = ""
-    """What to do about rows that the output cannot have; empty if there are none."""
+    """What the user can do about a number of rows that is not accepted; empty if all are."""
 
 
 def follow_vocabulary(
     checkpoint: Checkpoint, base: Base | None, shapes: Mapping[str, Shape], tokenizer: Tokenizer | None
 ) -> RowsChange:
-    """Decide whether the output has other rows than its base.
+    """Compare the number of vocabulary rows with the base's, and decide whether the output may have another.
 
     Args:
-        checkpoint: opened.
-        base: without known tensors only the config tells, of types of models that have exactly as many rows.
+        checkpoint: the opened checkpoint.
+        base: the base. If its tensors are not known, its config gives the number of rows, for types of models that
+            have exactly `vocab_size` rows.
         shapes: by name in the output, or in memory.
-        tokenizer: as a person named it; its size may say that the vocabulary was cut.
+        tokenizer: the tokenizer that the user named, or None. Its size may confirm that the vocabulary was cut.
 
     Raises:
         SourceError, IntegrityError, ResourceError: the checkpoint's config or manifest cannot be read.
@@ -67,7 +69,7 @@ def follow_vocabulary(
         (rows, _why_not(rows, checkpoint, tokenizer))
         for rows in find_token_rows(shapes, shapes_in_base, base.config)
     ]
-    if base.tensors is None:  # what does not fit such a config, the class says
+    if base.tensors is None:  # other misfits are left to the model's class
         why = [(rows, hint) for rows, hint in why if rows.are_alike and not rows.is_cut]
     hints, changed = [hint for _, hint in why if hint], tuple(rows for rows, hint in why if not hint)
     tensors, config = dict(base.tensors or {}), dict(base.config)
@@ -85,7 +87,7 @@ def follow_vocabulary(
 
 
 def _by_config(shapes: Mapping[str, Shape], config: Mapping[str, object]) -> dict[str, Shape]:
-    """Return the shapes that a config calls for, as far as they are those of a vocabulary; none if it may mean others."""
+    """Return the shapes of vocabulary tensors with the config's `vocab_size` as rows; empty if rows may differ from it."""
     tokens = config.get("vocab_size")
     if config.get("model_type") not in SAME_IN_MEMORY or not isinstance(tokens, int):
         return {}
@@ -93,7 +95,7 @@ def _by_config(shapes: Mapping[str, Shape], config: Mapping[str, object]) -> dic
 
 
 def _why_not(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> str:
-    """Return why the output cannot have these rows, and what to do; empty if it can."""
+    """Return why the output cannot have this number of rows, and what to do; empty if it can."""
     if not rows.are_alike:
         lines = [f"{name} has {count(number, 'row')}" for name, number in rows.rows.items()]
         return (
@@ -115,7 +117,7 @@ def _why_not(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | Non
             f"{new} rows are {_SHARES[rows.share]} of the base's {rows.old}, as one of {rows.share} ranks has them: is a "
             f"part of the checkpoint missing? If the vocabulary was cut to this, {by_hand}"
         )
-    if _is_said(rows, checkpoint, tokenizer):
+    if _is_confirmed(rows, checkpoint, tokenizer):
         return ""
     return (
         f"the vocabulary has {new} rows and the base's {rows.old}, and nothing says that it was cut: --tokenizer DIR with "
@@ -123,8 +125,8 @@ def _why_not(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | Non
     )
 
 
-def _is_said(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> bool:
-    """True if the checkpoint's own config, its arguments or record, or a tokenizer says that these rows are all."""
+def _is_confirmed(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> bool:
+    """True if the checkpoint's own config, its arguments or manifest, or a tokenizer confirms this number of rows."""
     new = rows.new[0]
     if checkpoint.contents.padding is not None and checkpoint.contents.padding.rows == new:
         return True
@@ -162,12 +164,12 @@ def _notes(changed: tuple[TokenRows, ...], base: Base, tokenizer: Tokenizer | No
 
 
 def _has_own(base: Base) -> bool:
-    """True if the tokenizer is the checkpoint's own."""
+    """True if the output gets the checkpoint's own tokenizer."""
     return base.own_files is not None and any(map(is_vocabulary, base.own_files.names))
 
 
 def _where(checkpoint: Checkpoint) -> str:
-    """Return the checkpoint's own directory that has a tokenizer, to name it; else a placeholder."""
+    """Return the checkpoint's directory that has a tokenizer, quoted for a shell; "DIR" if there is none."""
     homes = (home for home in checkpoint.contents.assets if any(map(is_vocabulary, tokenizer_files(home))))
     return next(map(in_shell, homes), "DIR")
 
@@ -176,12 +178,12 @@ def check_tokenizer(tokenizer: Tokenizer | None, base: Base | None, shapes: Mapp
     """Refuse a tokenizer with ids beyond the rows of the output.
 
     Args:
-        tokenizer: as a person named it, or None.
-        base: with the rows of the output; without known tensors nothing is compared.
+        tokenizer: the tokenizer that the user named, or None.
+        base: the base, with the output's number of rows; without its config nothing is compared.
         shapes: by name in the output.
 
     Raises:
-        LayoutError: it has such ids.
+        LayoutError: the tokenizer has such ids.
     """
     if tokenizer is None or tokenizer.tokens is None or base is None or base.config is None:
         return

@@ -1,4 +1,7 @@
-"""diff: two checkpoints of any formats, compared tensor by tensor in bounded memory.
+"""diff: compare two checkpoints of any formats, tensor by tensor, in bounded memory.
+
+    two checkpoints -> `sides`: tensors paired by the Hub's names, both plain, in one form
+                    -> bands of both sides, read in step -> `values`: count and measure the differences
 
 Internal: import from `shardkit`.
 """
@@ -27,7 +30,7 @@ from shardkit.layout.traced import one_process
 from shardkit.operations.diff.experts import num_fused
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.diff.sides import find_ties, open_sides
-from shardkit.operations.resolve import Taken, take
+from shardkit.operations.resolve import ChosenCheckpoint, choose_checkpoint
 from shardkit.transfer.convert import make_converter
 from shardkit.transfer.plan import chunk_ranges
 from shardkit.transfer.sources import Reader, SourceFiles
@@ -35,7 +38,8 @@ from shardkit.transfer.sources import Reader, SourceFiles
 if TYPE_CHECKING:
     from shardkit.operations.diff.values import Measure, TensorStats
 
-_MAX_MISSED = 1e-5  # of the norm: a decomposition in float64 misses 4e-8, mini_trainer's in float32 2e-6
+# Relative error of factors. A decomposition in float64 has 4e-8, mini_trainer's in float32 has 2e-6.
+_MAX_MISSED = 1e-5
 
 Status = Literal["equal", "close", "tied", "folded", "only_a", "only_b", "shape", "dtype", "values"]
 
@@ -54,15 +58,15 @@ SYMBOLS: dict[Status, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDiff:
-    """One tensor, by its name in the model."""
+    """The comparison of one tensor; `name` is its name in the model."""
 
     name: str
     status: Status
-    """"equal" (the same bytes), "close" (within the tolerance), "tied" (only on one side, where it equals a tensor
-    that both have), "folded" (factors of OSFT on one side, and all that differs is what factors miss: at most 1e-5 of the
-    weight's norm), "only_a", "only_b", or what differs: "shape", "dtype", or else "values"."""
+    """"equal": the same bytes; "close": within the tolerance; "tied": only on one side, where it equals a tensor that
+    both have; "folded": stored as factors of OSFT on one side, and equal within the accuracy of factors, 1e-5 of the
+    weight's norm; "only_a"; "only_b"; "shape", "dtype" or "values": these differ."""
     stored_a: str | None
-    """Its name in A; None if A has none."""
+    """Its name in A; None if A lacks it."""
     stored_b: str | None
     dtype_a: str | None
     dtype_b: str | None
@@ -70,21 +74,21 @@ class TensorDiff:
     """In elements."""
     shape_b: Shape | None
     num_changed: int | None = None
-    """Elements whose bits differ, or, with two dtypes, whose values differ. None if nothing was compared."""
+    """Number of elements whose bits differ, or, with two dtypes, whose values differ. None if nothing was compared."""
     num_outside: int | None = None
-    """Elements beyond the tolerance; None if none was given."""
+    """Number of elements beyond the tolerance; None without a tolerance."""
     first_changed: Shape | None = None
-    """Index of the first element that counts in `num_changed`."""
+    """Index of the first of the `num_changed` elements."""
     tied_to: str | None = None
     """For "tied": the name that both sides have."""
     relative_error: float | None = None
-    """|a - b| / max(|a|, |b|) of the tensors as vectors (Euclidean norms), where elements differ and all are finite
-    numbers, not all of them 0; else None."""
+    """|a - b| / max(|a|, |b|) of the tensors as vectors (Euclidean norms). None if the tensors are equal, contain values
+    that are not finite, or are all zero."""
     experts: tuple[float, ...] | None = None
-    """Of fused experts that differ: `relative_error` of each of them, or else its share of elements that differ; 0 for one
-    that does not differ."""
+    """For fused experts that differ: the `relative_error` of each expert, or else its share of elements that differ; 0 for
+    an expert that does not differ."""
     stats: TensorStats | None = None
-    """Figures, where they were asked for, elements differ, and the bits of the dtypes stand for numbers."""
+    """Statistics. None if they were not requested, if no elements differ, or if the dtypes do not encode numbers."""
 
     @property
     def symbol(self) -> str:
@@ -93,31 +97,31 @@ class TensorDiff:
 
     @property
     def is_difference(self) -> bool:
-        """True if A and B are not the same here, not even after folding."""
+        """True unless A and B are equal, at least after folding."""
         return self.symbol not in "=~"
 
     @property
     def num_elements(self) -> int:
-        """Elements of the tensor: of A's where A has it, else of B's."""
+        """Number of elements of A's tensor, or of B's if A lacks it."""
         return prod((self.shape_a if self.shape_a is not None else self.shape_b) or ())
 
     @property
     def rows(self) -> tuple[int, int] | None:
-        """The rows of A and of B if the shapes differ in these alone, as those of a vocabulary do; else None."""
+        """(rows of A, rows of B) if shapes differ only in the number of rows, as with another vocabulary; else None."""
         one, two = self.shape_a or (), self.shape_b or ()
         is_matrix = len(one) > 1 and one[1:] == two[1:] and one != two
         return (one[0], two[0]) if is_matrix else None
 
     @property
     def share_changed(self) -> float | None:
-        """`num_changed` over all elements."""
+        """`num_changed` divided by `num_elements`."""
         if self.num_changed is None:
             return None
         return self.num_changed / self.num_elements if self.num_elements else 0.0
 
     @property
     def magnitude(self) -> tuple[float, float]:
-        """How much it differs, to sort by: tensors that cannot be compared come first, then by error and share."""
+        """Sort key for how much the tensor differs: infinite if it cannot be compared, else relative error and share."""
         if not self.is_difference:
             return (0.0, 0.0)
         if self.num_changed is None:
@@ -126,11 +130,11 @@ class TensorDiff:
         if self.stats is None:
             return (self.relative_error or 0.0, share)
         if self.stats.num_nonfinite:
-            return (2.0, share)  # more than any finite error between two tensors of like size
+            return (2.0, share)  # more than any relative error of finite tensors
         return (self.stats.relative_error or 0.0, share)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the comparison as plain data."""
         return {"symbol": self.symbol, **asdict(self), "share_changed": self.share_changed}
 
 
@@ -139,29 +143,29 @@ class DiffResult(DrawnResult):
     """How two checkpoints differ."""
 
     a: str
-    """As it was given."""
+    """The argument `a`."""
     b: str
     resolved_a: str
-    """The checkpoint that was taken."""
+    """The checkpoint that was used for A."""
     resolved_b: str
     format_a: str
     """As `shardkit.inspect` names it."""
     format_b: str
     is_equal: bool
-    """No tensor differs, and none is equal only after folding."""
+    """True if no tensor differs, and none had to be folded to be equal."""
     as_dtype: str | None
-    """A's tensors were rounded to it where B's have it: "bf16", "fp16" or "fp32"; None if nothing was rounded."""
+    """"bf16", "fp16" or "fp32": A's tensors were rounded to it where B's have it. None if nothing was rounded."""
     rtol: float | None
-    """The tolerance; None if bits are compared."""
+    """The tolerance; None if bits were compared."""
     atol: float | None
     tensors: tuple[TensorDiff, ...]
-    """All tensors that were compared, equal ones too."""
+    """All tensors that were compared, including equal ones."""
     read_bytes: int
-    """Of both sides."""
+    """Bytes that were read of both sides."""
     elapsed_s: float
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
-    """What was passed over in a run directory although it is newer, or may be."""
+    """Newer, or possibly newer, checkpoints of a run directory that were skipped."""
 
     def count(self, *statuses: Status) -> int:
         """Return how many tensors have one of these statuses."""
@@ -173,7 +177,7 @@ class DiffResult(DrawnResult):
         return tuple(tensor for tensor in self.tensors if tensor.is_difference)
 
     def headline(self) -> str:
-        """Return whether they are equal, or how many tensors differ."""
+        """Return the verdict as one line: equal, or how many tensors differ."""
         if number := len(self.differences):
             return f"{number} of {count(len(self.tensors), 'tensor')} differ"
         ways = [] if self.rtol is None else ["within the tolerance"]
@@ -200,50 +204,53 @@ class DiffResult(DrawnResult):
 def diff(options: DiffOptions) -> DiffResult:
     """Compare two checkpoints, bit by bit or within a tolerance.
 
-    Tensors are paired by the names that their model has on the Hub, whatever the trainers called them and however they
-    are chunked. Tied weights may be stored once on one side and twice on the other.
+    Tensors are paired by the names that their model has on the Hub, whatever names the trainers use and however the
+    tensors are chunked. Tied weights may be stored once on one side and twice on the other.
 
     Args:
-        a: a checkpoint of any format, or a run directory, whose newest complete one is taken.
+        a: a checkpoint of any format, or a run directory, whose newest complete checkpoint is used.
         b: another.
-        rtol: elements are equal where |a - b| <= atol + rtol * |b|, or both are NaN. None compares bits, unless `atol`
-            is given.
-        atol: the same; where only one of the two is given, the other is 0.
-        as_dtype: "bf16", "fp16" or "fp32": A's tensors are rounded to it, where B's have it, before they are compared.
-        stats: take figures of how much tensors differ.
-        include: globs over the names that the result has; only these tensors. Each must match.
-        exclude: globs over the same names; not these tensors. Each must match.
-        all_tensors: compare the optimizer's and all other tensors too, under their stored names.
-        strict: warnings are errors, such as a newer checkpoint in a run directory that had to be passed over.
-        sort: "name", or "difference": what differs most comes first; this takes figures.
+        rtol: elements are equal if |a - b| <= atol + rtol * |b|, or if both are NaN. Without `rtol` and `atol`, bits are
+            compared.
+        atol: see `rtol`. If only one of the two is given, the other is 0.
+        as_dtype: "bf16", "fp16" or "fp32": before the comparison, A's tensors are rounded to it where B's have it.
+        stats: compute statistics of how much tensors differ.
+        include: globs over the names in the result; only these tensors are compared. Each glob must match.
+        exclude: globs over the same names; these tensors are not compared. Each glob must match.
+        all_tensors: also compare all other tensors, such as the optimizer's, under their stored names.
+        strict: raise warnings as errors, e.g. that the newest checkpoint of a run directory was skipped.
+        sort: "name", or "difference" for the largest differences first, which needs statistics.
         max_memory: bytes for all buffers, as a number or as "512MiB".
-        follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
-            Weight files of a Hub model are read in any case.
-        progress: told of the bytes of A as they are compared; by default a bar, on a terminal and in a notebook. False: none.
+        follow_links: follow links that lead out of the checkpoint's directory, and read the files behind them.
+            Weight files of a Hub model are read through links in any case.
+        progress: called as bytes of A are compared. By default, terminals and notebooks show a bar; False shows none.
 
     Raises:
-        UsageError: options that cannot be carried out.
-        SourceError: one of them is damaged or incomplete.
+        UsageError: the value of an option is not allowed, or a glob matches nothing.
+        SourceError: one of the checkpoints is damaged or incomplete.
         IntegrityError: a file changed while it was read.
         ResourceError: disk or permission.
     """
     options.check()
-    sources = (take(options.a, strict=options.strict), take(options.b, strict=options.strict))
+    sources = (
+        choose_checkpoint(options.a, strict=options.strict),
+        choose_checkpoint(options.b, strict=options.strict),
+    )
     return Comparison(sources, options).compare()
 
 
 class Comparison:
-    """Two checkpoints that are to be compared.
+    """Compares two checkpoints.
 
     Args:
-        taken: the checkpoints; what is open of them is not opened again.
+        sources: the checkpoints; if one was opened already, it is not opened again.
         options: what to compare, and how.
 
     Raises:
         UsageError, SourceError, ResourceError: as `diff`.
     """
 
-    def __init__(self, sources: tuple[Taken, Taken], options: DiffOptions) -> None:
+    def __init__(self, sources: tuple[ChosenCheckpoint, ChosenCheckpoint], options: DiffOptions) -> None:
         self._begun, self._options = time.monotonic(), options
         self._progress = progress_for(options.progress)
         self._a, self._b, self._notes = open_sides(sources, options)
@@ -272,7 +279,7 @@ class Comparison:
                 is_one_alone = one.names.keys() != two.names.keys()
                 ties = {**find_ties(one, two), **find_ties(two, one)} if is_one_alone else {}
                 tensors = [
-                    self._compare(name) if self._is_read(name) else self._unread(name, ties)
+                    self._compare(name) if self._is_read(name) else self._describe_unpaired(name, ties)
                     for name in self._names
                 ]
             finally:
@@ -282,12 +289,12 @@ class Comparison:
         return self._result(tensors)
 
     def _is_read(self, name: str) -> bool:
-        """True if both sides have a tensor of this name, in one shape."""
+        """True if both sides have a tensor of this name, in the same shape, so that its bytes are read."""
         is_in_both = name in self._a.names and name in self._b.names
         return is_in_both and self._a.entry(name).shape == self._b.entry(name).shape
 
-    def _unread(self, name: str, ties: Mapping[str, str]) -> TensorDiff:
-        """Return the text about a tensor that one side alone has, or that has two shapes."""
+    def _describe_unpaired(self, name: str, ties: Mapping[str, str]) -> TensorDiff:
+        """Return the result for a tensor that only one side has, or whose shapes differ."""
         in_a, kept = name in self._a.names, ties.get(name)
         if in_a and name in self._b.names:
             return self._describe(name, "shape")
@@ -317,7 +324,7 @@ class Comparison:
         )
 
     def _compare(self, name: str) -> TensorDiff:
-        """Compare what both sides have under a name, in one shape."""
+        """Compare a tensor that both sides have in the same shape."""
         measure = self._measure(name)
         entry, status = self._a.entry(name), self._status(name, measure)
         relative_error = self._relative_error(name, measure)
@@ -371,7 +378,7 @@ class Comparison:
         return "close" if self._options.tolerance is not None and not measure.num_outside else "values"
 
     def _measure(self, name: str) -> Measure:
-        """Compare two tensors of one shape; those that differ are read again where figures are wanted."""
+        """Compare two tensors of the same shape. For statistics, tensors that differ are read a second time."""
         from shardkit.operations.diff.values import ExpertSizes, Measure
 
         (one, two), options = self._dtypes(name), self._options
@@ -388,13 +395,13 @@ class Comparison:
         return measure
 
     def _is_measured(self, name: str) -> bool:
-        """True if more than bytes are compared, in shorter bands."""
+        """True if values are computed from the bytes, which needs shorter bands."""
         one, two = self._dtypes(name)
         is_measured = self._options.takes_stats or self._options.tolerance is not None
         return is_measured or one is not two or self._is_factors(name)
 
     def _is_factors(self, name: str) -> bool:
-        """True if one side has factors of a weight, and the other one the weight or other factors."""
+        """True if at least one side stores factors of this weight, which are folded for the comparison."""
         return self._a.is_folded(name) or self._b.is_folded(name)
 
     def _has_difference(self, name: str) -> bool:
@@ -409,12 +416,12 @@ class Comparison:
         return False
 
     def _dtypes(self, name: str) -> tuple[DType, DType]:
-        """Return the dtypes that are compared: A's is another than the stored one where A is rounded."""
+        """Return the dtypes in which A and B are compared: the stored ones, except where A is rounded."""
         one, two = self._a.entry(name).dtype, self._b.entry(name).dtype
         return (two if one.is_convertible and two is self._options.target else one), two
 
     def _bands(self, name: str, *, measured: bool) -> Iterator[tuple[memoryview, memoryview]]:
-        """Yield both sides' bytes in step."""
+        """Yield the bytes of both sides in bands of the same elements."""
         stored, (one, two) = self._a.entry(name).dtype, self._dtypes(name)
         limit = self._options.max_elements(max(stored.itemsize, two.itemsize), measured=measured)
         convert = None if one is stored else make_converter(stored, one)
@@ -432,7 +439,7 @@ class Comparison:
 
 
 def _is_folded_well(measure: Measure) -> bool:
-    """True if two weights differ by no more than their factors may miss."""
+    """True if two weights differ by no more than the accuracy of factors."""
     stats = measure.stats()
     return (
         stats is not None
@@ -443,7 +450,7 @@ def _is_folded_well(measure: Measure) -> bool:
 
 
 def _dtype_notes(tensors: Sequence[TensorDiff]) -> Iterator[str]:
-    """Yield the way to compare tensors of which one side may hold the other's values rounded."""
+    """Yield a hint at `--as` if one side may have the values of the other side, rounded to a narrower dtype."""
     dtypes = Counter((tensor.dtype_a, tensor.dtype_b) for tensor in tensors if tensor.status == "dtype")
     for (a, b), number in dtypes.items():
         one, two = BY_NAME.get(str(a)), BY_NAME.get(str(b))
@@ -456,7 +463,7 @@ def _dtype_notes(tensors: Sequence[TensorDiff]) -> Iterator[str]:
 
 
 def _frozen_notes(tensors: Sequence[TensorDiff]) -> Iterator[str]:
-    """Yield a note that says whether the frozen factors of two OSFT checkpoints are the same."""
+    """Yield a note on whether the frozen factors of two OSFT checkpoints are the same."""
     differs: dict[str, bool] = {}
     for tensor in tensors:
         if tensor.name.endswith(HIGH) and (path := factor_of(tensor.name)) is not None:
@@ -464,15 +471,15 @@ def _frozen_notes(tensors: Sequence[TensorDiff]) -> Iterator[str]:
     changed = [path for path, is_changed in differs.items() if is_changed]
     if changed:
         yield (
-            f"frozen factors differ in {len(changed)} of {count(len(differs), 'weight')}, which one training never "
-            f"does: {listed(changed)}"
+            f"frozen factors differ in {len(changed)} of {count(len(differs), 'weight')}, so these are two "
+            f"trainings: {listed(changed)}"
         )
     elif differs:
         yield f"frozen factors are the same in all of {count(len(differs), 'weight')}"
 
 
 def _unravel(flat: int | None, shape: Shape) -> Shape | None:
-    """Return the index of an element that is counted row-major."""
+    """Return the index of an element from its row-major number: 5 in shape (2, 3) -> (1, 2)."""
     if flat is None:
         return None
     index: list[int] = []

@@ -1,4 +1,7 @@
-"""How much tensors and single experts differ, as one number each: for maps, and for the sentence about experts."""
+"""How much tensors and single experts differ, as one number each, called the *amount*, from 0 to 1.
+
+Pictures draw maps of amounts, and `experts_line` summarises them in a sentence.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ _LAYER = re.compile(r"(?:^|\.)(0|[1-9][0-9]{0,8})(?=\.|$)", re.ASCII)
 _MAX_NUMBERS, _MAX_LAYERS = 4, 3
 
 Experts = Mapping[str, Mapping[int, float | None]]
-"""Module that has the experts -> number of the expert -> the largest amount of its tensors, as `amount_of` has it."""
+"""Module with the experts -> number of the expert -> the largest amount of its tensors; None if not comparable."""
 
 
 def amount_of(tensor: TensorDiff) -> float | None:
-    """Return how much a tensor differs, from 0 to 1: its relative norm where that is known, else the share of elements
-    that differ; None if its values cannot be compared."""
+    """Return the amount of a tensor: its relative error if known, else the share of elements that differ; None if its
+    values cannot be compared."""
     if tensor.status in ("only_a", "only_b", "shape") or (tensor.stats and tensor.stats.num_nonfinite):
         return None
     if not tensor.is_difference:
@@ -30,7 +33,7 @@ def amount_of(tensor: TensorDiff) -> float | None:
 
 
 def experts_of(tensors: Sequence[TensorDiff]) -> Experts:
-    """Return how much each expert differs; empty if none can be compared."""
+    """Return the amount of each expert; empty if none can be compared."""
     experts: dict[str, dict[int, float | None]] = {}
     for tensor in tensors:
         for module, number, amount in _amounts(tensor):
@@ -42,7 +45,7 @@ def experts_of(tensors: Sequence[TensorDiff]) -> Experts:
 
 
 def _amounts(tensor: TensorDiff) -> Iterator[tuple[str, int, float | None]]:
-    """Yield (module, expert, amount) of all experts that a tensor has."""
+    """Yield (module, expert, amount) for all experts of a tensor."""
     place, amount = expert_of(tensor.name), amount_of(tensor)
     if place is not None and place[1] is not None:
         yield place[0], place[1], amount
@@ -52,14 +55,14 @@ def _amounts(tensor: TensorDiff) -> Iterator[tuple[str, int, float | None]]:
 
 
 def layer_names(modules: Sequence[str]) -> list[str]:
-    """Return "layer 3" for each module, or its name if several modules are in one layer; escaped."""
+    """Return "layer 3" for each module, or its name if several modules are in the same layer; escaped."""
     layers = [_LAYER.search(module) for module in modules]
     names = [f"layer {layer[1]}" for layer in layers if layer]
     return names if len(set(names)) == len(modules) else [escape(module) or "the model" for module in modules]
 
 
 def experts_line(experts: Experts) -> str:
-    """Return which experts are identical: "4 of 256 are identical: 4 of 128 in layer 0 (4, 17, 90, 91)"."""
+    """Return a sentence on identical experts: "4 of 256 are identical: 4 of 128 in layer 0 (4, 17, 90, 91)"."""
     layers: list[tuple[bool, str]] = []
     total, num_equal = sum(map(len, experts.values())), 0
     for name, amounts in zip(layer_names(list(experts)), experts.values(), strict=True):
@@ -73,6 +76,6 @@ def experts_line(experts: Experts) -> str:
         return (
             f"{'all' if num_equal else 'none'} of {total:,} in {count(len(experts), 'layer')} are identical"
         )
-    shown = [text for _, text in sorted(layers, key=lambda layer: layer[0])]  # what differs in part first
+    shown = [text for _, text in sorted(layers, key=lambda layer: layer[0])]  # wholly equal layers last
     more = " layers" if len(shown) > _MAX_LAYERS else ""
     return f"{num_equal:,} of {total:,} are identical: {few(shown, _MAX_LAYERS, '; ')}{more}"

@@ -1,4 +1,4 @@
-"""Which tensors are those of experts, by their names."""
+"""Recognise the tensors of experts by their names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _MAX_FUSED = 4096
 
 
 def expert_of(name: str) -> tuple[str, int | None] | None:
-    """Return the module that has the experts, and the number of the expert, None for all; None if it is no expert."""
+    """Return (module with the experts, number of the expert or None for all) for a tensor of an expert; else None.
+
+    "mlp.experts.3.up.weight" -> ("mlp", 3), "mlp.experts.gate_up_proj" -> ("mlp", None), "mlp.up.weight" -> None.
+    """
     parts = name.split(".")
     index = next((index for index, part in enumerate(parts[:-1]) if part in _MODULES), None)
     if index is None:
@@ -23,7 +26,7 @@ def expert_of(name: str) -> tuple[str, int | None] | None:
 
 
 def num_fused(name: str, shape: Shape) -> int | None:
-    """Return how many experts a tensor has along dim 0; None if it is not a weight or a bias of several experts."""
+    """Return how many experts a tensor has along dim 0; None if it is not a fused weight or bias of several experts."""
     place = expert_of(name)
     is_fused = place is not None and place[1] is None and (len(shape) > 2 or name.endswith("bias"))
     return shape[0] if is_fused and len(shape) > 1 and 1 < shape[0] <= _MAX_FUSED else None

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 Sort = Literal["name", "difference"]
 SORTS: tuple[str, ...] = get_args(Sort)
 _MIN_MEMORY = 2 * MIB
-_BAND_BYTES = MIB  # of one side: the processor's cache keeps both while they are compared
-_BUFFERS = 8  # of a band's size: two for each side while it is gathered, and the masks
-# Values measured at once: their float64s stay in the processor's cache, and malloc keeps them.
+_BAND_BYTES = MIB  # per side: bands of both sides fit into the processor's cache
+_BUFFERS = 8  # number of buffers of a band's size: two for each side while it is gathered, and masks
+# Values that are measured at a time: their float64s fit into the processor's cache, and malloc reuses their memory.
 _MAX_VALUES = 16 * KIB
-_BYTES_PER_VALUE = 160  # that measuring takes at most: float64s of both sides, differences, masks
+_BYTES_PER_VALUE = 160  # maximum memory of measuring: float64s of both sides, differences, masks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class DiffOptions:
 
     @property
     def tolerance(self) -> Tolerance | None:
-        """None compares bits."""
+        """The tolerance of `rtol` and `atol`; None if bits are compared."""
         from shardkit.operations.diff.values import Tolerance
 
         is_exact = self.rtol is None and self.atol is None
@@ -55,26 +55,31 @@ class DiffOptions:
 
     @property
     def target(self) -> DType | None:
-        """What A is rounded to; None compares it as it is."""
+        """The dtype that A is rounded to, or None."""
         return None if self.as_dtype is None else CASTS[short_dtype(self.as_dtype)]
 
     @property
     def takes_stats(self) -> bool:
-        """True if figures are taken of how much tensors differ."""
+        """True if statistics are computed."""
         return self.stats or self.sort == "difference"
 
     def max_elements(self, itemsize: int, *, measured: bool) -> int:
-        """Return how many elements a band has, for the longer itemsize of both sides; measuring takes more memory."""
+        """Return the number of elements of a band.
+
+        Args:
+            itemsize: the longer itemsize of both sides.
+            measured: values are computed from the bytes, which takes more memory.
+        """
         budget = parse_size(self.max_memory)
         if measured:
             return max(min(_MAX_VALUES, budget // (_BYTES_PER_VALUE + _BUFFERS * itemsize)), 1)
         return max(min(_BAND_BYTES, budget // _BUFFERS) // itemsize, 1)
 
     def check(self) -> None:
-        """Refuse what cannot be carried out.
+        """Check the values of the options.
 
         Raises:
-            UsageError: an option has no such value.
+            UsageError: a value is not allowed.
         """
         if self.sort not in SORTS:
             raise UsageError(f"--sort {escape(self.sort)!r} is not one of {', '.join(SORTS)}")

@@ -1,4 +1,8 @@
-"""The two sides of diff: checkpoints, opened, their tensors under the names of one model, and the pairs."""
+"""The two sides of diff, A and B: open both checkpoints, and bring their tensors to the same names and the same form.
+
+A quantised side is dequantised if the other is plain, OSFT factors are folded, and a trainer's fused tensors become the
+Hub's. Then a tensor of A is compared with the tensor of B that has the same name.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ from shardkit.keys.select import Globs, select_model
 from shardkit.layout.binding import ClassNames, TensorsAtHand, as_tensors, bind, class_says, manifest, shipped
 from shardkit.layout.traced import SAME_IN_MEMORY, ask_class, may_differ_in_memory, why_no_class
 from shardkit.operations.diff.options import DiffOptions
-from shardkit.operations.resolve import ResolvedCheckpoint, Taken
+from shardkit.operations.resolve import ChosenCheckpoint, ResolvedCheckpoint
 from shardkit.operations.ties import place_of, tie_candidates
 from shardkit.transfer.codecs.bound import bind as bound_catalog
 from shardkit.transfer.codecs.derive import made_by
@@ -39,41 +43,41 @@ from shardkit.transfer.codecs.fold import Fold
 from shardkit.transfer.plan import flat_source
 from shardkit.transfer.sources import Reader, bands, same_bytes
 
-_FOLDED_BYTES = 8 * MIB  # of a folded weight, held at a time; folding takes twice as much again
+_FOLDED_BYTES = 8 * MIB  # of a folded weight that are in memory at a time; folding takes twice as much again
 
 Names = Mapping[str, str]
 """Name in the model -> stored name."""
 _LABELS = ("A", "B")
-"""What notes call the sides."""
+"""Names of the sides in notes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One checkpoint of the two."""
+    """One of the two checkpoints."""
 
     given_path: str
     resolved: ResolvedCheckpoint
     checkpoint: Checkpoint
     names: Names
-    """Of the tensors that are compared."""
+    """Names of the tensors to compare."""
     live: Mapping[str, str]
-    """Stored name -> name in memory, where that is known."""
+    """Stored name -> name in memory, if known."""
     catalog: Catalog
-    """Of the same tensors; extents are raw bytes."""
+    """The same tensors, as raw extents."""
 
     def entry(self, name: str) -> TensorEntry:
         """Return a tensor by its name in the model."""
         return self.catalog.tensors[self.names[name]]
 
     def bands(self, name: str, reader: Reader, max_elements: int) -> Iterator[memoryview]:
-        """Yield a tensor's bytes row-major, however it is chunked; each view is valid until the next.
+        """Yield a tensor's bytes in row-major bands, however it is chunked; each view is valid until the next.
 
-        The cuts depend on shape and `max_elements` alone: two tensors of one shape are cut alike.
+        The cuts depend only on shape and `max_elements`, so two tensors of the same shape are cut alike.
 
         Args:
-            name: in the model.
-            reader: of the catalog's files.
-            max_elements: of a band; a tensor that has to be gathered takes as much memory again.
+            name: name in the model.
+            reader: reads the catalog's files.
+            max_elements: maximum elements of a band; a tensor that has to be gathered takes as much memory again.
 
         Raises:
             IntegrityError, ResourceError: a file cannot be read as described.
@@ -93,7 +97,7 @@ class Side:
         start, buffer = 0, bytearray()
         for block in blocks(entry.shape, max_elements):
             stop = start + block.num_elements
-            buffer = buffer or bytearray((stop - start) * itemsize)  # the first is the largest
+            buffer = buffer or bytearray((stop - start) * itemsize)  # the first block is the largest
             view, offset = memoryview(buffer)[: (stop - start) * itemsize], 0
             for move in flat.moves(start, stop):
                 reader.read_into(move.file, view[offset : offset + move.nbytes], move.start, entry.fqn)
@@ -102,11 +106,11 @@ class Side:
             start = stop
 
     def is_folded(self, name: str) -> bool:
-        """True if a tensor is stored as factors, or a part of it."""
+        """True if the tensor, or a part of it, is stored as factors."""
         return made_by(self.catalog, self.names[name], Fold)
 
     def _folded_bands(self, entry: TensorEntry, reader: Reader, max_elements: int) -> Iterator[memoryview]:
-        """Yield the same bands as of any other tensor, out of larger ones: each takes a pass over all of V."""
+        """Yield bands of a folded tensor, cut from larger bands, as computing a band takes a pass over all of V."""
         itemsize, whole = entry.dtype.itemsize, full_region(entry.shape)
         most = max(_FOLDED_BYTES // (max_elements * itemsize), 1) * max_elements
         larger = bands(self.catalog, entry.fqn, whole, reader, most * itemsize)
@@ -121,19 +125,21 @@ class Side:
             remaining_bytes = remaining_bytes[nbytes:]
 
 
-def open_sides(sources: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side, Side, list[str]]:
-    """Open both checkpoints, and only the tensors of them that are compared.
+def open_sides(
+    sources: tuple[ChosenCheckpoint, ChosenCheckpoint], options: DiffOptions
+) -> tuple[Side, Side, list[str]]:
+    """Open both checkpoints, but only the tensors that are compared.
 
     Args:
-        sources: the checkpoints that the paths stand for.
+        sources: the checkpoints.
         options: what to compare.
 
     Returns:
-        Both sides, and what a person should know.
+        Both sides, and notes.
 
     Raises:
-        UsageError: a glob matches no name, or the globs leave nothing.
-        SourceError, ResourceError: one of them cannot be opened.
+        UsageError: a glob matches no name, or the globs leave no tensor.
+        SourceError, ResourceError: one of the checkpoints cannot be opened.
     """
     for source in sources:
         refuse_part(source.resolved.path)
@@ -147,7 +153,7 @@ def open_sides(sources: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side
             else ()
         )
     if not options.all_tensors:
-        for alike in (_both_plain, _in_one_state):
+        for alike in (_make_both_plain, _fold_factors):
             opened, more_notes = alike(opened)
             notes += more_notes
     notes += [
@@ -172,8 +178,8 @@ def open_sides(sources: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side
         )
     )
     if not options.all_tensors:
-        a, by_rules = _in_one_form(a, b, _LABELS[0])
-        b, also = _in_one_form(b, a, _LABELS[1])
+        a, by_rules = _convert_to_other(a, b, _LABELS[0])
+        b, also = _convert_to_other(b, a, _LABELS[1])
         name_notes += [*by_rules, *also]
     globs = Globs(tuple(options.include), tuple(options.exclude))
     globs.check(a.names.keys() | b.names.keys())
@@ -184,11 +190,13 @@ def open_sides(sources: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side
     return a, b, [*notes, *name_notes]
 
 
-def _both_plain(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
-    """Dequantise a side whose weights are quantised, unless both are: these are compared as they are stored.
+def _make_both_plain(
+    opened: tuple[Checkpoint, Checkpoint],
+) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
+    """Dequantise a side if only its weights are quantised. Two quantised sides are compared as they are stored.
 
     Raises:
-        LayoutError: scales do not fit what they scale.
+        LayoutError: scales do not fit their weights.
     """
     both_tensors = [checkpoint.catalog.tensors for checkpoint in opened]
     why = [why_quantised(tensors) or why_narrow(hidden(tensors)) for tensors in both_tensors]
@@ -199,8 +207,8 @@ def _both_plain(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint
     called, other_called = _LABELS[index], _LABELS[1 - index]
     if not can_dequantize(config_of(side)):
         return opened, [
-            f"{called} is quantised in a way that is not known here ({why[index]}), and {other_called} is not: what is "
-            "quantised cannot be compared"
+            f"{called} is quantised in a way that shardkit does not know ({why[index]}), and {other_called} is not: "
+            "quantised weights cannot be compared"
         ]
     nbytes = Counter[DType]()
     for entry in other_checkpoint.catalog.tensors.values():
@@ -212,11 +220,11 @@ def _both_plain(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint
     return opened, [f"{called}: dequantised to {dtype.name}: {number}"]
 
 
-def _in_one_state(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
-    """Fold the factors of OSFT, unless both sides have the same ones: these are compared as they are.
+def _fold_factors(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoint, Checkpoint], list[str]]:
+    """Fold the factors of OSFT, unless both sides have factors of the same shapes: these are compared as they are.
 
     Raises:
-        LayoutError: factors are not complete, or do not fit each other.
+        LayoutError: factors are missing, or do not fit each other.
     """
     targets = [floating_targets(side.catalog.tensors) for side in opened]
     if all(targets):
@@ -239,11 +247,13 @@ def _in_one_state(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[Checkpoi
     return (formats.open(opened[0], folded=True), formats.open(opened[1], folded=True)), notes
 
 
-def _in_one_form(side: Side, other_side: Side, label: str) -> tuple[Side, list[str]]:
-    """Name and form the tensors of one side as the other one has them, where its own are a trainer's or a model's in memory.
+def _convert_to_other(side: Side, other_side: Side, label: str) -> tuple[Side, list[str]]:
+    """Convert names and shapes of one side to the other's, if its own are a trainer's or those of a model in memory.
+
+    For example, experts that are fused in memory are cut apart if the other side is a Hub model.
 
     Returns:
-        The side, and what a person should know.
+        The converted side, and notes.
     """
     lone, lacking = side.names.keys() - other_side.names.keys(), other_side.names.keys() - side.names.keys()
     side_shapes, other_shapes = (
@@ -269,7 +279,7 @@ def _in_one_form(side: Side, other_side: Side, label: str) -> tuple[Side, list[s
     providers += [class_says(lambda _: _ask_class(other_side, unasked.append))]
     binding = bind(have, other_shapes, providers)
     because = [
-        f"{label}: what the model's class stores in another form counts as another tensor: {why}"
+        f"{label}: tensors that the model's class stores in another form count as other tensors: {why}"
         for why in unasked
     ]
     if set(binding.by.values()) == {"selection"}:
@@ -292,11 +302,11 @@ def _shapes(catalog: Catalog, names: Names) -> dict[str, Shape]:
 
 
 def _ask_class(side: Side, on_unasked: Callable[[str], object] = lambda why: None) -> ClassNames | None:
-    """Return the answer of a Hub model's class about its names; None if the class cannot be asked, or need not be.
+    """Return what a Hub model's class says about its names; None if it cannot be asked, or need not be.
 
     Args:
-        side: of the Hub model.
-        on_unasked: told why the class cannot be asked.
+        side: the side with the Hub model.
+        on_unasked: called with the reason if the class cannot be asked.
     """
     hub = side.checkpoint.hub
     config = {} if hub is None else hub.config or {}
@@ -312,17 +322,17 @@ def _ask_class(side: Side, on_unasked: Callable[[str], object] = lambda why: Non
 
 
 def find_ties(side: Side, other_side: Side) -> dict[str, str]:
-    """Return the tensors that only one side has, as copies of a tensor that both have.
+    """Return tensors that only one side has, but that are copies of a tensor that both have.
 
-    One checkpoint stores tied weights once, another under each name. Copies are tensors that share their bytes in the
-    file, or that models tie and whose bytes are equal.
+    Some checkpoints store tied weights once, others under each name. A copy shares its bytes in the file with the other
+    tensor; or models tie the two, and their bytes are equal.
 
     Args:
-        side: the one that has them.
-        other_side: the one that lacks them.
+        side: the side that has the copies.
+        other_side: the side that lacks them.
 
     Returns:
-        Name that only `side` has -> name of its equal, which both have.
+        Name that only `side` has -> name of the equal tensor that both have.
 
     Raises:
         IntegrityError, ResourceError: a file cannot be read as described.
@@ -332,7 +342,7 @@ def find_ties(side: Side, other_side: Side) -> dict[str, str]:
         return {}
     copies = _same_places(side, other_side, lone)
     open_names = {name for name in lone if name not in copies}
-    for tied in (_may_be_tied, _tied_by_class):
+    for tied in (_tied_by_shape, _tied_by_class):
         if open_names <= copies.keys():
             break
         for one, two in tied(side, other_side):
@@ -356,38 +366,38 @@ def _same_places(side: Side, other_side: Side, lone: Collection[str]) -> dict[st
     }
 
 
-def _may_be_tied(side: Side, _: Side) -> Iterator[tuple[str, str]]:
+def _tied_by_shape(side: Side, _: Side) -> Iterator[tuple[str, str]]:
     for name, partners, _is_head in tie_candidates(side.catalog, side.names):
         for partner in partners:
             yield name, partner
 
 
 def _tied_by_class(side: Side, other_side: Side) -> Iterator[tuple[str, str]]:
-    """Yield what the class of the other side's config ties in a model as it is in memory."""
+    """Yield pairs of names that the class of the other side's config ties in memory."""
     class_names = _ask_class(other_side) if side.checkpoint.hub is None else None
     for group in class_names.ties if class_names is not None else ():
         yield from itertools.combinations([name for name in group if name in side.names], 2)
 
 
 class SideNames(NamedTuple):
-    """The tensors of a side that are compared."""
+    """Names of the tensors of a side that are compared."""
 
     names: Names
     live: Mapping[str, str]
-    """Stored name -> name in memory, where that is known."""
+    """Stored name -> name in memory, if known."""
 
 
 def _name_all(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[SideNames, SideNames], list[str]]:
     notes = [
-        f"{label}: {count(len(checkpoint.catalog.objects), 'entry', 'entries')} that are no tensors are not compared"
+        f"{label}: {count(len(checkpoint.catalog.objects), 'entry', 'entries')} that are not tensors are not compared"
         for label, checkpoint in zip(_LABELS, opened, strict=True)
         if checkpoint.catalog.objects
     ]
-    return (_stored(opened[0]), _stored(opened[1])), notes
+    return (_stored_names(opened[0]), _stored_names(opened[1])), notes
 
 
 def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[SideNames, SideNames], list[str]]:
-    """Give the weights of both sides the same names: those of one side help to find the other's model."""
+    """Find the model's weights in both checkpoints, and name them alike. The shapes of one side help to name the other."""
     first, second = (1, 0) if opened[1].hub is not None and opened[0].hub is None else (0, 1)
     answers: dict[int, SideNames | str] = {}
     for side, partner in ((first, second), (second, first), (first, second)):
@@ -401,7 +411,7 @@ def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[SideNames,
     notes = []
     for side, label in enumerate(_LABELS):
         answer = answers[side]
-        named[side] = _stored(opened[side]) if isinstance(answer, str) else answer
+        named[side] = _stored_names(opened[side]) if isinstance(answer, str) else answer
         if isinstance(answer, str):
             notes.append(f"{label}: tensors go by their stored names: {answer}")
         left_out = len(opened[side].catalog.tensors) - len(named[side].names)
@@ -413,7 +423,7 @@ def _name_model(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[SideNames,
 
 
 def _select(checkpoint: Checkpoint, base: Mapping[str, Shape] | None) -> SideNames | str:
-    """Return the names of a checkpoint's model, or the reason why they cannot be told."""
+    """Return the names of the model's weights in a checkpoint, or the reason why they cannot be determined."""
     catalog = checkpoint.catalog
     if not catalog.tensors:
         return SideNames({}, {})
@@ -429,7 +439,7 @@ def _select(checkpoint: Checkpoint, base: Mapping[str, Shape] | None) -> SideNam
 def _as_on_hub(
     checkpoint: Checkpoint, named: SideNames | str, other_names: SideNames | str
 ) -> SideNames | str:
-    """Return a side's names as its manifest knows them from the Hub, where more of the other side's match then."""
+    """Return a side's names as its manifest records them from the Hub, if more of these match the other side's names."""
     recorded = recorded_rules(checkpoint)
     if recorded is None or not recorded.rules or isinstance(other_names, str):
         return named
@@ -443,5 +453,5 @@ def _as_on_hub(
     return SideNames(renamed, below) if len(renamed.keys() & other_names.names.keys()) > num_common else named
 
 
-def _stored(checkpoint: Checkpoint) -> SideNames:
+def _stored_names(checkpoint: Checkpoint) -> SideNames:
     return SideNames({name: name for name in checkpoint.catalog.tensors}, {})

@@ -1,7 +1,7 @@
-"""The values of two tensors side by side: which differ, by how much, and whether a tolerance allows it.
+"""Compare the values of two tensors: which differ, by how much, and whether a tolerance allows it.
 
 Bits are compared as integers of the element's size, so NaN payloads and signs of zeros count. Values are compared as
-float64, which holds every shorter float exactly.
+float64, which represents every shorter float exactly.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _EIGHT_BIT = {
     "float8_e5m2": (5, 15, "ieee"),
     "float8_e5m2fnuz": (5, 16, "fnuz"),
 }
-"""Bits of the exponent, its bias, and which patterns are no numbers: "fn" the last one, "fnuz" that of -0, "ieee" those
+"""(bits of the exponent, its bias, which patterns are not numbers). "fn": the last one. "fnuz": that of -0. "ieee": those
 of the largest exponent, the first of which is infinity.
 
 Source: torch 2.13, torch/headeronly/util/Float8_*.h.
 """
 _MAX_FLOAT = float(np.finfo(np.float64).max)
-_VALUES_AT_ONCE = 16384  # values: a dozen float64s of each stay in the processor's cache
+_VALUES_AT_ONCE = 16384  # a dozen float64s for each value fit into the processor's cache
 
 _OF_NUMBERS = ("float", "complex")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStats:
-    """How much two tensors differ, over the elements that are finite numbers on both sides.
+    """How much two tensors differ, over the elements that are finite on both sides.
 
-    The real and imaginary parts of complex tensors count as values of their own.
+    The real and imaginary parts of complex numbers count as separate values.
     """
 
     max_abs: float
@@ -54,11 +54,11 @@ class TensorStats:
     relative_error: float | None
     """|a - b| / max(|a|, |b|) of the tensors as vectors (Euclidean norms); None if both are zero."""
     num_nonfinite: int
-    """Values that differ where at least one is infinite or NaN; no figure above includes them."""
+    """Number of values that differ and of which at least one is infinite or NaN. The other statistics leave them out."""
 
 
 class Tolerance(NamedTuple):
-    """Elements are close where |a - b| <= atol + rtol * |b|, as numpy.allclose has it; NaN equals NaN."""
+    """Elements are close if |a - b| <= atol + rtol * |b|, as in numpy.allclose; NaN equals NaN."""
 
     rtol: float
     atol: float
@@ -70,13 +70,18 @@ def has_values(dtype: DType) -> bool:
 
 
 class ExpertSizes(NamedTuple):
-    """How many experts a tensor has, one after the other, and how many elements each; 1 for a tensor without experts."""
+    """How many experts a tensor has along dim 0, and how many elements each; 1 for a tensor without experts."""
 
     number: int = 1
     num_elements: int = 0
 
     def cut(self, first: int, num_elements: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (expert, start, stop) of pieces of a band, which fit into the processor's cache."""
+        """Yield (expert, start, stop) of pieces of a band that fit into the processor's cache, each in one expert.
+
+        Args:
+            first: number of the band's first element in the tensor.
+            num_elements: elements of the band.
+        """
         start = 0
         while start < num_elements:
             stop, expert = min(start + _VALUES_AT_ONCE, num_elements), 0
@@ -91,22 +96,22 @@ _NO_EXPERTS = ExpertSizes()
 
 
 class Norms:
-    """Adds up how far two tensors are apart as vectors.
+    """Adds up the norms of two tensors and of their difference, band by band.
 
     Args:
         a: dtype of one side.
         b: dtype of the other.
-        experts: cuts the elements into experts, each of which gets an error of its own, too.
+        experts: how elements are divided into experts, for an error of each expert.
     """
 
     def __init__(self, a: DType, b: DType, experts: ExpertSizes = _NO_EXPERTS) -> None:
         self._a, self._b, self._experts = a, b, experts
         self._sums = np.zeros((experts.number, 3))
         self.num_missing = 0
-        """Elements at the beginning, in equal bands, that are yet to be added."""
+        """Number of elements at the beginning that were not added, because their bands are equal."""
 
     def add(self, left_bytes: memoryview, right_bytes: memoryview, first: int) -> None:
-        """Add a band of both sides, with the same number of elements, whose first one has this place in the tensor."""
+        """Add a band of both sides, with the same number of elements; `first` is the number of its first element."""
         with np.errstate(all="ignore"):
             for expert, start, stop in self._experts.cut(first, len(left_bytes) // self._a.itemsize):
                 a = float64s(left_bytes[start * self._a.itemsize : stop * self._a.itemsize], self._a)
@@ -115,16 +120,16 @@ class Norms:
                     self._sums[expert, index] += float(np.vdot(values, values).real)
 
     def relative_error(self) -> float | None:
-        """Return |a - b| / max(|a|, |b|); None if both are zero, or not all values are finite numbers."""
+        """Return |a - b| / max(|a|, |b|); None if both are zero, or if some values are not finite."""
         return _relative(*map(float, self._sums.sum(axis=0)))
 
     def of_experts(self) -> list[float | None]:
-        """Return the same for each expert."""
+        """Return `relative_error` for each expert."""
         return [_relative(*map(float, sums)) for sums in self._sums]
 
 
 def _relative(difference: float, *sides: float) -> float | None:
-    """Return the relative error out of three sums of squares."""
+    """Return the relative error from the sums of squares of the difference and of both sides."""
     is_finite = isfinite(difference) and isfinite(max(sides))
     return sqrt(difference) / sqrt(max(sides)) if is_finite and max(sides) else None
 
@@ -135,9 +140,9 @@ class Measure:
     Args:
         a: dtype of one side.
         b: dtype of the other.
-        tolerance: count what is beyond it.
-        stats: take figures. Every band must then be given, equal ones too.
-        experts: cuts the elements into experts.
+        tolerance: count elements beyond it; None counts none.
+        stats: compute statistics. For this, every band must be added, including equal ones.
+        experts: how elements are divided into experts.
     """
 
     def __init__(
@@ -151,17 +156,17 @@ class Measure:
     ) -> None:
         self._experts = experts
         self._by_expert = [0] * experts.number
-        """Elements that differ, or are beyond the tolerance, of each expert."""
+        """Number of elements of each expert that differ, or with a tolerance, that are beyond it."""
         self._a, self._b, self._tolerance = a, b, tolerance
         can = has_values(a) and has_values(b)
         self._figures = _Figures(a, b) if stats and can else None
         are_numbers = can and a.kind in _OF_NUMBERS and b.kind in _OF_NUMBERS
         self.norms = Norms(a, b, experts) if are_numbers else None
-        """None if the elements are no numbers."""
+        """None if the elements are not numbers."""
         self._needs_values = can and (tolerance is not None or a is not b)
         self.num_changed = 0
         self.first_changed: int | None = None
-        """Row-major."""
+        """Row-major number of the first element that differs."""
         self.num_outside = 0
         self._start = 0
 
@@ -180,7 +185,7 @@ class Measure:
         self._start += num_elements
 
     def of_experts(self) -> tuple[float, ...] | None:
-        """Return how much each expert differs: its relative error, else the share of its elements; 0 if it does not."""
+        """Return how much each expert differs: its relative error, else its share of elements that differ; 0 if equal."""
         if self._experts.number == 1:
             return None
         norms = self.norms.of_experts() if self.norms is not None else [None] * self._experts.number
@@ -190,7 +195,7 @@ class Measure:
         )
 
     def stats(self) -> TensorStats | None:
-        """Return the figures, where they were taken."""
+        """Return the statistics, or None if they were not requested."""
         return self._figures.result() if self._figures is not None else None
 
     def _add_different(self, left_bytes: memoryview, right_bytes: memoryview) -> None:
@@ -217,7 +222,7 @@ class Measure:
 
 
 def have_same_bytes(left_bytes: memoryview, right_bytes: memoryview) -> bool:
-    """True if both sides have the same bytes; compares eight at a time."""
+    """True if both sides have the same bytes. Compares eight bytes at a time."""
     whole = len(left_bytes) & ~7
     return (
         len(left_bytes) == len(right_bytes)
@@ -242,7 +247,7 @@ def _changed_bits(left_bytes: memoryview, right_bytes: memoryview, dtype: DType)
 
 def float64s(view: memoryview, dtype: DType) -> Array:
     """Return elements as float64, complex ones as complex128, 64-bit integers as they are."""
-    with np.errstate(invalid="ignore"):  # numpy warns of signalling NaNs that it widens
+    with np.errstate(invalid="ignore"):  # numpy warns when it widens signalling NaNs
         return _widened(view, dtype)
 
 
@@ -282,13 +287,13 @@ def _table(name: str) -> Array:
     elif special == "fn":
         values[-1] = np.nan
     negative = -values
-    if special == "fnuz":  # in place of -0
+    if special == "fnuz":  # NaN instead of -0
         negative[0] = np.nan
     return np.concatenate([values, negative])
 
 
 def _are_same(a: Array, b: Array) -> Array:
-    """Tell which values are the same number, zeros with their signs; NaNs are all one."""
+    """Return a mask of values that are the same number. Signs of zeros count; all NaNs are the same."""
     with np.errstate(all="ignore"):
         same: Array = a == b
     if a.dtype.kind == b.dtype.kind == "f":
@@ -302,9 +307,9 @@ def _is_nan(a: Array) -> Array:
 
 
 def _are_close(a: Array, b: Array, tolerance: Tolerance) -> Array:
-    """Do what numpy.isclose does, in fewer passes, and for 64-bit integers too without rounding them first."""
+    """Return a mask as numpy.isclose, but in fewer passes, and without rounding 64-bit integers first."""
     with np.errstate(all="ignore"):
-        # Differences of integers, and the size of the smallest one, might overflow.
+        # The difference of integers may overflow, and so may the absolute value of the smallest one.
         distance = _distance(a, b) if a.dtype.kind in "iu" else np.abs(a - b)
         size = np.abs(b.astype(np.float64) if b.dtype.kind in "iu" else b)
         close: Array = distance <= tolerance.atol + tolerance.rtol * size
@@ -315,7 +320,7 @@ def _are_close(a: Array, b: Array, tolerance: Tolerance) -> Array:
 
 
 class _Figures:
-    """The statistics of two tensors, added up."""
+    """Adds up the statistics of two tensors, band by band."""
 
     def __init__(self, a: DType, b: DType) -> None:
         self._a, self._b = a, b
@@ -349,7 +354,7 @@ class _Figures:
             self._dd += _dot(distance, distance)
 
     def result(self) -> TensorStats:
-        """Return the figures; one that overflows float64 is its largest number, or None."""
+        """Return the statistics; one that overflows becomes the largest float64, or None."""
         norms, larger = sqrt(self._aa) * sqrt(self._bb), sqrt(max(self._aa, self._bb))
         return TensorStats(
             max_abs=min(self._max_abs, _MAX_FLOAT),
@@ -361,7 +366,7 @@ class _Figures:
 
 
 def _dot(a: Array, b: Array) -> float:
-    """Return the sum of products, in this thread: BLAS would start more threads for so little work, and wait."""
+    """Return the sum of products, computed in this thread: BLAS would start and await threads for so little work."""
     return float(np.einsum("i,i->", a, b))
 
 
@@ -377,7 +382,7 @@ def _as_reals(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def _distance(a: Array, b: Array) -> Array:
-    """Return |a - b| as float64; for 64-bit integers too it is as exact as float64 can be."""
+    """Return |a - b| as float64, as exactly as float64 can be, also for 64-bit integers."""
     if a.dtype == b.dtype and a.dtype.kind in "iu":
         return np.where(a > b, a - b, b - a).view(np.uint64).astype(np.float64)  # wraps to the right number
     with np.errstate(all="ignore"):

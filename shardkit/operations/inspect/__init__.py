@@ -1,4 +1,4 @@
-"""inspect: tells what a Hub model, a pre-sharded directory or any trainer's checkpoint holds. It reads no tensor data.
+"""inspect: list the content of a Hub model, a pre-sharded directory or any trainer's checkpoint, without tensor data.
 
 Internal: import from `shardkit`.
 """
@@ -40,8 +40,8 @@ from shardkit.keys.ties import ties_embeddings
 from shardkit.layout.layout import Layout
 from shardkit.layout.recorded import recorded_layout, saved_layout, saved_mesh
 from shardkit.operations.casts import DTypeCount, count_dtypes
-from shardkit.operations.holdings import Holdings, hold, imbalance_of, shared_extents, size_on_disk
-from shardkit.operations.resolve import stands_for
+from shardkit.operations.holdings import Holdings, find_holdings, imbalance_of, shared_extents, size_on_disk
+from shardkit.operations.resolve import find_checkpoint
 
 _SHARD_SUFFIX = ".distcp"
 _QUICK_METADATA = 16 << 20  # bytes
@@ -49,13 +49,13 @@ _QUICK_METADATA = 16 << 20  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectedFile:
-    """One file that holds tensors."""
+    """One file with tensors."""
 
     name: str
     file_bytes: int | None
     """Size on disk; None if the file is missing."""
     tensor_bytes: int | None
-    """Bytes of tensors in it; None if only its own chunk list or header would tell."""
+    """Bytes of tensors in it; None if only its own chunk list or header has them, which is not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +67,11 @@ class InspectedTensors:
     count: int
     dtype: str
     shape: tuple[int, ...]
-    """Of each, in elements."""
+    """Shape of each, in elements."""
     placements: str | None
     """One for each mesh axis, such as "R,S(0)"; None if they are not recorded."""
     tensor_bytes: int
-    """Of all of them."""
+    """Bytes of all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +82,11 @@ class InspectedTargets:
     """Module path or pattern."""
     count: int
     shape: tuple[int, int]
-    """Of the dense weight."""
+    """Shape of the dense weight."""
     rank: int
-    """Directions that are frozen."""
+    """Number of frozen directions."""
     num_directions: int
-    """All of them, frozen or trained."""
+    """Number of all directions, frozen or trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,65 +101,65 @@ class InspectedUnits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectResult(DrawnResult):
-    """What a model or a checkpoint holds."""
+    """The content of a model or a checkpoint."""
 
     path: str
-    """As it was given."""
+    """The argument `path`."""
     resolved: str
-    """What was looked at: the newest checkpoint of a run's directory, else the path as it was given."""
+    """The checkpoint that was inspected: the newest complete one of a run directory, else `path`."""
     kind: Literal["hub", "presharded", "dcp", "sharded", "unfinished"]
     """A Hub model, a checkpoint with a `shardkit.json`, any other plain DCP checkpoint, or one of another format.
-    "unfinished" is no checkpoint: a directory in which a run works, or worked until it was killed."""
+    "unfinished" is not a checkpoint: a work directory of a shardkit job that is running or was killed."""
     format: str
-    """The files': "safetensors", "torch-bin" or "dcp"; for kind "sharded" the checkpoint's, such as "lightning"; for
-    "unfinished" the verb, if it is known."""
+    """Format of the files: "safetensors", "torch-bin" or "dcp". For kind "sharded" the checkpoint's format, such as
+    "lightning"; for "unfinished" the verb, if known."""
     made_by: str | None = None
-    """Tool and version, if they are recorded; for a sharded checkpoint the trainer, if it is known."""
+    """Tool and version, if recorded; for a sharded checkpoint the trainer, if known."""
     source: str | None = None
-    """What it was made from: repo and commit, or file names."""
+    """The source of a pre-sharded checkpoint: repo and commit, or file names."""
     model_class: str | None = None
-    """From config.json, or as `shardkit.save` recorded it."""
+    """The class named in config.json, or recorded by `shardkit.save`."""
     world_size: int | None = None
-    """Ranks of the mesh, or that saved; None if neither is recorded."""
+    """Ranks of the mesh, or of the job that saved; None if neither is recorded."""
     mesh: str | None = None
     layout: str | None = None
-    """"traced" or "declared"; "live" in what `shardkit.save` wrote: that of the model."""
+    """"traced" or "declared"; or "live", recorded by `shardkit.save` from the model."""
     policy: str | None = None
-    """The wrap policy as it was asked for; None of a live model."""
+    """The value of `wrap`; None for a live model."""
     units: tuple[InspectedUnits, ...] = ()
     num_tensors: int
-    """Tied tensors count once; their other names are in `ties`."""
+    """Number of tensors. Tied ones count once; their other names are in `ties`."""
     tensor_bytes: int
     tensors: tuple[InspectedTensors, ...]
     dtypes: tuple[DTypeCount, ...]
-    """Most bytes first."""
+    """Sorted by bytes, the largest first."""
     files: tuple[InspectedFile, ...]
     osft: tuple[InspectedTargets, ...] = ()
     """The weights that are stored as factors."""
     imbalance: float | None = None
-    """Largest shard file over the mean; None for a Hub model."""
+    """Size of the largest shard file, divided by the mean size; None for a Hub model."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Names that share their bytes; the first of each group is among `tensors`."""
     objects: tuple[str, ...] = ()
     """Entries that are not tensors; they are never decoded."""
     omitted: tuple[tuple[str, str], ...] = ()
-    """(name, reason) of tensors that the source had and this lacks."""
+    """(name, reason) of tensors of the source that were left out."""
     roots: tuple[tuple[str, str], ...] = ()
-    """(kind, beginning of its names), such as ("model", "app.model"), if the trainer fixes them."""
+    """(kind, prefix of its names), such as ("model", "app.model"), if the trainer's format defines them."""
     assets: tuple[str, ...] = ()
-    """Directories with the config, tokenizer and the like that come with a sharded checkpoint, best first."""
+    """Directories with the config, tokenizer and the like of a sharded checkpoint, the best first."""
     refused: tuple[tuple[str, str], ...] = ()
     """(kind of weights, reason) of weights that are incomplete and cannot be recovered."""
     skipped: tuple[tuple[str, str], ...] = ()
-    """(file or entry, reason) of what was not read."""
+    """(file or entry, reason) of those that were not read."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """Differences from what the manifest lists."""
+    """Differences from the manifest, and signs that something is missing."""
     holdings: Holdings | None = None
-    """Which rank and which file holds which bytes; None unless it was asked for. Its `to_json` is its own."""
+    """Which rank and which file holds which bytes; None without the option `holdings`. It has its own `to_json`."""
 
     def title(self) -> str:
-        """Return what it is, such as "Hub model of Qwen3ForCausalLM, safetensors"."""
+        """Return the kind in words, such as "Hub model of Qwen3ForCausalLM, safetensors"."""
         made_by = escape(self.made_by or "")
         if self.kind == "presharded":
             return f"DCP checkpoint, pre-sharded by {made_by}"
@@ -175,7 +175,7 @@ class InspectResult(DrawnResult):
         return f"Hub model{model_class}, {self.format}"
 
     def headline(self) -> str:
-        """Return what it is, and where."""
+        """Return path and kind as one line."""
         return f"{escape(self.path)}: {self.title()}"
 
 
@@ -184,26 +184,26 @@ class InspectResult(DrawnResult):
 def inspect(
     path: str | os.PathLike[str], *, tensors: bool = False, holdings: bool = False, follow_links: bool = False
 ) -> InspectResult:
-    """Return what a path holds, without reading tensor data and without torch.
+    """Return the content of a model or checkpoint, without reading tensor data and without torch.
 
     Args:
         path: a Hub model's directory or weight file, a PEFT adapter, a pre-sharded directory, any trainer's
-            checkpoint, or a run's directory, whose newest complete checkpoint is taken.
+            checkpoint, or a run directory, whose newest complete checkpoint is used.
         tensors: list every tensor; otherwise tensors whose names differ only in numbers are one entry.
-        holdings: tell too which rank and which file holds which bytes, for pictures. This reads `.metadata` and headers of a
-            pre-sharded directory, which takes ten seconds for a million chunks.
-        follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
-            Weight files of a Hub model are read in any case.
+        holdings: also return which rank and which file holds which bytes, for pictures. For a pre-sharded directory, this
+            reads `.metadata` and headers, which takes ten seconds for a million chunks.
+        follow_links: follow links that lead out of the checkpoint's directory, and read the files behind them.
+            Weight files of a Hub model are read through links in any case.
 
     Raises:
-        SourceError: nothing there, not a model or a checkpoint, or damaged.
-        ResourceError: a file may not be read.
+        SourceError: `path` does not exist, is neither a model nor a checkpoint, or is damaged.
+        ResourceError: a file cannot be read.
     """
     path = stores.as_path(path)
     if not storage.lexists(path):
         raise absent(path)
     refuse_unfinished(path)
-    resolved = stands_for(path)
+    resolved = find_checkpoint(path)
     result = _inspect(resolved.path, tensors=tensors, holdings=holdings)
     return replace(
         result,
@@ -217,19 +217,23 @@ def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
     directory = home_of(path if storage.isdir(path) else os.path.dirname(path) or os.curdir)
     if storage.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
         record = manifest.read(directory)
-        # Else it lies beside a Hub model, or what training saved.
+        # Other manifests are those of a Hub model, or of a checkpoint that training saved.
         if isinstance(record, manifest.Presharded):
             result = _inspect_presharded(path, directory, record, unfold=tensors)
             if not holdings:
                 return result
-            return replace(result, holdings=hold(formats.open(directory).catalog, recorded_layout(record)))
-    is_legacy = path.endswith(".bin") and storage.isfile(path)  # else it is a state dict, of whatever
+            return replace(
+                result, holdings=find_holdings(formats.open(directory).catalog, recorded_layout(record))
+            )
+    is_legacy = path.endswith(".bin") and storage.isfile(path)  # a weight file, not any state dict
     checkpoint = formats.open(path, format="hub" if is_legacy else None)
     describe = _inspect_sharded if checkpoint.hub is None else _inspect_hub
     result = describe(path, checkpoint, unfold=tensors)
     result = replace(result, warnings=(*result.warnings, *find_gaps(checkpoint)))
     return (
-        replace(result, holdings=hold(checkpoint.catalog, _saved_layout(checkpoint))) if holdings else result
+        replace(result, holdings=find_holdings(checkpoint.catalog, _saved_layout(checkpoint)))
+        if holdings
+        else result
     )
 
 
@@ -247,7 +251,7 @@ def _saved_placements(record: object) -> dict[str, str]:
 
 
 def _saved_fields(record: object) -> dict[str, Any]:
-    """Return the fields of what `shardkit.save` recorded of the job."""
+    """Return the result's fields that `shardkit.save` recorded about the training job."""
     if not isinstance(record, manifest.SavedState):
         return {}
     meshes = [mesh.replace(", ", ",") for mesh in record.meshes]
@@ -265,7 +269,7 @@ def _is_part_of_checkpoint(name: str) -> bool:
 
 
 def _quantised(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield a note where stored values mean nothing without scales."""
+    """Yield a note if weights are quantised."""
     reasons = (why_quantised(checkpoint.catalog.tensors, config), why_scaled(checkpoint))
     why = "; ".join(filter(None, reasons))
     if why:
@@ -295,7 +299,7 @@ def _inspect_hub(path: str, checkpoint: Checkpoint, *, unfold: bool) -> InspectR
 
 
 def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> InspectResult:
-    """Describe a checkpoint of any format; the records of plain DCP are not opened."""
+    """Describe a checkpoint of any format other than the Hub's. The records of plain DCP are not opened."""
     catalog = checkpoint.catalog
     ties = shared_extents(catalog)
     copies = {name for group in ties for name in group[1:]}
@@ -307,7 +311,7 @@ def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> Insp
     ]
     files = tuple(_files(catalog, copies))
     targets = _target_fields(tensors, catalog.objects)
-    is_dcp = checkpoint.format == catalog.format  # no trainer's own
+    is_dcp = checkpoint.format == catalog.format  # otherwise a trainer's own format
     return InspectResult(
         path=path,
         resolved=path,
@@ -326,26 +330,26 @@ def _inspect_sharded(path: str, checkpoint: Checkpoint, *, unfold: bool) -> Insp
         notes=(
             *checkpoint.remarks.notes,
             *_quantised(checkpoint, None),
-            *(_beside(catalog.directory) if is_dcp else ()),
+            *(_safetensors_note(catalog.directory) if is_dcp else ()),
         ),
         warnings=(
             *targets.pop("warnings"),
             *copies_warnings(checkpoint.remarks.differing),
-            *_lost(checkpoint),
+            *_lost_object_lines(checkpoint),
         ),
         **targets,
         **_saved_fields(checkpoint.read_manifest()),
     )
 
 
-def _lost(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield warnings of objects with distributed tensors in them."""
+def _lost_object_lines(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield warnings and notes about objects that contain distributed tensors."""
     for lines in () if checkpoint.dcp is None else object_lines(checkpoint.dcp):
         yield from lines
 
 
 def _files(catalog: Catalog, copies: Collection[str]) -> Iterator[InspectedFile]:
-    """Yield the files with the bytes of tensors in each. What exists only decoded counts for the file that holds it."""
+    """Yield the files with the bytes of tensors in each. Decoded tensors count for the file that contains them."""
     tensor_bytes: dict[str, int] = {file.name: 0 for file in catalog.files if file.is_raw}
     sizes = {file.name: file.size for file in catalog.files if file.is_raw}
     chunks, files = catalog.chunks, catalog.files
@@ -366,9 +370,9 @@ def _files(catalog: Catalog, copies: Collection[str]) -> Iterator[InspectedFile]
 def _inspect_presharded(
     path: str, directory: str, record: manifest.Presharded, *, unfold: bool
 ) -> InspectResult:
-    """Describe a directory by its manifest, and say where the directory differs from it.
+    """Describe a directory by its manifest, with warnings where file names or sizes differ from it.
 
-    This reads only the manifest: `.metadata` of a thousand ranks takes seconds to parse.
+    Only the manifest is read, because parsing the `.metadata` of a thousand ranks takes seconds.
     """
     tensors = [_OneTensor(fqn, t.dtype, t.shape, ",".join(t.placements)) for fqn, t in record.tensors.items()]
     listed_files = [each for file in record.files for each in (file, file.chunks)]
@@ -403,21 +407,21 @@ def _inspect_presharded(
         ties=record.ties,
         objects=record.objects or (),
         omitted=tuple((tensor.name, tensor.reason) for tensor in record.omitted),
-        notes=tuple(_beside(directory)),
+        notes=tuple(_safetensors_note(directory)),
         warnings=(
             *_differences(directory, {file.name: file.size for file in listed_files}, on_disk),
             *targets.pop("warnings"),
-            *_lost_beside(directory, record),
+            *_lost_in_presharded(directory, record),
         ),
         **targets,
     )
 
 
-def _lost_beside(directory: str, record: manifest.Presharded) -> Iterator[str]:
-    """Yield the same of a directory with a manifest, unless its `.metadata` takes seconds to parse, or is damaged."""
+def _lost_in_presharded(directory: str, record: manifest.Presharded) -> Iterator[str]:
+    """Yield the lines of `_lost_object_lines` for a directory with a manifest, if its `.metadata` is small and undamaged."""
     if record.objects and record.metadata is not None and record.metadata.size <= _QUICK_METADATA:
         with contextlib.suppress(SourceError, ResourceError):
-            yield from _lost(formats.open(directory))
+            yield from _lost_object_lines(formats.open(directory))
 
 
 def _source(source: manifest.RecordedSource) -> str:
@@ -435,7 +439,7 @@ def _units(units: Iterable[manifest.Unit]) -> tuple[InspectedUnits, ...]:
 def _differences(
     directory: str, recorded: Mapping[str, int], on_disk: Mapping[str, int | None]
 ) -> Iterator[str]:
-    """Yield what differs between the directory and the manifest: names and sizes, no digests."""
+    """Yield a warning for each file whose existence or size differs from the manifest; digests are not compared."""
     for name, size in on_disk.items():
         if size is None:
             yield f"{escape(name)}: the manifest lists it, and there is no such file"
@@ -447,7 +451,7 @@ def _differences(
 
 
 class _OneTensor(NamedTuple):
-    """One tensor, before similar ones become one entry."""
+    """One tensor, before tensors with similar names are combined into one entry."""
 
     name: str
     dtype: str
@@ -486,11 +490,11 @@ def _tensor_fields(tensors: Sequence[_OneTensor], *, unfold: bool) -> dict[str, 
 
 
 def _target_fields(tensors: Sequence[_OneTensor], objects: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the fields of the result that are about factors of OSFT, and warnings of shapes.
+    """Return the result's fields about factors of OSFT, and warnings about shapes of only one rank's part.
 
     Args:
         tensors: all tensors.
-        objects: names of what are no tensors.
+        objects: names of entries that are not tensors.
     """
     halved = parts_of_ranks((NamedShape(t.name, t.dtype, t.shape) for t in tensors), objects)
     warnings = () if halved is None else (halved,)
@@ -512,7 +516,7 @@ def _target_fields(tensors: Sequence[_OneTensor], objects: Iterable[str] = ()) -
     return {"osft": tuple(inspected), "warnings": warnings}
 
 
-def _beside(directory: str) -> Iterator[str]:
-    """Yield a note where safetensors files lie beside the shards."""
+def _safetensors_note(directory: str) -> Iterator[str]:
+    """Yield a note if the directory has safetensors files, too."""
     if any(name.endswith(".safetensors") for name in storage.listdir(directory)):
-        yield "there are also safetensors files in this directory: give the path of one to see what it holds"
+        yield "there are also safetensors files in this directory: to see their content, give the path of one"

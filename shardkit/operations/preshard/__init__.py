@@ -1,8 +1,8 @@
-"""preshard: a Hub model becomes one file for each rank of a device mesh, ready for stock `dcp.load`.
+"""preshard: write a Hub model as one file for each rank of a device mesh, ready for stock `dcp.load`.
 
     source -> layout -> stored tensors (ties, dtypes) -> images -> plan -> `operations.write`
 
-Everything up to the plan is decided by `job`. It reads headers and traces a layout; it writes nothing.
+`job` makes all decisions up to the plan: it reads headers and traces a layout, but writes nothing.
 
 Internal: import from `shardkit`.
 """
@@ -38,18 +38,18 @@ from shardkit.operations.casts import dequantized_as
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, DcpOutput, FolderDescriptions
 from shardkit.operations.describe_files import FileDescriptions, FilesOutput
 from shardkit.operations.destination import check_space, default_output
-from shardkit.operations.holdings import Holdings, hold, imbalance_of
+from shardkit.operations.holdings import Holdings, find_holdings, imbalance_of
 from shardkit.operations.parts.on_ray import run_on_ray
 from shardkit.operations.parts.results import WriteResult
 from shardkit.operations.preshard.job import PreshardJob, build_job
 from shardkit.operations.preshard.options import PreshardOptions
 from shardkit.operations.preshard.profiles import find_assets, write_companions
-from shardkit.operations.resolve import stands_for
+from shardkit.operations.resolve import find_checkpoint
 from shardkit.operations.ties import shared_record_notes
 from shardkit.operations.write import Writer, Writing
 from shardkit.transfer.rank_files import PlacedRegion
 
-_MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies what is smaller
+_MIN_SHARED_BYTES = 16 * BLOCK  # the engine copies smaller pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,39 +57,39 @@ class PreshardResult(WriteResult, DrawnResult):
     """What preshard wrote, or with `dry_run` would write."""
 
     source: str
-    """As it was given."""
+    """The argument `source`."""
     source_format: str
     """"safetensors" or "torch-bin"."""
     world_size: int
     mesh: str
     """Axis names and sizes, e.g. "dp_replicate=2,dp_shard=16". Rank c of `dp_shard` reads file c."""
     loader: str
-    """The class of transformers that loads the model, as its config.json says; "AutoModel" if it says nothing."""
+    """The class of transformers that loads the model, according to config.json; "AutoModel" if that names none."""
     profile: str
-    """The trainer whose form the directory has; "plain" if it is none in particular."""
+    """The trainer for which the directory was written; "plain" for stock `dcp.load`."""
     layout: str
     """"traced" from the real model, or "declared" from names and shapes."""
     num_units: int
     imbalance: float
-    """Size of the largest file over the mean."""
+    """Size of the largest file, divided by the mean size."""
     num_tensors_with_empty_shards: int
     fused: tuple[FusedTensors, ...]
-    """Tensors that are made of several of the files, as from_pretrained makes them."""
+    """Tensors that were made of several tensors of the source, as from_pretrained makes them."""
     shares_extents: bool
     """Most bytes are not copied: the file system shares blocks between files."""
     download_bytes: int
-    """What is still to be fetched into the Hub's cache; 0 except in a dry run of a repo."""
+    """Bytes that still have to be downloaded into the Hub's cache; 0 except in a dry run of a repo."""
     ties: tuple[tuple[str, ...], ...]
     omitted: tuple[tuple[str, str], ...]
     """(name, reason) of source tensors that are not in the output."""
     copied: tuple[str, ...]
-    """Files of the model beside its weights, by their names in the output: config, tokenizer and the like."""
+    """The model's config, tokenizer and the like, by their names in the output."""
     skipped: tuple[tuple[str, str], ...]
-    """(name, reason) of files that hold weights beside the model's own; they are not in the output either."""
+    """(name, reason) of files of the source with other weights than the model's; they are not in the output."""
     names: tuple[NamedTensor, ...] = ()
     """With `dry_run`: all tensors of the output."""
     holdings: Holdings | None = None
-    """Which rank and which file holds which bytes; None unless it was asked for. Its `to_json` is its own."""
+    """Which rank and which file holds which bytes; None without the option `holdings`. It has its own `to_json`."""
 
 
 @keywords_of(PreshardOptions, reading_as)
@@ -98,62 +98,65 @@ def preshard(options: PreshardOptions) -> PreshardResult:
 
     Args:
         source: a directory or file of a Hub model, or a Hub repo id.
-        output: the directory to make. By default it is named after model and mesh and lies in the working directory,
-            or beside the source if the working directory lies in the source.
-        world_size: number of ranks; `mesh` may tell it instead.
-        mesh: "dp_replicate=2,dp_shard=16", "dp_shard=4,tp=2" or "dp_shard=4,ep=2"; by default one `dp_shard` axis of `world_size`.
+        output: the directory to create. By default it is named after model and mesh and is in the working directory,
+            or beside the source if the working directory is inside the source.
+        world_size: number of ranks. It may be left out if `mesh` gives it.
+        mesh: "dp_replicate=2,dp_shard=16", "dp_shard=4,tp=2" or "dp_shard=4,ep=2"; by default one `dp_shard` axis of
+            `world_size`.
         wrap: "auto", "none", class names, dotted paths, or "module:function".
-        parallel_rules: "GLOB=STYLE" says how tensors, or all of a module, are cut over `tp` or `ep`, instead of the
-            plans of the model's class. The last that matches wins.
+        parallel_rules: "GLOB=STYLE" says how the matching tensors, or all tensors of a matching module, are cut over
+            `tp` or `ep`, instead of the plans of the model's class. If several rules match, the last wins.
         stages: which stage of `pp` holds what: "auto", or "module:function".
-        layout: "traced" from the model of transformers, "declared" from the names and shapes of the files, which asks
-            nobody, or "auto": traced where a model can be built.
+        layout: "traced" from the model of transformers; "declared" from the names and shapes in the files, without
+            building a model; or "auto": traced if a model can be built.
         keys: rules that turn the Hub's names and tensors into a trainer's own: the path of a TOML file, or the name of
-            a set that shardkit has; "none" leaves that to the model's class.
-        names: "live" stores what the live model of transformers has, under its names; "hub" what the files have.
-        profile: the trainer that is to start from it: "plain" (stock `dcp.load`), "torchtitan", "accelerate",
+            a rule set of shardkit's; "none" leaves that to the model's class.
+        names: "live" stores the tensors of the live model of transformers, under its names; "hub" those of the files.
+        profile: the trainer that will start from the output: "plain" (stock `dcp.load`), "torchtitan", "accelerate",
             "lightning" (FSDPStrategy), "lightning-mp" (ModelParallelStrategy) or "transformers".
-        attribute: with a profile of Lightning, the attribute of the LightningModule that holds the model; "" if none does.
+        attribute: with a profile of Lightning, the attribute of the LightningModule that holds the model; "" if the
+            LightningModule is the model.
         dtype: "keep", "bf16", "fp16" or "fp32"; only floating tensors are converted.
-        dtype_rules: "GLOB=fp32" for other dtypes of some tensors, by their names in the output. The last that matches
-            wins; each must match.
-        dequantize: make plain weights of fp8, MXFP4 and NVFP4 ones, in bfloat16 unless a dtype is asked for. Quantised
-            sources are refused otherwise.
+        dtype_rules: "GLOB=fp32" sets the dtype of the tensors whose names in the output match the glob. If several
+            rules match, the last wins. Each rule must match a tensor.
+        dequantize: convert fp8, MXFP4 and NVFP4 weights to plain ones, in bfloat16 unless `dtype` says otherwise.
+            Without it, a quantised source is refused.
         revision: branch, tag or commit of a repo.
         variant: "fp16" for `model.fp16.safetensors` and the like.
         overwrite: replace an existing checkpoint, whole and in one step.
-        exist_ok: if `output` is there, leave it as it is, without a look inside; the result's `was_there` is true.
-        dry_run: decide and check everything, and write nothing. Of a repo's safetensors files that are not in
-            the cache, only the headers are read.
-        holdings: tell too which rank and which file holds which bytes, for pictures.
-        part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
-            mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
-        executor: "ray" runs all parts as tasks of Ray: on the cluster that is running, or one on this machine. It needs
+        exist_ok: if `output` exists, leave it as it is, without looking inside; the result's `was_there` is true.
+        dry_run: decide and check everything, but write nothing. Of a repo's safetensors files that are not in the
+            cache, only the headers are read.
+        holdings: also return which rank and which file holds which bytes, for pictures.
+        part: which part of the files this process writes, if several processes share the work: "3/16", "env" (as
+            torchrun, mpirun or SLURM number their processes) or "env/16". The last process to finish commits the output,
+            or `shardkit.commit` does.
+        executor: "ray" runs all parts as Ray tasks, on the running cluster, or on a new one on this machine. It needs
             `output`.
-        num_parts: the number of Ray's tasks; by default as many as run at the same time.
+        num_parts: number of Ray tasks; by default as many as can run at the same time.
         digest: "crc32" or "none".
-        sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
-        check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is
-            refused before the output appears.
-        source_manifest: a manifest of the source that lies elsewhere, to compare with too (of
-            `consolidate(manifest_file=...)`). One in the source or beside it is found without this.
-        jobs: threads; by default the cores that this process may use, from 2 to 8.
+        sha256: compute the sha256 of every file, too, for the manifest; finished files are read once more.
+        check_source: compare the source's bytes, as they are read, with the CRC-32s that its files record. If they
+            differ, no output appears.
+        source_manifest: a further manifest of the source to compare with, such as `consolidate(manifest_file=...)`
+            writes. A manifest in or beside the source is found without this.
+        jobs: number of threads; by default the cores that this process may use, from 2 to 8.
         max_memory: bytes for all buffers, as a number or as "512MiB"; by default 256 MiB.
-        trust_remote_code: the model's own code may run while its layout is traced, and where it converts tensors in a way
-            that is not known here.
+        trust_remote_code: allow the model's own code to run while its layout is traced, and to convert tensors in ways
+            that shardkit does not know.
         scratch: directory for files on their way into a store; by default beside the cache, never in memory.
-        follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
-            Weight files of a Hub model are read in any case.
-        progress: told of the bytes as they move; by default a bar, on a terminal and in a notebook. False: none.
-        on_warning: told each warning before anything is written; the result has them all.
-        on_step: told what takes seconds before bytes move, such as "tracing LlamaForCausalLM ...".
+        follow_links: follow links that lead out of the checkpoint's directory, and read and copy the files behind them.
+            Weight files of a Hub model are read through links in any case.
+        progress: called as bytes move. By default, terminals and notebooks show a bar; False shows none.
+        on_warning: called with each warning before anything is written. The result lists all warnings.
+        on_step: called before a step that takes seconds and moves no bytes, such as "tracing LlamaForCausalLM ...".
 
     Raises:
-        UsageError: options that cannot be carried out, or a destination with something else than this call writes.
+        UsageError: the options contradict each other, or the destination has something other than this call's output.
         SourceError: the source is damaged or does not fit the model.
-        IntegrityError: its bytes are not what its checksums say.
+        IntegrityError: its bytes do not match its checksums.
         ResourceError: disk, permission or network.
-        Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
+        Interrupted: after Ctrl-C or SIGTERM; finished files are kept.
     """
     if options.is_on_ray:
         return run_on_ray(preshard, options.given)
@@ -167,7 +170,7 @@ def preshard(options: PreshardOptions) -> PreshardResult:
     checkpoint = _open(source, options, writer)
     refuse_part(source)
     model = checkpoint.hub
-    assert model is not None  # what was asked for
+    assert model is not None  # because of format="hub"
     writer.find_manifests([model.catalog], local or model.directory)
     as_dtype = dequantized_as(options.dtype, options.rules)
     plain = formats.open(
@@ -193,11 +196,11 @@ def preshard(options: PreshardOptions) -> PreshardResult:
     facts = writer.facts(job.warnings)
     notes = (*job.notes, *shared_record_notes(path, job.aliases if isinstance(job.part, DcpOutput) else ()))
     result = _result(job, source, facts, notes, shares_extents=shared_bytes > job.plan.written_bytes // 2)
-    return replace(result, holdings=_hold(job)) if options.holdings else result
+    return replace(result, holdings=_find_holdings(job)) if options.holdings else result
 
 
 def _open(source: str, options: PreshardOptions, writer: Writer) -> Checkpoint:
-    """Open the source as a Hub model; errors as `formats.open`."""
+    """Open the source as a Hub model; raises as `formats.open`."""
     try:
         return formats.open(
             source,
@@ -207,15 +210,15 @@ def _open(source: str, options: PreshardOptions, writer: Writer) -> Checkpoint:
             headers_only=options.dry_run or writer.exists,
         )
     except SourceError as error:
-        raise _of_a_training(source, options.ranks, error) from error
+        raise _not_hub_error(source, options.ranks, error) from error
 
 
-def _of_a_training(source: str, mesh: Mesh, error: SourceError) -> SourceError:
-    """Return why a source is no Hub model; for a checkpoint of a training with the commands that take it."""
+def _not_hub_error(source: str, mesh: Mesh, error: SourceError) -> SourceError:
+    """Return the error for a source that is not a Hub model; for a training checkpoint, with the right commands."""
     if not storage.exists(source):
         return error
     try:
-        checkpoint = stands_for(source).path
+        checkpoint = find_checkpoint(source).path
     except ShardkitError:
         return error
     recognised = recognise(checkpoint)
@@ -236,13 +239,13 @@ def _of_a_training(source: str, mesh: Mesh, error: SourceError) -> SourceError:
 def _describe(
     job: PreshardJob, directory: str, *, sha256: bool, folder: str = ""
 ) -> FolderDescriptions | FileDescriptions:
-    """Return the writer of the files beside the shards in a directory."""
-    write_beside = partial(write_companions, job.profile, job.assets)
+    """Return the writer of the files other than shards in a directory."""
+    write_others = partial(write_companions, job.profile, job.assets)
     if isinstance(job.part, FilesOutput):
-        return FileDescriptions(job.part, write_beside, directory, sha256=sha256)
+        return FileDescriptions(job.part, write_others, directory, sha256=sha256)
     return FolderDescriptions(
         {job.profile.folder: job.part},
-        write_beside,
+        write_others,
         directory,
         sha256=sha256,
         folder=folder,
@@ -250,12 +253,12 @@ def _describe(
 
 
 def _needed_bytes(job: PreshardJob, path: str, shared_bytes: int) -> int:
-    """Return the bytes that the run takes on the disk of its output.
+    """Return the bytes that are needed on the output's disk.
 
     These are the images without their shared bytes, the descriptions, and a download to the same disk.
 
     Raises:
-        ResourceError: the source is downloaded to another disk, which lacks the room.
+        ResourceError: the source is downloaded to another disk, and that has too little room.
     """
     needed = job.plan.written_bytes - shared_bytes + job.num_chunks * DESCRIPTION_BYTES
     if location_of(path).sends:
@@ -268,12 +271,12 @@ def _needed_bytes(job: PreshardJob, path: str, shared_bytes: int) -> int:
 
 
 def _shared_bytes(job: PreshardJob, path: str) -> int:
-    """Return how many bytes of the images take no room: whole blocks of the source, whose extents the disk can share.
+    """Return how many bytes of the images take no room on the disk, because it can share blocks with the source's files.
 
-    It is a cautious estimate: the ragged ends of each hole count as two blocks, which hold the record around it too.
+    This is a cautious estimate: two blocks are subtracted for each hole, for its unaligned ends and the record around it.
     """
     total, catalog = 0, job.model.catalog
-    if isinstance(job.part, FilesOutput):  # whose data lie where the headers end, not at the places of blocks
+    if isinstance(job.part, FilesOutput):  # the data follow headers of any length, so blocks are not aligned
         return 0
     for holes in job.part.output.tensors():
         entry = catalog.tensors[holes.source]
@@ -308,20 +311,20 @@ def _result(
         num_tensors_with_empty_shards=sum(
             _has_empty_shards(layout, fqn, tensor) for fqn, tensor in layout.tensors.items()
         ),
-        fused=tuple(_fused(layout)),
+        fused=tuple(_count_fused(layout)),
         shares_extents=shares_extents,
         download_bytes=job.model.download_bytes,
         ties=tuple((name, *other_names) for name, other_names in job.aliases.items()),
         omitted=layout.omitted,
         copied=tuple(job.assets),
         skipped=job.model.other_weights,
-        names=tuple(_named(job)) if facts["dry_run"] else (),
+        names=tuple(_named_tensors(job)) if facts["dry_run"] else (),
         notes=notes,
     )
 
 
-def _named(job: PreshardJob) -> Iterator[NamedTensor]:
-    """Yield the tensors of the output with what they are made of."""
+def _named_tensors(job: PreshardJob) -> Iterator[NamedTensor]:
+    """Yield each tensor of the output with its sources and who decided its name."""
     expressions = job.layout.expressions
     for fqn in job.layout.tensors:
         stored = job.layout.sources[fqn]
@@ -333,8 +336,8 @@ def _named(job: PreshardJob) -> Iterator[NamedTensor]:
         yield NamedTensor.made_of(fqn, job.named_by, sources)
 
 
-def _fused(layout: Layout) -> Iterator[FusedTensors]:
-    """Yield the experts that become fewer tensors, then all else that does."""
+def _count_fused(layout: Layout) -> Iterator[FusedTensors]:
+    """Yield how many tensors of the source were fused into how many, first for experts, then for all others."""
     for are_experts in (True, False):
         trees = [
             tree
@@ -352,12 +355,14 @@ def _has_empty_shards(layout: Layout, fqn: str, tensor: TensorLayout) -> bool:
     return tensor.is_sharded and not any(part.region.num_elements for part in layout.held(fqn, last_rank))
 
 
-def _hold(job: PreshardJob) -> Holdings:
-    """Return who will hold what, before a byte moves."""
+def _find_holdings(job: PreshardJob) -> Holdings:
+    """Return which rank and which file will hold which bytes, computed before any byte moves."""
     if isinstance(job.part, DcpOutput):
         folder = job.profile.folder
-        return hold(job.part.output.catalog, job.part.layout, names=lambda file: join_name(folder, file.name))
-    catalog = Catalog(format="", directory="")  # of files of ranks that do not exist yet
+        return find_holdings(
+            job.part.output.catalog, job.part.layout, names=lambda file: join_name(folder, file.name)
+        )
+    catalog = Catalog(format="", directory="")  # describes rank files that do not exist yet
     places: dict[str, list[tuple[int, int, PlacedRegion]]] = {}
     for number, image in enumerate(job.part.output):
         catalog.files.append(SourceFile(name=image.name, path="", size=image.size))
@@ -374,4 +379,4 @@ def _hold(job: PreshardJob) -> Holdings:
             [placed.nbytes for _, _, placed in rows],
             [placed.region for _, _, placed in rows],
         )
-    return hold(catalog, job.layout)
+    return find_holdings(catalog, job.layout)

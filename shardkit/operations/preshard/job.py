@@ -1,8 +1,8 @@
-"""Everything that is decided before a byte moves: what preshard would read and write.
+"""Decide what preshard reads and writes, before any byte moves.
 
     layout -> stored tensors (ties, dtypes) -> images -> plan
 
-Building a job reads headers, traces a layout, and reads the bytes of tied tensors; it writes nothing.
+Building a job reads headers, traces a layout, and reads the bytes of tied tensors. It writes nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardkit.layout.own_code import of_directory
 from shardkit.operations.casts import (
     apply_rules,
     check_cast,
-    held_dtypes,
+    find_default_dtypes,
     quantised_notes,
 )
 from shardkit.operations.describe_dcp import DcpOutput
@@ -44,11 +44,11 @@ from shardkit.operations.preshard.options import ORIGINS, STORED_NAMES, Preshard
 from shardkit.operations.preshard.profiles import (
     Assets,
     Profile,
-    below,
     check_stock,
     choose_keys,
     find_assets,
     with_config,
+    with_root,
 )
 from shardkit.transfer.codecs.bound import bind as bound_catalog
 from shardkit.transfer.codecs.converted import group_nbytes, opaque_groups
@@ -57,24 +57,24 @@ from shardkit.transfer.rank_files import RankImages
 from shardkit.transfer.sources import same_bytes
 
 _MODULES_SINCE = 5
-"""Of transformers: fused experts, and converters from the Hub's names to those in memory."""
+"""Major version of transformers since which models have fused experts, and other names in memory than on the Hub."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreshardJob:
-    """A decided preshard."""
+    """All decisions of a preshard."""
 
     model: OpenedHubModel
     profile: Profile
     layout: Layout
     aliases: Mapping[str, tuple[str, ...]]
-    """For a stored tensor, its other names."""
+    """Name of a stored tensor -> further names of the same tensor."""
     part: DcpOutput | FilesOutput
-    """What lies in the profile's folder."""
+    """The content of the profile's folder."""
     assets: Mapping[str, str]
-    """Files of the model that are copied: name in the output -> path."""
+    """The model's files to copy: name in the output -> path."""
     output: DcpImages | JoinedImages | RankImages
-    """Its images, named as in the whole directory."""
+    """The images of `part`, named relative to the whole directory."""
     plan: TransferPlan
     named_by: str
     """Who decided the names; see `NamedTensor`."""
@@ -83,7 +83,7 @@ class PreshardJob:
 
     @property
     def num_chunks(self) -> int:
-        """Regions of tensors in all files."""
+        """Number of tensor regions in all files."""
         return sum(map(len, self.output))
 
     @property
@@ -103,10 +103,10 @@ def build_job(checkpoint: Checkpoint, options: PreshardOptions) -> PreshardJob:
 
     Args:
         checkpoint: an opened Hub model.
-        options: what is asked for.
+        options: the user's options.
 
     Raises:
-        UsageError: an option does not have such a value, or a policy matches nothing.
+        UsageError: the value of an option is not allowed, or a policy matches nothing.
         LayoutError: model and source do not fit each other.
     """
     assert checkpoint.hub is not None
@@ -116,19 +116,23 @@ def build_job(checkpoint: Checkpoint, options: PreshardOptions) -> PreshardJob:
     check_cast("--layout", options.layout, ORIGINS)
     _check_keys(options)
     _check_no_factors(model, options)
-    layout = _placed(_choose_layout(model, options), options)
-    return _job_of(checkpoint, layout, options, find_assets(profile, model))
+    layout = _for_trainer(_choose_layout(model, options), options)
+    return _build_for_layout(checkpoint, layout, options, find_assets(profile, model))
 
 
-def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, assets: Assets) -> PreshardJob:
-    """Return the job of a layout."""
+def _build_for_layout(
+    checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, assets: Assets
+) -> PreshardJob:
+    """Return the job that stores a model in a layout."""
     assert checkpoint.hub is not None
     model, profile = checkpoint.hub, options.trainer
-    whole = tuple(_taken_whole(model, layout))
-    model = replace(model, catalog=_bound(model, layout, options))
+    whole = tuple(_whole_tensor_warnings(model, layout))
+    model = replace(model, catalog=_catalog_of_layout(model, layout, options))
     layout, aliases, untried, warnings = _resolve_ties(model, layout)
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
-    default_dtypes = held_dtypes(model.catalog, sources, checkpoint.remarks.dequantized, layout.expressions)
+    default_dtypes = find_default_dtypes(
+        model.catalog, sources, checkpoint.remarks.dequantized, layout.expressions
+    )
     dtypes, notes = _choose_dtypes(default_dtypes, layout, options.dtype)
     dtypes = apply_rules(options.rules, default_dtypes, dtypes)
     content = _StoredContent(layout=layout, aliases=aliases, sources=sources, dtypes=dtypes)
@@ -146,7 +150,7 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
         assets=files,
         output=output,
         plan=build_plan(output, model.catalog),
-        named_by=_decider(layout, options),
+        named_by=_who_named(layout, options),
         notes=(
             *model.catalog.notes,
             *_settings_notes(model),
@@ -154,7 +158,7 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
             *_old_transformers(layout),
             *untried,
             *notes,
-            *_left_out(model, assets.refused),
+            *_left_out_notes(model, assets.refused),
         ),
         warnings=(
             *(find_gaps(checkpoint) if layout.origin == "declared" else ()),  # no class was asked
@@ -166,7 +170,7 @@ def _job_of(checkpoint: Checkpoint, layout: Layout, options: PreshardOptions, as
     )
 
 
-def _decider(layout: Layout, options: PreshardOptions) -> str:
+def _who_named(layout: Layout, options: PreshardOptions) -> str:
     """Return who decided the names of the output; see `NamedTensor`."""
     if options.key_rules != NONE:
         return "person"
@@ -176,7 +180,7 @@ def _decider(layout: Layout, options: PreshardOptions) -> str:
 
 
 def _old_transformers(layout: Layout) -> Iterator[str]:
-    """Say so where a layout was traced with a version whose models have other modules than those of today."""
+    """Yield a note if the layout was traced with an old version of transformers, whose models have other modules."""
     traced = traced_with(layout.origin)
     if traced is not None and major(traced.transformers) < _MODULES_SINCE:
         yield (
@@ -186,10 +190,10 @@ def _old_transformers(layout: Layout) -> Iterator[str]:
 
 
 def _check_keys(options: PreshardOptions) -> None:
-    """Refuse names that would be of two kinds.
+    """Refuse `--names hub` together with key rules.
 
     Raises:
-        UsageError: those of the files are asked for, and key rules give others.
+        UsageError: both are given.
     """
     if options.names == "hub" and (options.key_rules != NONE or options.trainer.key_sets):
         naming_option = "--keys" if options.key_rules != NONE else f"--profile {options.trainer.name}"
@@ -200,11 +204,11 @@ def _check_keys(options: PreshardOptions) -> None:
 
 
 def _check_no_factors(model: OpenedHubModel, options: PreshardOptions) -> None:
-    """Refuse a source with factors of OSFT where its names are compared with those of a model.
+    """Refuse OSFT factors if the layout would be traced from a model, which has weights instead.
 
     Raises:
-        UsageError: it has some.
-        LayoutError: they are not complete.
+        UsageError: the source has factors.
+        LayoutError: factors of a weight are missing.
     """
     paths = {path for name in model.catalog.tensors if (path := factor_of(name)) is not None}
     is_declared = options.names == "hub" or options.layout == "declared" or options.key_rules != NONE
@@ -218,8 +222,8 @@ def _check_no_factors(model: OpenedHubModel, options: PreshardOptions) -> None:
     stored_targets({name: entry.shape for name, entry in model.catalog.tensors.items()})
 
 
-def _bound(model: OpenedHubModel, layout: Layout, options: PreshardOptions) -> Catalog:
-    """Return a catalog that has what is stored, and what a layout makes of it."""
+def _catalog_of_layout(model: OpenedHubModel, layout: Layout, options: PreshardOptions) -> Catalog:
+    """Return a catalog of the stored tensors, and of those that the layout computes from them."""
     catalog = model.catalog
     if layout.expressions:
         convert = of_directory(model.directory, trust_remote_code=options.trust_remote_code)
@@ -228,15 +232,15 @@ def _bound(model: OpenedHubModel, layout: Layout, options: PreshardOptions) -> C
 
 
 def _choose_layout(model: OpenedHubModel, options: PreshardOptions) -> Layout:
-    """Return which rank holds which regions, under the model's own names; errors as for `build_job`."""
+    """Return which rank holds which regions, under the model's own names; raises as `build_job`."""
     laid_on = data_axes(options.ranks) if options.parallel else options.ranks
     keys = options.key_rules
     if keys == NONE and options.trainer.key_sets:
         keys = choose_keys(options.trainer, model.config)
     if options.layout == "traced" and (keys != NONE or options.names == "hub"):
-        what = "key rules make" if keys != NONE else "--names hub stores"
+        what = "key rules give" if keys != NONE else "--names hub gives"
         raise UsageError(
-            f"--layout traced: what {what} is no model of transformers", hint="leave out --layout"
+            f"--layout traced: {what} other names than a model of transformers has", hint="leave out --layout"
         )
     if keys != NONE:
         layout = _lay_out_by_rules(model, laid_on, options.wrap, load_rules(keys))
@@ -256,14 +260,14 @@ def _choose_layout(model: OpenedHubModel, options: PreshardOptions) -> Layout:
     return parallelise(layout, options.ranks, options.parallel) if options.parallel else layout
 
 
-def _placed(layout: Layout, options: PreshardOptions) -> Layout:
-    """Return a layout under the trainer's names and in regions that it can load.
+def _for_trainer(layout: Layout, options: PreshardOptions) -> Layout:
+    """Return the layout under the trainer's names, and in regions that the trainer can load.
 
     Raises:
-        UsageError: it cannot load them, or nothing is around the model.
+        UsageError: the trainer cannot load them, or has no module around the model (`--attribute`).
     """
     profile = options.trainer
-    layout = below(layout, options.root)
+    layout = with_root(layout, options.root)
     if profile.form == "safetensors":
         return unstrided(layout)
     if profile.name != "plain":
@@ -273,15 +277,15 @@ def _placed(layout: Layout, options: PreshardOptions) -> Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredContent:
-    """What is stored, whatever the form."""
+    """The tensors to store, in either form (DCP or safetensors shards)."""
 
     layout: Layout
     aliases: Mapping[str, tuple[str, ...]]
-    """For a stored tensor, its other names."""
+    """Name of a stored tensor -> further names of the same tensor."""
     sources: Mapping[str, str]
-    """The name of each stored tensor in the catalog."""
+    """Name of a stored tensor -> name in the catalog."""
     dtypes: Mapping[str, DType]
-    """What each stored tensor becomes."""
+    """Name of a stored tensor -> dtype in the output."""
 
 
 def _part(
@@ -290,7 +294,7 @@ def _part(
     options: PreshardOptions,
     dequantized: Dequantized | None,
 ) -> DcpOutput | FilesOutput:
-    """Return the files of ranks, in the form that the profile stores tensors in."""
+    """Return the rank files, in the profile's form."""
     if options.trainer.form == "dcp":
         return _dcp_part(model, content, options, dequantized)
     return FilesOutput(
@@ -332,20 +336,20 @@ def _dcp_part(
 
 
 def _derived(content: _StoredContent) -> dict[str, Expression]:
-    """Return what each tensor is made of that is no tensor of the source itself."""
+    """Return the expression of each tensor that is computed from tensors of the source."""
     expressions = content.layout.expressions
     return {fqn: expressions[source] for fqn, source in content.sources.items() if source in expressions}
 
 
 def _in_folder(part: DcpOutput | FilesOutput, folder: str) -> DcpImages | JoinedImages | RankImages:
-    """Return the images of a part, named as in the whole directory."""
+    """Return the images of a part, named relative to the whole directory."""
     if isinstance(part, DcpOutput) and folder:
         return JoinedImages({folder: part.output})
     return part.output
 
 
 def not_for_stock(layout: Layout) -> Iterator[str]:
-    """Yield the warning about tensors that stock torch would fill wrong."""
+    """Yield the warning about tensors that stock torch would fill with wrong values."""
     names = layout.not_for_stock()
     if names:
         yield (
@@ -355,8 +359,8 @@ def not_for_stock(layout: Layout) -> Iterator[str]:
         )
 
 
-def _taken_whole(model: OpenedHubModel, layout: Layout) -> Iterator[str]:
-    """Yield the warning about tensors that are not made in pieces."""
+def _whole_tensor_warnings(model: OpenedHubModel, layout: Layout) -> Iterator[str]:
+    """Yield the warning about tensors that can only be computed as a whole, which takes memory."""
     groups = opaque_groups(layout.expressions)
     if groups:
         names = [fqn for fqn in layout.tensors if any(layout.sources[fqn] in group for group in groups)]
@@ -368,7 +372,7 @@ def _taken_whole(model: OpenedHubModel, layout: Layout) -> Iterator[str]:
 
 
 def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleSet) -> Layout:
-    """Return the layout of the tensors that key rules make of a model's files.
+    """Return the layout of the tensors into which key rules convert a model's files.
 
     Raises:
         LayoutError: the rules do not fit; lists every problem.
@@ -401,8 +405,8 @@ def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleS
     )
 
 
-def _left_out(model: OpenedHubModel, links: Sequence[str]) -> Iterator[str]:
-    """Yield what to tell about entries that are no tensors, and about links out of the model's directory."""
+def _left_out_notes(model: OpenedHubModel, links: Sequence[str]) -> Iterator[str]:
+    """Yield the notes about entries that are not tensors, and about links out of the model's directory."""
     if objects := model.catalog.objects:
         yield f"left out, as they are not tensors: {escape(', '.join(objects))}"
     if links:
@@ -412,10 +416,10 @@ def _left_out(model: OpenedHubModel, links: Sequence[str]) -> Iterator[str]:
 def _resolve_ties(
     model: OpenedHubModel, layout: Layout
 ) -> tuple[Layout, dict[str, tuple[str, ...]], tuple[str, ...], tuple[str, ...]]:
-    """Store each group of tied names once, but keep names apart whose bytes in the source differ.
+    """Store each group of tied names once, except names whose bytes in the source differ.
 
     Returns:
-        The layout with a tensor for every stored name, the aliases of each, notes and warnings.
+        The layout, with a tensor for every stored name; the aliases of each; notes; and warnings.
     """
     tensors, aliases = dict(layout.tensors), dict[str, tuple[str, ...]]()
     notes, warnings = list[str](), list[str]()
@@ -449,7 +453,7 @@ def _resolve_ties(
 def _choose_dtypes(
     default_dtypes: Mapping[str, DType], layout: Layout, dtype: str
 ) -> tuple[dict[str, DType], list[str]]:
-    """Return the dtype that each tensor is stored in, and what to tell about it."""
+    """Return the dtype in which each tensor is stored, and notes."""
     target = CASTS.get(dtype)
     if target is None:
         return dict(default_dtypes), []
@@ -466,19 +470,19 @@ def _choose_dtypes(
         )
     notes += quantised_notes(default_dtypes)
     if target.name != "float32" and layout.keep_fp32 is None:
-        notes.append("without the model nothing tells which tensors it keeps in fp32: all were converted")
+        notes.append("without the model, it is not known which tensors it keeps in fp32: all were converted")
     return chosen, notes
 
 
 def _settings_notes(model: OpenedHubModel) -> Iterator[str]:
-    """Yield a note about what safetensors headers say beside the tensors: shards have no such header."""
+    """Yield a note about settings in the source's safetensors headers: shards have no place for them."""
     keys = sorted({key for settings in model.settings.values() for key in settings})
     if keys:
         yield f"not in the output, whose files have no such header: {listed(keys)} of {listed(list(model.settings))}"
 
 
 def _phase(model: OpenedHubModel, dtypes: Mapping[str, DType], sources: Mapping[str, str]) -> Phase:
-    """Return a function that tells images where a tensor's bytes lie in the source, so that they can match it."""
+    """Return a function that gives a tensor's offset in its source file, by which images align blocks with the source."""
     catalog = model.catalog
 
     def phase(fqn: str) -> int | None:

@@ -50,35 +50,35 @@ class PreshardOptions(WriteOptions):
 
     @cached_property
     def ranks(self) -> Mesh:
-        """Of the job that will load the output."""
+        """The mesh of the training job that will load the output."""
         return parse_mesh(self.mesh, self.world_size)
 
     @cached_property
     def rules(self) -> tuple[DtypeRule, ...]:
-        """Other dtypes for some tensors."""
+        """The parsed `dtype_rules`."""
         return parse_rules(self.dtype_rules)
 
     @cached_property
     def parallel(self) -> tuple[ParallelRule, ...]:
-        """Rules for tensor and expert parallelism, instead of the plans of the model's class."""
+        """The parsed `parallel_rules`."""
         return parse_parallel_rules(self.parallel_rules)
 
     @property
     def key_rules(self) -> str:
-        """Key rules: "none", a file's path, or the name of a shipped set."""
+        """The option `keys`: "none", a file's path, or the name of a shipped set."""
         return os.fspath(self.keys)
 
     @cached_property
     def trainer(self) -> Profile:
-        """The trainer whose form the directory gets."""
+        """The profile of the trainer that will load the output."""
         return find_profile(self.profile)
 
     @property
     def root(self) -> str:
-        """What stands before the model's own names: "model."."""
+        """The prefix of the model's names in the output, such as "model."; "" for none."""
         return self.trainer.head(self.attribute)
 
     def check(self) -> None:
         """As `WriteOptions.check`."""
         super().check()
-        _ = self.ranks, self.parallel, self.root, self.rules  # what is wrong with them is said now
+        _ = self.ranks, self.parallel, self.root, self.rules  # raises if one is invalid

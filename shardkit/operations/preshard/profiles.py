@@ -1,12 +1,12 @@
-"""Profiles: the directory that a trainer's own loading code expects, as data.
+"""Profiles: for each trainer, the directory that its own loading code expects.
 
-    folder/            where the shard files lie
-        names          root, attribute and the model's own name, joined by dots
-    companions         files that the trainer reads beside them
+    folder/            contains the shard files
+        names          a tensor's name is root, attribute and the model's own name, joined by dots
+    companions         further files that the trainer reads
 
 Sources: accelerate 1.15, utils/fsdp_utils.py (load_fsdp_model); transformers 5.23, trainer.py (train);
 torchtitan 0.2 and 0.3, components/checkpoint.py; lightning 2.6, strategies/fsdp.py and model_parallel.py
-(load_checkpoint). docs/trainers.md says what was proved with which version.
+(load_checkpoint). docs/trainers.md says what was tested with which version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardkit.formats.quantised import FILES
 from shardkit.formats.torchsave.writer import Plain, plain_record
 from shardkit.keys.rule_sets import shipped
 from shardkit.layout.layout import Layout
-from shardkit.operations.companions import BesideFile
+from shardkit.operations.companions import FileToCopy
 from shardkit.operations.describe import OutputFiles
 
 ProfileName = Literal["plain", "torchtitan", "accelerate", "lightning", "lightning-mp", "transformers"]
@@ -43,44 +43,45 @@ class Profile:
 
     name: ProfileName
     folder: str = ""
-    """Where the shard files and `.metadata` lie; "" is the directory itself."""
+    """The folder of the shard files and `.metadata`; "" is the directory itself."""
     form: Literal["dcp", "safetensors"] = "dcp"
     """How tensors are stored: as DCP's own `.distcp` files, or as its safetensors shards."""
     root: tuple[str, ...] = ()
-    """Keys of the state dict that the trainer loads, above the model's own."""
+    """Keys of the nested state dict that the trainer loads, above the model's own names."""
     attribute: str | None = None
-    """Where a module of the trainer holds the model, unless a person says otherwise; None if nothing is around it."""
+    """Default attribute of the trainer's module that holds the model; None if no module is around the model."""
     key_sets: str = ""
-    """How the names of its shipped key rules begin; "" if it trains models of transformers."""
+    """Prefix of the names of this trainer's shipped key rules; "" if it trains models of transformers."""
     companions: Mapping[str, bytes] = field(default_factory=dict)
-    """Files that it reads beside the shards, by name."""
+    """Content of the further files that the trainer reads, by name."""
     needs_config: bool = False
-    """The trainer reads config.json there."""
+    """The trainer reads config.json from the directory."""
     usage: tuple[str, ...] = ()
-    """Lines that start it; `{output}` is the directory, `{loader}` the class of transformers that loads the model."""
+    """Code or options to start from it; `{output}` is the directory, `{loader}` the model's class of transformers."""
 
     def head(self, attribute: str | None) -> str:
-        """Return the prefix of the model's own names.
+        """Return the prefix of the model's names in the output: "state_dict.model." or "".
 
         Args:
-            attribute: where the trainer's module holds the model, as a person says; "" if the module is the model.
+            attribute: attribute of the trainer's module that holds the model, if the user named it; "" if the module is
+                the model. None for the profile's default.
 
         Raises:
-            UsageError: nothing is around the model here.
+            UsageError: this trainer has no module around the model.
         """
         if attribute is not None and self.attribute is None:
             raise UsageError(
-                f"--attribute: with --profile {self.name} nothing is around the model",
+                f"--attribute: with --profile {self.name} there is no module around the model",
                 hint="leave it out; it is for Lightning, whose modules hold the model in an attribute",
             )
         parts = (*self.root, self.attribute if attribute is None else attribute)
         return "".join(f"{part}." for part in parts if part)
 
     def check_in_store(self) -> None:
-        """Refuse a form that a store cannot make visible all at once: the trainer looks for several files.
+        """Refuse a profile whose output cannot appear in a store all at once, as the trainer looks for several files.
 
         Raises:
-            UsageError: it is such a form.
+            UsageError: this is such a profile.
         """
         if self.folder or self.companions or self.form != "dcp":
             raise UsageError(
@@ -89,7 +90,7 @@ class Profile:
             )
 
     def paths(self, names: Iterable[str]) -> dict[str, tuple[str | int, ...]] | None:
-        """Return the path of each name of a checkpoint in the nested state dict; None if that is flat."""
+        """Return the keys of each name in the nested state dict: "model.a.b" -> ("model", "a.b"); None if it is flat."""
         length = sum(len(key) + 1 for key in self.root)
         return {name: (*self.root, name[length:]) for name in names} if length else None
 
@@ -98,16 +99,16 @@ def _json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
 
 
-# Without this file the Trainer does not start. It says that nothing was trained yet, and has the Trainer's defaults:
-# on resuming, the Trainer takes intervals from here, and the batch size with auto_find_batch_size. Its saves fail unless
-# each object whose state it exports is named here.
+# The Trainer does not start without this file. It describes a training before its first step, with the Trainer's
+# defaults: on resuming, the Trainer reads intervals from here, and the batch size with auto_find_batch_size. Saving fails
+# later unless each object whose state the Trainer exports is named here.
 _TRAINER_STATE = {
     **{"epoch": 0.0, "global_step": 0, "train_batch_size": 8},
     **{"logging_steps": 500, "eval_steps": 500, "save_steps": 500},
     "stateful_callbacks": {"TrainerControl": {}, "EarlyStoppingCallback": None},
 }
 
-# What a Trainer looks for on loading, without loops, callbacks and optimizers: nothing was trained yet.
+# The keys that Lightning's Trainer needs on loading. Without loops, callbacks and optimizers: nothing was trained yet.
 _LIGHTNING_META: Plain = {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.6.6"}
 _LIGHTNING = Profile(
     name="lightning",
@@ -162,7 +163,7 @@ def find_profile(name: str) -> Profile:
     """Return a profile by its name.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: no profile has that name.
     """
     if name not in PROFILES:
         raise UsageError(
@@ -176,11 +177,11 @@ def choose_keys(profile: Profile, config: Mapping[str, Any] | None) -> str:
     """Return the name of the shipped key rules that turn a model's names into the trainer's own.
 
     Args:
-        profile: one with key sets.
-        config: config.json of the model; None if there is none.
+        profile: a profile with key sets.
+        config: config.json of the model, or None.
 
     Raises:
-        UsageError: there are none for such a model, or only for an older version of the trainer.
+        UsageError: no rules are for such a model, or only rules for an older version of the trainer.
     """
     model_type = (config or {}).get("model_type")
     candidates = [rules for rules in shipped() if rules.name.startswith(profile.key_sets)]
@@ -196,7 +197,7 @@ def choose_keys(profile: Profile, config: Mapping[str, Any] | None) -> str:
     )
 
 
-def below(layout: Layout, root: str) -> Layout:
+def with_root(layout: Layout, root: str) -> Layout:
     """Return a layout with `root` before every name."""
     if not root:
         return layout
@@ -210,7 +211,7 @@ def below(layout: Layout, root: str) -> Layout:
 
 
 def check_stock(profile: Profile, layout: Layout) -> None:
-    """Refuse tensors that the trainer, which loads with stock `dcp.load`, would fill wrong.
+    """Refuse a layout with tensors that stock `dcp.load`, by which the trainer loads, would fill with wrong values.
 
     Raises:
         UsageError: there are such tensors; lists them.
@@ -221,32 +222,32 @@ def check_stock(profile: Profile, layout: Layout) -> None:
             f"--profile {profile.name}: this trainer loads with stock dcp.load, which on --mesh {layout.mesh} fills "
             f"{count(len(names), 'tensor')} wrong, and may raise no error",
             problems=map(escape, names),
-            hint="take a mesh of dp_replicate and dp_shard, which loads into any other; or --profile transformers",
+            hint="use a mesh of dp_replicate and dp_shard, which loads into any other; or --profile transformers",
         )
 
 
 class Assets(NamedTuple):
-    """What lies beside a model's weights."""
+    """A model's files other than weights: config, tokenizer and the like."""
 
     files: Mapping[str, str]
     """Name in the output -> path."""
     refused: tuple[str, ...]
-    """Names of links that leave the directory, or lead to nothing."""
+    """Names of links that leave the directory or are broken."""
 
 
 def find_assets(profile: Profile, model: OpenedHubModel) -> Assets:
-    """Return the files of the model that are copied, so that the output can be built and exported by itself.
+    """Return the model's files to copy: with them the model can be built from the output, and exported later.
 
-    Those of a repo are downloaded, if they were not.
+    Files of a repo that are not in the cache are downloaded.
 
     Raises:
-        SourceError: there is no config.json, and the trainer needs it; or some files are pointers of Git LFS.
-        ResourceError: the directory cannot be listed; no network.
+        SourceError: config.json is missing though the trainer needs it; or some files are pointers of Git LFS.
+        ResourceError: the directory cannot be listed, or there is no network.
     """
     identity = model.identity
     if identity.repo is not None and repo_of(model.directory) is None:
         fetch_files(identity.repo, asset_patterns(), revision=identity.commit)
-    # Of a repo of weights alone, a dry run has downloaded nothing.
+    # In a dry run of a repo that has only weights, nothing was downloaded and the directory does not exist.
     files, refused = list_assets(model.directory) if storage.isdir(model.directory) else ({}, ())
     if profile.needs_config and "config.json" not in files:
         raise SourceError(
@@ -259,7 +260,7 @@ def find_assets(profile: Profile, model: OpenedHubModel) -> Assets:
             "models of transformers",
             hint="leave --profile out: shardkit.load_into fills any model that is wrapped for this mesh",
         )
-    files = {name: path for name, path in files.items() if name not in FILES}  # what is presharded is plain
+    files = {name: path for name, path in files.items() if name not in FILES}  # the output is not quantised
     refuse_pointers(files)
     return Assets(files, refused)
 
@@ -267,12 +268,12 @@ def find_assets(profile: Profile, model: OpenedHubModel) -> Assets:
 def with_config(
     profile: Profile, assets: Mapping[str, str], config: Mapping[str, Any] | None
 ) -> tuple[Profile, dict[str, str]]:
-    """Return a profile that writes another config.json than the model's file, and the files that are still copied.
+    """Replace the model's config.json; return the profile that writes the new one, and the files that are still copied.
 
     Args:
-        profile: whose files.
-        assets: from `find_assets`.
-        config: what config.json is to say.
+        profile: the trainer's profile.
+        assets: files from `find_assets`.
+        config: content of the new config.json.
     """
     companions = {**profile.companions, "config.json": _json(config or {})}
     files = {name: path for name, path in assets.items() if name != "config.json"}
@@ -282,15 +283,15 @@ def with_config(
 def write_companions(
     profile: Profile, assets: Mapping[str, str], output: OutputFiles
 ) -> list[manifest.ListedFile]:
-    """Write the files that the trainer reads beside the shards; return what the manifest says of them.
+    """Write the files other than shards; return their entries in the manifest.
 
     Args:
-        profile: says which.
-        assets: files that are copied: name in the output -> path.
-        output: where they go.
+        profile: the trainer's profile, with its companions.
+        assets: files to copy: name in the output -> path.
+        output: writes into the output's directory.
     """
     written = [output.write(name, data) for name, data in profile.companions.items()]
     copied = [
-        output.copy(BesideFile(name, FileStamp.of(storage.stat(path))), path) for name, path in assets.items()
+        output.copy(FileToCopy(name, FileStamp.of(storage.stat(path))), path) for name, path in assets.items()
     ]
     return [*written, *copied]

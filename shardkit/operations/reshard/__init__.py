@@ -1,4 +1,4 @@
-"""reshard: a sharded checkpoint, model and optimizer, is written for another mesh.
+"""reshard: write a sharded checkpoint, model and optimizer, for another mesh.
 
 Internal: import from `shardkit`.
 """
@@ -23,23 +23,23 @@ from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptio
 from shardkit.operations.destination import check_one_folder, default_output, label_of
 from shardkit.operations.parts.on_ray import run_on_ray
 from shardkit.operations.parts.results import WriteResult
-from shardkit.operations.reshard.job import Parts, ReshardJob, build_job, take_apart
+from shardkit.operations.reshard.job import Parts, ReshardJob, build_job, open_parts
 from shardkit.operations.reshard.options import ReshardOptions
-from shardkit.operations.resolve import ResolvedCheckpoint, named_after, take
+from shardkit.operations.resolve import ResolvedCheckpoint, choose_checkpoint, named_after
 from shardkit.operations.ties import shared_record_notes
 from shardkit.operations.write import Writer, Writing
 
 
 def copy_files(parts: Parts, manifests: SourceManifests, output: OutputFiles) -> list[manifest.ListedFile]:
-    """Copy the files and the empty directories that lie beside the folders.
+    """Copy the files outside of the DCP directories, and create the empty directories.
 
     Args:
-        parts: what is being written.
-        manifests: of the source; copies are compared with them.
-        output: where they go.
+        parts: the checkpoint.
+        manifests: the source's manifests. Copies are compared with them.
+        output: writes into the output's directory.
 
     Returns:
-        What the manifest says of them.
+        The files' entries in the manifest.
     """
     for name in parts.empty:
         storage.make_folders(output.directory, name)
@@ -56,26 +56,26 @@ class ReshardResult(WriteResult):
     """What reshard wrote, or with `dry_run` would write; `num_tensors` leaves out the optimizer's tensors."""
 
     source: str
-    """As it was given."""
+    """The argument `checkpoint`."""
     checkpoint: str
-    """The checkpoint that was taken."""
+    """The checkpoint that was used."""
     reason: str
-    """Why it was taken, for people."""
+    """Why this one was chosen, as text for people."""
     writer: str
-    """Who wrote it, for people."""
+    """The program that wrote it, as text for people."""
     world_size: int
     mesh: str
     """Axis names and sizes."""
     num_optimizer_tensors: int
     num_objects: int
-    """Byte entries: those of a DCP checkpoint are carried over unread, those of other formats are plain settings."""
+    """Number of byte entries. Those of a DCP checkpoint are copied unread; those of other formats are plain settings."""
     distributed_objects: tuple[str, ...]
-    """Byte entries with distributed tensors in an object, as one rank of the old mesh had them. With these training cannot
-    go on."""
+    """Byte entries that contain distributed tensors, as one rank of the old mesh had them. Training cannot be resumed
+    from these."""
     folders: tuple[str, ...]
     """The DCP directories, relative to the checkpoint; "" for the checkpoint itself."""
     copied: tuple[str, ...]
-    """Files beside these directories that were copied as they are."""
+    """Files outside of these directories, which were copied unchanged."""
 
 
 @keywords_of(ReshardOptions, reading_as)
@@ -83,54 +83,55 @@ def reshard(options: ReshardOptions) -> ReshardResult:
     """Write a sharded checkpoint for another mesh: model, optimizer and everything else.
 
     Args:
-        checkpoint: a checkpoint, or a run directory, whose newest complete checkpoint is taken.
-        output: the directory to make; by default one in the working directory, named after checkpoint and mesh. The
-            same trainer can read it: files beside the shards are copied.
-        world_size: number of ranks; `mesh` may tell it instead.
+        checkpoint: a checkpoint, or a run directory, whose newest complete checkpoint is used.
+        output: the directory to create; by default one in the working directory, named after checkpoint and mesh. The
+            same trainer can read it, because all other files of the checkpoint are copied.
+        world_size: number of ranks. It may be left out if `mesh` gives it.
         mesh: "dp_replicate=2,dp_shard=16"; by default one `dp_shard` axis of `world_size`.
-        dtype: "keep", "bf16", "fp16" or "fp32" for floating tensors outside the optimizer; scalars stay.
+        dtype: "keep", "bf16", "fp16" or "fp32" for floating tensors outside the optimizer; scalars keep their dtype.
         optimizer_dtype: the same for the optimizer's state.
-        no_optimizer: leave the optimizer's state out, whatever it holds: it is not opened. Everything else is written.
+        no_optimizer: leave out the optimizer's state, without opening it. Everything else is written.
         overwrite: replace an existing checkpoint, whole and in one step.
-        exist_ok: if `output` is there, leave it as it is, without a look inside; the result's `was_there` is true.
-        strict: warnings are errors, such as a newer checkpoint in a run directory that had to be passed over.
-        dry_run: decide and check everything, and write nothing.
-        part: which part of the files this process writes, where several share the work: "3/16", "env" (what torchrun,
-            mpirun or SLURM tells) or "env/16". The last to finish makes the output, or `shardkit.commit` does.
-        executor: "ray" runs all parts as tasks of Ray: on the cluster that is running, or one on this machine. It needs
+        exist_ok: if `output` exists, leave it as it is, without looking inside; the result's `was_there` is true.
+        strict: raise warnings as errors, e.g. that the newest checkpoint of a run directory was skipped.
+        dry_run: decide and check everything, but write nothing.
+        part: which part of the files this process writes, if several processes share the work: "3/16", "env" (as
+            torchrun, mpirun or SLURM number their processes) or "env/16". The last process to finish commits the output,
+            or `shardkit.commit` does.
+        executor: "ray" runs all parts as Ray tasks, on the running cluster, or on a new one on this machine. It needs
             `output`.
-        num_parts: the number of Ray's tasks; by default as many as run at the same time.
+        num_parts: number of Ray tasks; by default as many as can run at the same time.
         digest: "crc32" or "none".
-        sha256: take the sha256 of every file too, for the manifest; finished files are read once more.
-        check_source: compare the source, as its bytes move, with the CRC-32s that its files record; a difference is
-            refused before the output appears.
-        source_manifest: a manifest of the source that lies elsewhere, to compare with too (of
-            `consolidate(manifest_file=...)`). One in the source or beside it is found without this.
-        jobs: threads; by default the cores that this process may use, from 2 to 8.
+        sha256: compute the sha256 of every file, too, for the manifest; finished files are read once more.
+        check_source: compare the source's bytes, as they are read, with the CRC-32s that its files record. If they
+            differ, no output appears.
+        source_manifest: a further manifest of the source to compare with, such as `consolidate(manifest_file=...)`
+            writes. A manifest in or beside the source is found without this.
+        jobs: number of threads; by default the cores that this process may use, from 2 to 8.
         max_memory: bytes for all buffers, as a number or as "512MiB".
         scratch: directory for files on their way into a store; by default beside the cache, never in memory.
-        follow_links: read and copy links that lead out of a checkpoint's directory as the files that they lead to.
-            Weight files of a Hub model are read in any case.
-        progress: told of the bytes as they move; by default a bar, on a terminal and in a notebook. False: none.
-        on_warning: told each warning before anything is written; the result has them all.
+        follow_links: follow links that lead out of the checkpoint's directory, and read and copy the files behind them.
+            Weight files of a Hub model are read through links in any case.
+        progress: called as bytes move. By default, terminals and notebooks show a bar; False shows none.
+        on_warning: called with each warning before anything is written. The result lists all warnings.
 
     Raises:
-        UsageError: options that cannot be carried out, or a destination with something else than this call writes.
-        SourceError: the checkpoint is damaged, incomplete or not understood.
-        IntegrityError: its bytes are not what its checksums say.
+        UsageError: the options contradict each other, or the destination has something other than this call's output.
+        SourceError: the checkpoint is damaged or incomplete, or its format is not supported.
+        IntegrityError: its bytes do not match its checksums.
         ResourceError: disk or permission.
-        Interrupted: after Ctrl-C or SIGTERM; what was finished is kept.
+        Interrupted: after Ctrl-C or SIGTERM; finished files are kept.
     """
     if options.is_on_ray:
         return run_on_ray(reshard, options.given)
     source, writer = stores.as_path(options.checkpoint), Writer(options, looks_late=True)
-    checkpoint = take(source, strict=options.strict, whole_steps=True)
+    checkpoint = choose_checkpoint(source, strict=options.strict, whole_steps=True)
     resolved = checkpoint.resolved
     writer.warn(resolved.warnings)
     named, output = named_after(resolved, source), options.output
     chosen = default_output(label_of(named), named, options.ranks) if output is None else output
     writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
-    parts = take_apart(checkpoint, options)
+    parts = open_parts(checkpoint, options)
     copied_files = {name: content_of(path) for name, path in parts.places.items()}
     writer.destination.check_beside({**copied_files, **{f"{folder}/": bytes for folder in parts.empty}})
     if options.strict:

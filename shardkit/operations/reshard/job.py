@@ -1,11 +1,12 @@
-"""What reshard decides before a byte moves: what it reads and writes.
+"""Decide what reshard reads and writes, before any byte moves.
 
     checkpoint -> parts -> layout of each -> images -> one plan for all
 
-No model is needed. What was sharded is sharded for the new mesh by FSDP2's rule, and stock `dcp.load` finds its rows
-wherever they lie.
+The parts are the DCP directories of a checkpoint. All other files are copied. A *byte entry* is an object other than a
+tensor, which torch stored as the bytes of a `torch.save` file.
 
-The parts are the DCP directories in a checkpoint; other files lie beside them and are copied.
+No model is needed: tensors that were sharded are sharded for the new mesh by FSDP2's rule, and stock `dcp.load` finds its
+rows in whichever files they are.
 """
 
 from __future__ import annotations
@@ -70,24 +71,24 @@ from shardkit.keys.renaming import KeyRule
 from shardkit.keys.trainer_state import Kind, is_optimizers, object_kind, optimizer_names
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.casts import check_cast
-from shardkit.operations.companions import BesideFile, Survey, check_survey, leave_out, survey
+from shardkit.operations.companions import FileToCopy, Survey, check_survey, drop_shard_folders, survey
 from shardkit.operations.describe_dcp import DcpOutput
 from shardkit.operations.parts.ingredients import ReadFile
-from shardkit.operations.reshard.left_out import OF_A_RANK, around, unread
+from shardkit.operations.reshard.left_out import OF_A_RANK, find_left_out, find_unread
 from shardkit.operations.reshard.options import ReshardOptions
-from shardkit.operations.resolve import Taken
+from shardkit.operations.resolve import ChosenCheckpoint
 from shardkit.transfer.plan import TransferPlan, build_plan
 
 _ENTRY_OF_A_RANK = re.compile(r"(?:.*[._])?(?:dp_)?rank_?\d+(?:\..*)?")  # torchtitan: dataloader.dp_rank_0
 _OPTIMIZER = re.compile(r"(bf16_)?(zero_pp_)?optim")
-_MAX_ENTRIES = 1 << 16  # of a byte entry's zip
+_MAX_ENTRIES = 1 << 16  # in the zip of a byte entry
 _MODEL, _OPTIM = "model", "optim"  # as torch's DCP recipes name the two
 _NESTED = (
     "names begin with model. and optim.: load it into the two state dicts that "
     "torch.distributed.checkpoint.state_dict.get_state_dict gives"
 )
-_HEAD = 3  # segments that trainers put above a state dict: app.optimizers, policy.optimizer.optim
-_SMALL = 4096  # elements: nobody but a model has more under such a name
+_HEAD = 3  # maximum number of segments that trainers put above a state dict: app.optimizers, policy.optimizer.optim
+_SMALL = 4096  # elements: a larger tensor below such a name is a model's, not the state of a scheduler and the like
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,79 +98,83 @@ class CheckpointFolder:
     folder: str
     """Relative to the checkpoint; "" for the checkpoint itself."""
     catalog: Catalog
-    """Raw extents; a byte entry is a tensor of bytes."""
+    """A catalog of raw extents, in which byte entries are tensors of bytes."""
     objects: tuple[str, ...]
     """Names of the byte entries."""
     paths: dict[str, tuple[str | int, ...]] | None
-    """planner_data of the save."""
+    """Name -> keys in the nested state dict: `planner_data` in torch's `.metadata`."""
     notes: tuple[str, ...]
     distributed_objects: tuple[str, ...] = ()
-    """Byte entries with distributed tensors in them: as one rank of the old mesh had them."""
+    """Byte entries that contain distributed tensors, as one rank of the old mesh had them."""
     damaged: tuple[str, ...] = ()
-    """Why byte entries are not what torch writes; a line for each."""
+    """A line for each byte entry that is not a zip as torch writes it."""
     unboxed: frozenset[str] = frozenset()
-    """Names of tensors whose chunks do not tell whether they were sharded: cut from flat partitions, or saved whole."""
+    """Names of tensors whose chunks do not show whether they were sharded: cut from flat partitions, or saved whole."""
+    # From here on: what the source's manifest records. The output's manifest repeats it.
     key_rules: tuple[KeyRule, ...] = ()
-    """Rules that turn the model's names into the Hub's, if `shardkit.save` recorded them; they are carried over."""
+    """Rules that turn the model's names into the Hub's, if `shardkit.save` recorded them."""
     tells_hub_names: bool = True
-    """False if nothing tells what the model's tensors are on the Hub."""
+    """False if it is not known which names the model's tensors have on the Hub."""
     derived: Mapping[str, Expression] = field(default_factory=dict)
-    """What names in memory are made of that the Hub's files have in another form; carried over too."""
+    """Name in memory -> the expression of the Hub's tensors that it was made by, for tensors that were converted."""
     file_names: Mapping[str, str] = field(default_factory=dict)
-    """Names in the files that `preshard` read, as it recorded them; carried over too."""
+    """Name -> name in the files that `preshard` read."""
     root: str = ""
-    """What stands before the model's own names, as `preshard` recorded it; carried over too."""
+    """Prefix that `preshard` put before the model's own names."""
     recorded: RecordedNames = field(default_factory=RecordedNames)
-    """What was recorded of tied tensors, and of what preshard left out; carried over too."""
+    """Tied tensors, and tensors that `preshard` left out."""
     osft: manifest.Osft | None = None
-    """How weights became factors, as `preshard` recorded it; carried over too."""
+    """How `preshard` turned weights into factors."""
     vocab_size: int | None = None
-    """Rows of the vocabulary, as `shardkit.save` recorded them; carried over too."""
+    """Rows of the vocabulary, as `shardkit.save` recorded them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """A checkpoint, taken apart."""
+    """The content of a checkpoint: its DCP directories (`parts`), and the files that are copied."""
 
     writer: str
     parts: tuple[CheckpointFolder, ...]
-    files: tuple[BesideFile, ...] = ()
-    """Files beside the parts, copied as they are."""
+    files: tuple[FileToCopy, ...] = ()
+    """Files outside of the parts, which are copied unchanged."""
     places: Mapping[str, str] = field(default_factory=dict)
-    """Path of each of these."""
+    """Name of each of these files -> path."""
     empty: tuple[str, ...] = ()
-    """Directories with nothing in them."""
+    """Empty directories."""
     weights_beside: str | None = None
-    """The folder of DCP-HF shards that holds the weights. They fit any number of ranks and are copied."""
+    """The folder of DCP-HF shards with the weights, or None. Such shards fit any number of ranks and are copied."""
     notes: tuple[str, ...]
     warnings: tuple[str, ...] = ()
     is_training: bool = True
-    """A training saved it; False for a Hub model."""
+    """True for a checkpoint of a training job, False for a Hub model."""
     manifests: tuple[manifest.Manifest | None, ...] = ()
-    """What describes it. Whoever needs one later finds it parsed."""
+    """The checkpoint's manifests, kept here so that they are parsed only once."""
 
     @property
     def siblings(self) -> tuple[str, ...]:
-        """Names of what is copied, relative to the checkpoint."""
+        """Names of the copied files, relative to the checkpoint."""
         return tuple(file.name for file in self.files)
 
 
-def take_apart(source: Taken, options: ReshardOptions) -> Parts:
+def open_parts(source: ChosenCheckpoint, options: ReshardOptions) -> Parts:
     """Open every DCP directory of a checkpoint, or the one catalog of a checkpoint in another format.
+
+    Warnings and notes name files near the checkpoint that will not be in the output (`left_out`).
 
     Args:
         source: the checkpoint.
-        options: what is asked for. What lies in the path that a person gave, beside the checkpoint, is named. Byte entries
-            that are not zips as torch writes them are refused, or with `check_source` off carried over with a warning.
+        options: the user's options. Byte entries that are not zips as torch writes them are refused; with `check_source`
+            off, they are copied with a warning.
 
     Raises:
-        SourceError, IntegrityError, ResourceError: it cannot be opened, or the save of a part did not finish.
+        SourceError, IntegrityError, ResourceError: the checkpoint cannot be opened, or a part of it was not saved
+            completely.
     """
-    parts = _take_apart(source, options)
+    parts = _open_parts(source, options)
     if not parts.is_training:
         return parts
     given_path = stores.as_path(options.checkpoint)
-    left_out = around(source.resolved.path, given_path, no_optimizer=options.no_optimizer)
+    left_out = find_left_out(source.resolved.path, given_path, no_optimizer=options.no_optimizer)
     stored = (
         NamedShape(e.fqn, e.dtype.name, e.shape)
         for part in parts.parts
@@ -183,17 +188,17 @@ def take_apart(source: Taken, options: ReshardOptions) -> Parts:
     )
 
 
-def _take_apart(source: Taken, options: ReshardOptions) -> Parts:
+def _open_parts(source: ChosenCheckpoint, options: ReshardOptions) -> Parts:
     path, no_optimizer = home_of(source.resolved.path), options.no_optimizer
     if not storage.isdir(path) or not _keeps_folders(path):
-        return _other(_open_plain(source), no_optimizer=no_optimizer)
+        return _open_other_format(_open_plain(source), no_optimizer=no_optimizer)
     surveyed = survey(path)
     if not surveyed.folders or not all(_keeps_folders(os.path.join(path, name)) for name in surveyed.folders):
-        return _other(_open_plain(source), no_optimizer=no_optimizer)
+        return _open_other_format(_open_plain(source), no_optimizer=no_optimizer)
     dropped = _drop_optimizer(surveyed) if no_optimizer else []
     models = source.models()  # all of them are resharded
     opened = {folder: _open_folder(os.path.join(path, folder), models) for folder in surveyed.folders}
-    leave_out(
+    drop_shard_folders(
         surveyed, (os.path.join(folder, f.name) for folder, dcp in opened.items() for f in dcp.catalog.files)
     )
     check_survey(path, surveyed)
@@ -237,11 +242,11 @@ def _take_apart(source: Taken, options: ReshardOptions) -> Parts:
         places={file.name: os.path.join(path, file.name) for file in surveyed.files},
         empty=tuple(surveyed.empty),
         weights_beside=weights_beside,
-        notes=(*surveyed.notes(), *_notes(of_ranks, weights_beside), *dropped),
+        notes=(*surveyed.notes(), *_part_notes(of_ranks, weights_beside), *dropped),
         warnings=(
             *copies_warnings([each for model in models for each in model.remarks.differing]),
-            *_warnings(of_ranks, damaged),
-            *_of_old_mesh(
+            *_part_warnings(of_ranks, damaged),
+            *_old_mesh_warnings(
                 [join_name(part.folder, name) for part in parts for name in part.distributed_objects]
             ),
         ),
@@ -253,7 +258,7 @@ def _keeps_folders(path: str) -> bool:
     return recognised is None or recognised.keeps_folders
 
 
-def _warnings(of_ranks: list[str], damaged: list[str]) -> Iterator[str]:
+def _part_warnings(of_ranks: list[str], damaged: list[str]) -> Iterator[str]:
     states = [name for name in of_ranks if _is_optimizer(name)]
     if states:
         yield (
@@ -267,11 +272,11 @@ def _warnings(of_ranks: list[str], damaged: list[str]) -> Iterator[str]:
         )
 
 
-def _of_old_mesh(names: Sequence[str]) -> Iterator[str]:
+def _old_mesh_warnings(names: Sequence[str]) -> Iterator[str]:
     if names:
         yield (
-            f"training cannot go on from it: {count(len(names), 'byte entry has', 'byte entries have')} distributed tensors "
-            "in an object, such as a tuple, which torch saves as one rank of the old mesh has them; copied as written: "
+            f"training cannot resume from it: {count(len(names), 'byte entry has', 'byte entries have')} distributed tensors "
+            "in an object, such as a tuple, which torch saves as one rank of the old mesh has them; copied unchanged: "
             f"{listed(names)}"
         )
 
@@ -283,7 +288,7 @@ def _weights_beside(path: str, checkpoint: Checkpoint, surveyed: Survey) -> str 
     return os.path.relpath(weights, storage.realpath(path))
 
 
-def _notes(of_ranks: list[str], weights_beside: str | None) -> Iterator[str]:
+def _part_notes(of_ranks: list[str], weights_beside: str | None) -> Iterator[str]:
     if of_ranks:
         yield (
             f"{len(of_ranks)} files belong to single ranks of the old world size and are copied as they are: "
@@ -294,7 +299,7 @@ def _notes(of_ranks: list[str], weights_beside: str | None) -> Iterator[str]:
 
 
 def _open_folder(directory: str, models: Sequence[Checkpoint]) -> DcpFolder:
-    """Return a DCP directory; one that is open already is not parsed again."""
+    """Open a DCP directory, or return it as one of the models has opened it."""
     opened = (model.opened_at(directory) for model in models)
     return next((folder for folder in opened if folder is not None), None) or open_dcp(directory)
 
@@ -303,7 +308,7 @@ def _select(opened: DcpFolder, names: Sequence[str], folder: str) -> Catalog:
     """Open the records of tensors.
 
     Raises:
-        UnreadableClass: some are objects of classes; the hint says what reshard can do.
+        UnreadableClass: some are objects of classes that cannot be read; the hint says what reshard can do.
     """
     try:
         return opened.select(names)
@@ -322,7 +327,7 @@ _LEFT_OUT = "the optimizer's state is left out (--no-optimizer)"
 
 
 def _drop_optimizer(surveyed: Survey) -> list[str]:
-    """Take an optimizer's folders and files out of what was found, and return what to tell of them."""
+    """Remove an optimizer's folders and files from the survey, and return a note about them."""
     folders = [name for name in surveyed.folders if _is_of_optimizer(name)]
     files = [file for file in surveyed.files if _is_optimizer(file.name) or _is_of_optimizer(file.name)]
     surveyed.folders = [name for name in surveyed.folders if name not in folders]
@@ -333,7 +338,7 @@ def _drop_optimizer(surveyed: Survey) -> list[str]:
 
 
 def _is_of_optimizer(folder: str) -> bool:
-    """True for a folder that holds nothing else, such as `optimizer_0`, and for what lies in it."""
+    """True for a folder of an optimizer, such as `optimizer_0`, and for names below it."""
     return any(map(is_optimizers, folder.split("/")))
 
 
@@ -360,7 +365,7 @@ def _open_part(folder: str, opened: DcpFolder, *, no_optimizer: bool) -> Checkpo
             hint="load it with torch.distributed.checkpoint and save it without extensions",
         )
     files = {file.name: number for number, file in enumerate(catalog.files)}
-    damaged = _record(
+    damaged = _add_entry_checksums(
         catalog,
         [(name, files[opened.catalog.files[place.file].name], place) for name, place in placed.items()],
     )
@@ -385,12 +390,16 @@ def _open_part(folder: str, opened: DcpFolder, *, no_optimizer: bool) -> Checkpo
     )
 
 
-def _record(catalog: Catalog, placed: Sequence[tuple[str, int, EntryLocation]]) -> list[str]:
-    """Have byte entries compared, as they move, with the CRC-32s that they hold: they are zips.
+def _add_entry_checksums(catalog: Catalog, placed: Sequence[tuple[str, int, EntryLocation]]) -> list[str]:
+    """Add the CRC-32s inside of byte entries, which are zips, to the catalog's files; the copy is compared with them.
+
+    Args:
+        catalog: catalog of the folder; its files get the checksums.
+        placed: (name, index of the file, location) of each byte entry.
 
     Returns:
-        A line for each entry that is not a zip as torch writes it. It has nothing to be compared with, and torch would
-        not load it, or would load something else.
+        A line for each entry that is not a zip as torch writes it. Such an entry has no CRC-32s to compare with, and
+        torch would not load it, or would load something else.
     """
     damaged = list[str]()
     stretches: dict[int, list[tuple[int, int, int | None]]] = {}
@@ -415,7 +424,7 @@ def _record(catalog: Catalog, placed: Sequence[tuple[str, int, EntryLocation]]) 
 
 
 def _entry_notes(folder: str, objects: Mapping[str, EntryLocation | None]) -> Iterator[str]:
-    """Yield what to tell about byte entries before a job of another size loads them."""
+    """Yield notes about byte entries that a training job with another number of ranks may not be able to load."""
     of_ranks = [name for name, place in objects.items() if place and _ENTRY_OF_A_RANK.fullmatch(name)]
     where = f" of {escape(folder)}" if folder else ""
     if of_ranks:
@@ -428,19 +437,19 @@ def _entry_notes(folder: str, objects: Mapping[str, EntryLocation | None]) -> It
         yield f"{count(len(lost), 'byte entry', 'byte entries')}{where} without any bytes left out: {listed(lost)}"
 
 
-def _open_plain(source: Taken) -> Checkpoint:
-    """Open a checkpoint of plain weights: others would have their values and scales cut apart.
+def _open_plain(source: ChosenCheckpoint) -> Checkpoint:
+    """Open a checkpoint of plain weights. Resharding quantised ones would separate values from their scales.
 
     Raises:
-        LayoutError: it is quantised.
+        LayoutError: the checkpoint is quantised.
     """
     return formats.open(source.open(), plain=PlainWeights(dequantize=False, has_option=False))
 
 
-def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
-    """Make one DCP directory, with all its tensors, of a checkpoint that is not one.
+def _open_other_format(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
+    """Return the parts of a checkpoint that is not a DCP directory: one part with all tensors.
 
-    Config, tokenizer and the like come beside it, from wherever this trainer keeps them.
+    Config, tokenizer and the like are copied from the directory where this trainer keeps them.
     """
     entries, state = checkpoint.catalog.tensors, frozenset[str]()
     open_optimizer = checkpoint.contents.optimizer
@@ -474,11 +483,11 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         notes.append(f"{_LEFT_OUT}{f': {listed(states)}' if states else ''}")
         skipped = [pair for pair in skipped if not _is_optimizer(pair[0])]
     else:
-        states, warnings = _left_behind(opened, [name for name, _ in skipped])
+        states, warnings = _lost_optimizer(opened, [name for name, _ in skipped])
     if checkpoint.hub is None and storage.isdir(checkpoint.path):
         catalogs = [checkpoint.catalog, *([opened.catalog] if isinstance(opened, OptimizerState) else [])]
         read = {storage.realpath(os.path.dirname(file.path)) for source in catalogs for file in source.files}
-        warnings += unread(checkpoint.path, read, {name.split("/")[0] for name in states}).warnings()
+        warnings += find_unread(checkpoint.path, read, {name.split("/")[0] for name in states}).warnings()
     places, refused = _assets(checkpoint)
     part = CheckpointFolder(
         folder="",
@@ -494,7 +503,7 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         manifests=tuple(checkpoint.contents.manifests.values()),
         parts=(part,),
         files=tuple(
-            BesideFile(name, FileStamp.of(storage.stat(path)), is_executable=False)
+            FileToCopy(name, FileStamp.of(storage.stat(path)), is_executable=False)
             for name, path in places.items()
         ),
         places=places,
@@ -504,8 +513,8 @@ def _other(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     )
 
 
-def _left_behind(opened: Unmapped | None, skipped: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the names of an optimizer's state that cannot be carried over, and the warning if there are some."""
+def _lost_optimizer(opened: Unmapped | None, skipped: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the names of an optimizer's state that cannot be resharded, and the warning if there are some."""
     states, reason = list(filter(_is_optimizer, skipped)), ""
     if opened is not None:
         states, reason = list(opened.names), f": {opened.reason}"
@@ -514,7 +523,7 @@ def _left_behind(opened: Unmapped | None, skipped: Iterable[str]) -> tuple[list[
 
 
 def _assets(checkpoint: Checkpoint) -> tuple[Mapping[str, str], tuple[str, ...]]:
-    """Return where config, tokenizer and the like of a trainer's checkpoint lie, by name, and notes."""
+    """Return the paths of a checkpoint's config, tokenizer and the like, by name, and notes."""
     directory = find_config(checkpoint)
     if directory is None:
         return {}, ()
@@ -538,12 +547,12 @@ class PartJob(DcpOutput):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardJob:
-    """A decided reshard."""
+    """All decisions of a reshard."""
 
     parts: Parts
     mesh: Mesh
     folders: Mapping[str, PartJob]
-    """By folder of the checkpoint."""
+    """Folder of the checkpoint -> its job."""
     output: JoinedImages
     plan: TransferPlan
     notes: tuple[str, ...]
@@ -562,12 +571,12 @@ def build_job(parts: Parts, options: ReshardOptions) -> ReshardJob:
     """Decide how a checkpoint is stored for a mesh. Scalars, such as an optimizer's `step`, keep their dtype.
 
     Args:
-        parts: the checkpoint, taken apart.
-        options: what is asked for.
+        parts: the checkpoint's content.
+        options: the user's options.
 
     Raises:
-        UsageError: an option does not have such a value, or is about tensors that are copied as they are.
-        SourceError: there is nothing to reshard.
+        UsageError: the value of an option is not allowed, or it would convert tensors that are copied unchanged.
+        SourceError: the checkpoint has no tensors.
     """
     check_cast("--dtype", options.dtype)
     check_cast("--optimizer-dtype", options.optimizer_dtype)
@@ -647,21 +656,21 @@ def _osft(osft: manifest.Osft | None, cast: str) -> manifest.Osft | None:
 
 
 def _no_phase(fqn: str) -> None:
-    """Return None: rows come from many files, so their blocks cannot be shared with a source file."""
+    """Return None: rows come from many files, so no offset in one source file helps to share its blocks."""
 
 
 def _aliases(
     catalog: Catalog, objects: Iterable[str], recorded: Collection[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Return, by the first of them, the names that point at the same bytes: shardkit stores tied parameters so.
+    """Return groups of names with the same bytes, as first name -> others. This is how shardkit stores tied parameters.
 
     Args:
-        catalog: has their chunks.
-        objects: names of byte entries.
-        recorded: names that come first, as a manifest says: those of the Hub's files.
+        catalog: a catalog with the tensors' chunks.
+        objects: names of byte entries, which are skipped.
+        recorded: names that come first in their group, because the Hub's files have them according to a manifest.
     """
     table, left_out = catalog.chunks, frozenset(objects)
-    alike: dict[object, list[str]] = {}  # a million chunks are not compared one by one
+    alike: dict[object, list[str]] = {}  # candidates; comparing a million chunks would be slow
     for name, entry in catalog.tensors.items():
         if name in left_out or entry.nbytes == 0:
             continue
@@ -683,16 +692,17 @@ def _aliases(
 
 
 def _layout(part: CheckpointFolder, names: list[str], mesh: Mesh) -> Layout:
-    """Shard on dim 0 whatever was sharded. If nothing was, or the chunks do not tell, shard everything with rows.
+    """Return a layout that shards on dim 0 each tensor that was sharded, and replicates the others.
 
-    V of OSFT, and the optimizer's state of it, is cut where `fully_shard` of such a model cuts it.
+    Floating tensors whose chunks do not show whether they were sharded are sharded. If no tensor is, all floating ones
+    are. OSFT's factor V, and its optimizer state, is cut along the same dim as by `fully_shard`.
     """
     entries, objects = part.catalog.tensors, frozenset(part.objects)
     floating = {name for name in names if entries[name].shape and entries[name].dtype.is_floating}
     cut = {name for name in names if entries[name].num_chunks > 1} | (floating & part.unboxed)
     cut = cut or floating
     whole = (REPLICATE,) * len(mesh.axes)
-    # Without a model nothing tells what is parallel over tp: its ranks share the rows, as those of dp_shard do.
+    # Without a model, it is not known which tensors are parallel over tp. So rows are cut over tp as over dp_shard.
     tensor = prod(axis.size for axis in mesh.axes if axis.role == "tensor")
     rows = tuple(
         REPLICATE if axis.role == "replicate" else Placement(0, tensor if axis.role == "shard" else 1)
@@ -720,12 +730,12 @@ def _is_cut_by_columns(name: str, shape: Shape, num_shards: int) -> bool:
 
 
 def optimizer_state(entries: Iterable[TensorEntry], objects: Iterable[str], folder: str) -> frozenset[str]:
-    """Return the names of an optimizer's state, told by `param_groups`, by its leaves or by its place.
+    """Return the names of an optimizer's state, recognised by `param_groups`, by segments of the name, or by the folder.
 
     Args:
         entries: all tensors of one folder.
         objects: names of its byte entries.
-        folder: where it lies in the checkpoint. A folder of an optimizer (`optimizer_0`) holds nothing else.
+        folder: the folder, relative to the checkpoint. A folder of an optimizer (`optimizer_0`) has nothing else.
     """
     tensors = list(entries)
     if _is_of_optimizer(folder):
@@ -737,10 +747,10 @@ def optimizer_state(entries: Iterable[TensorEntry], objects: Iterable[str], fold
 
 
 def is_convertible(entry: TensorEntry, *, is_optimizer: bool) -> bool:
-    """True for a tensor whose values a cast may round.
+    """True for a tensor that a cast may round.
 
-    A cast must never round a count: a step of 257 is 256 in bfloat16. So scalars stay as they are. So does the state of
-    schedulers, data loaders and random generators; `load_state_dict` converts it when it has to.
+    A cast must never round a count: a step of 257 becomes 256 in bfloat16. So scalars keep their dtype, and so does the
+    state of schedulers, data loaders and random generators; `load_state_dict` converts that itself if necessary.
     """
     if not entry.shape or not entry.dtype.is_floating or not entry.dtype.is_convertible:
         return False

@@ -1,7 +1,7 @@
-"""What lies beside a checkpoint that reshard takes, and is not in its output.
+"""Find files near a checkpoint that belong to the same training step but will not be in reshard's output.
 
-Trainers that nobody has a row for put the optimizer, the files of single ranks and more beside the weights, in the
-directory of a step. What is taken may be a part of that; everything else has a name here.
+Unknown trainers write the optimizer, files of single ranks and more into the directory of a step, beside the weights. The
+checkpoint that reshard reads may be only one part of this directory, so the user is told about the other parts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MAX_OPENED = 64  # DCP directories whose tensors are counted
 
 
 @dataclass(slots=True, kw_only=True)
-class LeftOut:
-    """Names relative to the directory around the checkpoint."""
+class LeftOutFiles:
+    """Files and directories that will not be in the output, by kind; names are relative to the directory around them."""
 
     checkpoint: str
-    """The checkpoint."""
+    """The checkpoint that is read."""
     folders: list[str] = field(default_factory=list)
     """DCP directories, with the number of their tensors."""
     optimizers: list[str] = field(default_factory=list)
@@ -42,17 +42,17 @@ class LeftOut:
     """Any other file and directory."""
 
     def warnings(self) -> Iterator[str]:
-        """Yield what a person has to be warned of."""
+        """Yield a warning for each kind that training may need."""
         if self.folders:
             what = count(len(self.folders), "DCP directory", "DCP directories")
-            yield f"{self._beside(what, self.folders)}; reshard takes each by its own path"
+            yield f"{self._beside(what, self.folders)}; reshard each by itself"
         if self.optimizers:
             yield self._beside(f"{count(len(self.optimizers), 'file')} of an optimizer", self.optimizers)
         if self.of_ranks:
             yield self._beside(f"{count(len(self.of_ranks), 'file')} of single ranks", self.of_ranks)
 
     def notes(self) -> Iterator[str]:
-        """Yield what else to tell."""
+        """Yield a note about all other names."""
         if self.other_names:
             yield self._beside(count(len(self.other_names), "other name"), self.other_names)
 
@@ -63,21 +63,21 @@ class LeftOut:
         )
 
 
-def around(path: str, given_path: str, *, no_optimizer: bool = False) -> LeftOut:
-    """Return what lies beside a checkpoint in the directory of its step, or as its optimizer in any other.
+def find_left_out(path: str, given_path: str, *, no_optimizer: bool = False) -> LeftOutFiles:
+    """Return what is beside a checkpoint in the directory of its step; in any other directory, only its optimizer.
 
-    Outside the path that a person gave only the rest of its step is looked at, and is a warning or nothing: whoever names
-    a part may want it alone.
+    If the directory of the step is outside of the path that the user named, names of unknown files are not returned: a
+    user who names one part of a step may want only that.
 
     Args:
         path: the checkpoint.
-        given_path: what a person gave: the checkpoint, or a directory around it.
-        no_optimizer: nobody wants the optimizer's state, so it needs no name.
+        given_path: the path that the user named: the checkpoint, or a directory around it.
+        no_optimizer: skip the optimizer's state, because the user does not want it.
     """
     path, given_path = storage.absolute(path), storage.absolute(given_path)
     levels, is_in_step = _levels(path, given_path)
     home = levels[-1][0] if levels else os.path.dirname(path)
-    left_out = LeftOut(checkpoint=os.path.relpath(path, home))
+    left_out = LeftOutFiles(checkpoint=os.path.relpath(path, home))
     for directory, child in levels:
         is_inside = directory == given_path or directory.startswith(os.path.join(given_path, ""))
         for name in sorted(listing(directory) - {child}):
@@ -92,7 +92,10 @@ def around(path: str, given_path: str, *, no_optimizer: bool = False) -> LeftOut
 
 
 def _is_its_optimizer(directory: str, name: str, checkpoint_name: str) -> bool:
-    """True for what holds an optimizer's state alone, and by its name may be that of the checkpoint."""
+    """True if a name in a directory has only an optimizer's state, and may belong to the checkpoint by its name.
+
+    With `model_1/` and `model_2/` in the directory, `optimizer_2/` belongs to `model_2/`.
+    """
     stem = os.path.splitext(name)[0] if name.endswith(_RECORDS) else name
     if not is_optimizers(stem) or not _is_state_alone(os.path.join(directory, name)):
         return False
@@ -106,7 +109,7 @@ def _is_its_optimizer(directory: str, name: str, checkpoint_name: str) -> bool:
 
 
 def _is_state_alone(path: str) -> bool:
-    """False for a DCP directory with a model in it: a run may be called after its optimizer."""
+    """False for a DCP directory that contains a model: a run may be named after its optimizer, such as `adam/`."""
     if not is_dcp(path):
         return True
     try:
@@ -118,15 +121,15 @@ def _is_state_alone(path: str) -> bool:
     return all(name in state or object_kind(name.partition(".")[0]) is not None for name in tensors)
 
 
-def unread(path: str, read: Collection[str], warned_names: Collection[str]) -> LeftOut:
-    """Return the directories with tensors in a checkpoint of which nothing was read.
+def find_unread(path: str, read: Collection[str], warned_names: Collection[str]) -> LeftOutFiles:
+    """Return the directories in a checkpoint that have tensors but were not read.
 
     Args:
         path: the checkpoint.
         read: real paths of the directories that were read.
-        warned_names: names of directories in it that a warning names anyway.
+        warned_names: names of directories in the checkpoint that another warning names.
     """
-    left_out = LeftOut(
+    left_out = LeftOutFiles(
         checkpoint=min((os.path.relpath(place, storage.realpath(path)) for place in read), default=".")
     )
     for name in sorted(listing(path)):
@@ -145,23 +148,27 @@ def _is_at(path: str, directory: str) -> bool:
 
 
 def _levels(path: str, given_path: str) -> tuple[list[tuple[str, str]], bool]:
-    """Return (directory, name in it that leads to the checkpoint) of those around it, and whether they are a step's."""
+    """Return the directories around a checkpoint, innermost first, and whether the last one is the directory of a step.
+
+    Each is (directory, the name in it that leads to the checkpoint): for "run/step-5/model/dcp", [("run/step-5/model",
+    "dcp"), ("run/step-5", "model")] and True.
+    """
     levels = list[tuple[str, str]]()
     here = path
     while len(levels) < (0 if is_ordered(os.path.basename(path)) else _MAX_CLIMBED):
         here, name = os.path.split(here)
         levels.append((here, name))
         folder = os.path.basename(here)
-        # A bare number may be a job's.
+        # A bare number may be the id of a job.
         if is_a_step(folder) and (not folder.isdigit() or _is_at(here, given_path)):
             return levels, True
-    # Whoever gives a checkpoint that is no part of a step has not asked anybody to look around it.
+    # If the user names a checkpoint that is not part of a step, directories around it are none of our business.
     inside = [level for level in levels if _is_at(level[0], given_path)]
     return inside or ([] if path == given_path else [os.path.split(path)]), False
 
 
-def _add(left_out: LeftOut, home: str, path: str) -> None:
-    """Add a file, or what a directory holds."""
+def _add(left_out: LeftOutFiles, home: str, path: str) -> None:
+    """Add a file, or the content of a directory."""
     name = os.path.relpath(path, home)
     if not storage.isdir(path):
         _add_file(left_out, name)
@@ -180,11 +187,11 @@ def _add(left_out: LeftOut, home: str, path: str) -> None:
         left_out.other_names.append(os.path.join(name, ""))
 
 
-def _add_file(left_out: LeftOut, name: str) -> None:
+def _add_file(left_out: LeftOutFiles, name: str) -> None:
     _kind(left_out, os.path.basename(name)).append(name)
 
 
-def _kind(left_out: LeftOut, name: str) -> list[str]:
+def _kind(left_out: LeftOutFiles, name: str) -> list[str]:
     if name.endswith(_RECORDS) and is_optimizers(os.path.splitext(name)[0]):
         return left_out.optimizers
     return left_out.of_ranks if OF_A_RANK.search(name) else left_out.other_names
@@ -195,5 +202,5 @@ def _num_tensors(directory: str, number: int) -> str:
         return ""
     try:
         return f" ({count(len(open_dcp(directory).catalog.tensors), 'tensor')})"
-    except ShardkitError:  # not torch's, or damaged
+    except ShardkitError:  # not written by torch, or damaged
         return ""

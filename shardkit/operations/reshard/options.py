@@ -31,24 +31,24 @@ class ReshardOptions(WriteOptions):
 
     @cached_property
     def ranks(self) -> Mesh:
-        """Of the job that will load the output."""
+        """The mesh of the training job that will load the output."""
         return parse_mesh(self.mesh, self.world_size)
 
     def check(self) -> None:
         """As `WriteOptions.check`.
 
         Raises:
-            MeshError: there are stages, or it is no mesh.
-            UsageError: options do not go together.
+            MeshError: the mesh is invalid, or has pipeline stages.
+            UsageError: two options contradict each other.
         """
         super().check()
         ranks = self.ranks
         if self.no_optimizer and self.optimizer_dtype != "keep":
             raise UsageError(
-                "--optimizer-dtype converts what --no-optimizer leaves out", hint="drop one of the two"
+                "--optimizer-dtype converts what --no-optimizer leaves out", hint="leave out one of the two"
             )
         if ranks.pp > 1:
             raise MeshError(
                 f"--mesh {ranks}: which stage holds what needs the model",
-                hint="leave pp out; stock dcp.load reads what is written into any stage",
+                hint="leave pp out; stock dcp.load reads the output into any stage",
             )

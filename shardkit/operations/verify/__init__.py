@@ -1,4 +1,4 @@
-"""verify: tells whether a checkpoint is whole and holds the bytes that were written, as far as anything was recorded.
+"""verify: check that a checkpoint is complete, and that its bytes match the checksums recorded when it was written.
 
 Internal: import from `shardkit`.
 """
@@ -20,8 +20,8 @@ from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import told_catalog
 from shardkit.formats.hub.repo import Repo, list_repo, named_repo
-from shardkit.operations.holdings import Holdings, hold, hold_files
-from shardkit.operations.resolve import stands_for
+from shardkit.operations.holdings import Holdings, find_file_holdings, find_holdings
+from shardkit.operations.resolve import find_checkpoint
 from shardkit.operations.verify.bytes import check_files
 from shardkit.operations.verify.gaps import check_gaps
 from shardkit.operations.verify.options import VerifyOptions
@@ -35,40 +35,40 @@ from shardkit.operations.verify.structure import Structure, check_structure
 def verify(options: VerifyOptions) -> VerifyResult:
     """Check a checkpoint of any format. torch is not imported.
 
-    Everything that is wrong is in the result's `problems`, including files that the system cannot read. Only what
-    cannot be looked at at all is raised.
+    All problems are listed in the result's `problems`, including files that the system cannot read. An error is raised
+    only if the checkpoint cannot be examined at all.
 
-    Where transformers is installed, the class that a Hub model's config names is asked which weights `from_pretrained`
-    would initialise at random or refuse for their shape, in a process of its own, which takes seconds. Each is a problem.
-    Elsewhere a note says that it was not asked.
+    If transformers is installed, the class that a Hub model's config names is asked which weights `from_pretrained`
+    would initialise at random or refuse for their shape. It runs in a separate process, for some seconds. Each such
+    weight is a problem. Without transformers, a note says that the class was not asked.
 
     Args:
         path: a pre-sharded directory, any trainer's checkpoint, a Hub model's directory or weight file, a PEFT
-            adapter, or a run's directory, whose newest checkpoint is taken; it has to be whole.
-        full: read every byte that has a recorded checksum, and the frozen factors of OSFT, whose directions have to be
-            orthonormal. Otherwise only headers, metadata, chunk lists and manifests
-            are read.
-        manifest: one that lies elsewhere. By default it is the one inside the checkpoint, or else the one beside it.
-        strict: warnings are errors, such as a newer checkpoint in a run directory that had to be passed over.
-        hub: a repo id. Every file must be the repo's, as the ids tell that the Hub keeps. Nothing is downloaded.
+            adapter, or a run directory, whose newest checkpoint is checked; an incomplete one is not skipped.
+        full: read every byte that has a recorded checksum; also read the frozen factors of OSFT, and check that their
+            directions are orthonormal. Otherwise only headers, metadata, chunk lists and manifests are read.
+        manifest: path of another manifest. By default the manifest inside the checkpoint is used, or else the one beside
+            it.
+        strict: raise warnings as errors, e.g. that the newest checkpoint of a run directory was skipped.
+        hub: a repo id. Every file must be equal to the repo's, by the ids that the Hub keeps. Nothing is downloaded.
         revision: branch, tag or commit of the repo.
-        jobs: threads; by default the cores that this process may use, from 2 to 8.
-        holdings: tell too which file holds which bytes, for pictures.
-        follow_links: links that lead out of a checkpoint's directory are read as the files that they lead to.
-            Weight files of a Hub model are read in any case.
-        progress: told of the bytes as they are read; by default a bar, on a terminal and in a notebook. False: none.
+        jobs: number of threads; by default the cores that this process may use, from 2 to 8.
+        holdings: also return which file holds which bytes, for pictures.
+        follow_links: follow links that lead out of the checkpoint's directory, and read the files behind them.
+            Weight files of a Hub model are read through links in any case.
+        progress: called as bytes are read. By default, terminals and notebooks show a bar; False shows none.
 
     Raises:
-        UsageError: options that do not go together or are out of range.
-        SourceError: there is nothing, no checkpoint, or one whose links lead out of it and are not followed; there is
-            no such manifest; `hub` cannot be opened; or, with `strict`, there is a warning.
+        UsageError: two options contradict each other, or a value is out of range.
+        SourceError: `path` does not exist, is not a checkpoint, or leads through links that are not followed; the
+            manifest does not exist; `hub` cannot be opened; or, with `strict`, there is a warning.
         ResourceError: a directory cannot be listed, or the Hub cannot be reached.
     """
     options.check()
     path, num_threads = stores.as_path(options.path), choose_jobs(options.jobs)
     report = Report(progress=progress_for(options.progress))
     if storage.lexists(path):
-        resolved = stands_for(path, strict=True)
+        resolved = find_checkpoint(path, strict=True)
         path = resolved.path
         report.warnings += resolved.warnings
     manifest_path = None if options.manifest is None else os.fspath(options.manifest)
@@ -86,32 +86,32 @@ def verify(options: VerifyOptions) -> VerifyResult:
         check_factors(checkpoint, report, full=options.full)
     if remote is not None:
         check_repo(remote, structure.directory, report, num_threads)
-    result = _judged(options, _result(options, path, checkpoint, report, commit=commit))
-    return replace(result, holdings=_hold(structure, report) if options.holdings else None)
+    result = _refuse_warnings(options, _result(options, path, checkpoint, report, commit=commit))
+    return replace(result, holdings=_find_holdings(structure, report) if options.holdings else None)
 
 
-def _judged(options: VerifyOptions, result: VerifyResult) -> VerifyResult:
-    """Return a result; with `strict` its warnings are errors where no problem says more.
+def _refuse_warnings(options: VerifyOptions, result: VerifyResult) -> VerifyResult:
+    """Return the result; with `strict`, raise its warnings if there are no problems.
 
     Raises:
-        SourceError: there are such.
+        SourceError: lists the warnings.
     """
     if options.strict and result.ok:
         refuse_warnings(result.warnings)
     return result
 
 
-def _hold(structure: Structure, report: Report) -> Holdings:
-    """Return which file holds what, by the names that problems give, as far as it is known."""
+def _find_holdings(structure: Structure, report: Report) -> Holdings:
+    """Return which file holds which bytes, as far as known. Files have the same names as in `problems`."""
     names = {place_of(file.path): file.name for file in structure.files}
     catalog = _catalog(structure, report)
     if catalog is None:
-        return hold_files(
+        return find_file_holdings(
             (file.name, file.size, [(s.start, s.nbytes, s.tensor or "") for s in file.stretches])
             for file in structure.files
         )
     folder = "" if structure.checkpoint is not None else structure.folders[0]
-    holdings = hold(
+    holdings = find_holdings(
         catalog, names=lambda file: names.get(place_of(file.path), os.path.join(folder, file.name))
     )
     gone = {problem.file for problem in report.problems if problem.is_missing}
@@ -120,7 +120,7 @@ def _hold(structure: Structure, report: Report) -> Holdings:
 
 
 def _catalog(structure: Structure, report: Report) -> Catalog | None:
-    """Return the catalog, or else what `.metadata` says of files that may not be there; None if it is damaged too."""
+    """Return the catalog; if the checkpoint cannot be opened, as `.metadata` describes it, or None if that is damaged."""
     if structure.checkpoint is not None:
         return structure.checkpoint.catalog
     if len(structure.folders) != 1:

@@ -1,4 +1,8 @@
-"""Compares bytes with recorded CRC-32s: whole files where a file has a digest, parts of it where it has none."""
+"""Compare bytes with recorded checksums: the whole file if it has a digest, otherwise the parts that have one.
+
+In the zip records of torch, CRC-32s cover only the data. The bytes around them are compared with the bytes that torch
+writes for such a record: its *spelling*.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,14 @@ _ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK", b"PK\5\6", 22
 
 
 def check_files(files: Sequence[FileBytes], report: Report, jobs: int) -> None:
-    """Compare everything in files that has a recorded checksum with it, in threads."""
+    """Compare everything in the files that has a recorded checksum, in threads."""
     tasks = [partial(check_whole, file) for file in files]
     in_threads(report, tasks, jobs, label="verify", total_bytes=sum(file.read_bytes for file in files))
 
 
 def check_whole(file: FileBytes, report: Report) -> None:
     """Read everything in a file that has a recorded checksum, and report what is wrong."""
-    with report.failing(file.name):
+    with report.collect_errors(file.name):
         with open_regular(file.path, file.name, follow=file.follow) as (fd, size):
             source = ByteReader(fd, file.name, size, report.read, ahead=True)
             if file.has_digest and size == file.size:
@@ -49,7 +53,7 @@ def _scan(file: FileBytes, source: ByteReader, report: Report, *, sha256: bool) 
     ends = (end for s in file.stretches for end in (s.start, s.start + s.nbytes))
     scan = source.scan(ends, sha256=sha256)
     for stretch in file.stretches:
-        if stretch.start + stretch.nbytes <= source.size:  # else reported when it was looked at
+        if stretch.start + stretch.nbytes <= source.size:  # otherwise reported with the structure
             _compare(file, stretch, scan.crc(stretch.start, stretch.nbytes), report)
     return scan
 
@@ -57,16 +61,16 @@ def _scan(file: FileBytes, source: ByteReader, report: Report, *, sha256: bool) 
 def _check_all(file: FileBytes, source: ByteReader, report: Report) -> None:
     """Compare every chunk and the file as a whole, in one pass.
 
-    What the file's checksum says is reported unless damaged chunks explain it: with theirs as recorded, the
-    file would be whole.
+    A wrong checksum of the file is reported only if damaged chunks do not explain it: that is, if the file's checksum
+    would still be wrong with every chunk's checksum as recorded.
     """
     scan = _scan(file, source, report, sha256=file.sha256 is not None)
     report.num_checked_files += 1
     if file.is_damaged:
         return
-    if file.crc32 is not None and scan.crc32 != file.crc32 != _explained(file, scan, source.size):
+    if file.crc32 is not None and scan.crc32 != file.crc32 != _crc_as_recorded(file, scan, source.size):
         report.problem(
-            "CRC-32 of the file: bytes outside the tensors' data are not what was written"
+            "CRC-32 of the file: bytes outside the tensors' data were changed"
             if file.stretches
             else "CRC-32 of the file",
             file=file.name,
@@ -77,12 +81,12 @@ def _check_all(file: FileBytes, source: ByteReader, report: Report) -> None:
         report.problem("sha256 of the file", file=file.name, expected=file.sha256, found=scan.sha256)
 
 
-def _explained(file: FileBytes, scan: Scan, size: int) -> int:
-    """Return the CRC-32 that the file would have if every chunk had the recorded one."""
+def _crc_as_recorded(file: FileBytes, scan: Scan, size: int) -> int:
+    """Return the CRC-32 that the file would have if every chunk had its recorded CRC-32."""
     offset, crc = 0, 0
     for stretch in sorted(file.stretches, key=lambda s: s.start):
         if stretch.start < offset or stretch.start + stretch.nbytes > size:
-            continue  # shared with another name; or no such place
+            continue  # the bytes belong to another name, too; or they are beyond the end
         gap, nbytes = stretch.start - offset, stretch.nbytes
         meant = scan.crc(stretch.start, nbytes) if stretch.crc32 is None else stretch.crc32
         crc = crc32_combine(crc32_combine(crc, scan.crc(offset, gap), gap), meant, nbytes)
@@ -94,7 +98,7 @@ def _check_stretches(
     file: FileBytes, source: ByteReader, stretches: Iterable[Stretch], report: Report
 ) -> None:
     for stretch in stretches:
-        if stretch.start + stretch.nbytes <= source.size:  # else reported when the size was compared
+        if stretch.start + stretch.nbytes <= source.size:  # otherwise reported when the size was compared
             _compare(file, stretch, source.crc(stretch.start, stretch.nbytes), report)
 
 
@@ -113,7 +117,7 @@ def _compare(file: FileBytes, stretch: Stretch, crc: int, report: Report) -> Non
 
 
 def _check_archives(file: FileBytes, fd: int, report: Report) -> None:
-    """Compare zips with the checksums in them, and the bytes outside these with what torch writes there."""
+    """Compare zips with the checksums in them, and all other bytes with those that torch writes there."""
     num_alike, unlike = 0, list[tuple[Archive, FirstDifference]]()
     for archive in file.archives:
         with named_failures(file.name):
@@ -128,9 +132,9 @@ def _check_archives(file: FileBytes, fd: int, report: Report) -> None:
 
 
 def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -> FirstDifference | bool:
-    """Compare every entry of a zip with its CRC-32; return what `object_spelling` does."""
+    """Compare every entry of a zip with its CRC-32; return the result of `object_spelling`."""
     if not _is_zip(fd, archive):
-        if storage.pread(fd, 1, archive.start) == b"\0":  # no writer of objects begins so
+        if storage.pread(fd, 1, archive.start) == b"\0":  # no format of objects begins with zero
             report.problem(
                 "it begins with zeros",
                 file=file.name,
@@ -139,7 +143,7 @@ def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -
                 num_bytes=archive.nbytes,
             )
         else:
-            report.add_notes([f"{escape(archive.name)} has no checksum: its bytes are no zip"])
+            report.add_notes([f"{escape(archive.name)} has no checksum: its bytes are not a zip"])
         return False
     try:
         where = f"bytes {archive.start} to {archive.start + archive.nbytes}"
@@ -158,7 +162,7 @@ def _check_archive(file: FileBytes, fd: int, archive: Archive, report: Report) -
 
 
 def _is_zip(fd: int, archive: Archive) -> bool:
-    """True if at least one end looks like a zip's; the other may be damaged."""
+    """True if the beginning or the end looks like a zip's; the other may be damaged."""
     if storage.pread(fd, len(_ZIP_START), archive.start) == _ZIP_START:
         return True
     end = archive.start + archive.nbytes - _ZIP_END_BYTES
@@ -179,9 +183,9 @@ def _decode(file: FileBytes, stretch: Stretch, packed: SourceFile, report: Repor
 
 _PICKLE, _SERIALIZATION_ID = "data.pkl", ".data/serialization_id"
 _FREE = (_PICKLE, _SERIALIZATION_ID)
-"""Entries that may differ though dtype and shape are equal (strides, a flag, an id). They have checksums."""
+"""Entries that may differ for tensors of equal dtype and shape (strides, a flag, an id). They have checksums."""
 _DATA = "data/0"
-_NOT_RECORDED = bytes(4)  # a CRC-32, as torch.serialization.set_crc32_options(False) leaves it
+_NOT_RECORDED = bytes(4)  # the field of a CRC-32 after torch.serialization.set_crc32_options(False)
 _DESCRIPTOR = b"PK\x07\x08"
 _OBJECT_NAMES = {_PICKLE, ".format_version", ".storage_alignment", "byteorder", "version", _SERIALIZATION_ID}
 _MAX_OBJECT_BYTES = 1 << 20
@@ -191,7 +195,7 @@ class FirstDifference(NamedTuple):
     """The first byte of a record that differs from what torch writes."""
 
     start: int
-    """In the file."""
+    """Position in the file."""
     expected: int
     actual: int
 
@@ -199,7 +203,7 @@ class FirstDifference(NamedTuple):
 def report_difference(
     what: str, file: FileBytes, place: Stretch, difference: FirstDifference, report: Report
 ) -> None:
-    """Report a byte of the record around `what`, "data" or "object"."""
+    """Report a wrong byte of a record, outside of its data. `what` is "data" or "object"."""
     report.problem(
         f"a byte of the record around the {what}",
         file=file.name,
@@ -210,16 +214,16 @@ def report_difference(
 
 
 def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> FirstDifference | bool:
-    """Compare a record with what torch writes for its tensor, whose elements lie row-major.
+    """Compare a record, except its data, with the bytes that torch writes for such a tensor. The data must be row-major.
 
     Args:
         fd: the file.
-        start, nbytes: of the record.
-        record: as it was read.
+        start, nbytes: place of the record.
+        record: the record, already read.
 
     Returns:
-        True if it is equal, or else the first difference. False where its parts have other lengths: then it was
-        written in another way.
+        True if they are equal, or else the first difference. False if parts have other lengths, so that something else
+        than this version of torch wrote the record.
     """
     skeleton = record_skeleton(record.dtype, record.shape, record.stride, record.storage_offset)
     num_before, hole = len(skeleton.prefix), skeleton.data_nbytes
@@ -229,30 +233,32 @@ def spelling(fd: int, start: int, nbytes: int, record: TensorRecord) -> FirstDif
     stored = bytearray(head + storage.pread(fd, skeleton.suffix_nbytes, start + num_before + hole))
     expected = skeleton.prefix + skeleton.suffix(record.crc32 or 0)
     if len(stored) != len(expected):
-        return False  # the file became shorter
+        return False  # the file was truncated meanwhile
     for name, content, crcs in _entries(skeleton):
         recorded = {bytes(stored[offset : offset + 4]) for offset in crcs} - {_NOT_RECORDED}
         for offset in crcs:
             if stored[offset : offset + 4] == _NOT_RECORDED or (name == _DATA and record.crc32 is None):
                 stored[offset : offset + 4] = expected[offset : offset + 4]
-        if name in _FREE and len(recorded) < 2:  # the content was compared with it when the record was read
+        if name in _FREE and len(recorded) < 2:  # reading the record compared the content with this CRC-32
             for place in (content, *(slice(offset, offset + 4) for offset in crcs)):
                 stored[place] = expected[place]
-    return _alike_or_where(expected, stored, lambda byte: start + byte + (hole if byte >= num_before else 0))
+    return _first_difference(
+        expected, stored, lambda byte: start + byte + (hole if byte >= num_before else 0)
+    )
 
 
 def object_spelling(
     fd: int, start: int, nbytes: int, entries: Mapping[str, ZipEntry]
 ) -> FirstDifference | bool:
-    """Compare the record of an object with what torch writes for the same pickle.
+    """Compare the record of an object with the bytes that torch writes for the same pickle.
 
     Args:
         fd: the file.
-        start, nbytes: of the record.
-        entries: of its zip, whose checksums are right; positions count from the record's first byte.
+        start, nbytes: place of the record.
+        entries: entries of its zip, whose checksums are right; positions count from the record's first byte.
 
     Returns:
-        As `spelling`; False also for an object that holds tensors, or a very large one.
+        As `spelling`; also False for an object with tensors, or a very large one.
     """
     if entries.keys() != _OBJECT_NAMES or nbytes > _MAX_OBJECT_BYTES:
         return False
@@ -267,13 +273,13 @@ def object_spelling(
         if name == _SERIALIZATION_ID and len({bytes(stored[offset : offset + 4]) for offset in crcs}) == 1:
             for place in (slice(entry.start, stop), *(slice(offset, offset + 4) for offset in crcs)):
                 stored[place] = expected[place]
-    return _alike_or_where(expected, stored, lambda offset: start + offset)
+    return _first_difference(expected, stored, lambda offset: start + offset)
 
 
-def _alike_or_where(
+def _first_difference(
     expected: bytes | bytearray, actual: bytearray, place: Callable[[int], int]
 ) -> FirstDifference | bool:
-    """Return True for equal bytes, or else the first difference; `place` says where in the file a byte of them lies."""
+    """Return True for equal bytes, or else the first difference; `place` maps an index to a position in the file."""
     if actual == expected:
         return True
     index = next(index for index, pair in enumerate(zip(expected, actual, strict=True)) if pair[0] != pair[1])
@@ -282,9 +288,10 @@ def _alike_or_where(
 
 @lru_cache(maxsize=4096)
 def _entries(skeleton: RecordSkeleton) -> tuple[tuple[str, slice, tuple[int, ...]], ...]:
-    """Return (name, content, places of its CRC-32) of each entry.
+    """Return (name, content, positions of its CRC-32) of each zip entry of a record.
 
-    Places count in the bytes around the data, joined: the content of the data itself is empty there.
+    Positions are those in prefix + suffix, that is, in the record without the data. So the content of the data entry is
+    empty.
     """
     around, before, hole = skeleton.prefix + skeleton.suffix(0), len(skeleton.prefix), skeleton.data_nbytes
 

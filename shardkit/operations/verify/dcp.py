@@ -1,4 +1,8 @@
-"""Opens every record of a DCP directory, and compares it with `.metadata` and the chunk lists."""
+"""Open every record of a DCP directory, and compare it with `.metadata` and the chunk lists.
+
+A *record* is the bytes of one tensor chunk as torch saves it: a zip. A *chunk list* is shardkit's file beside a shard
+file (`*.chunks.json`) with the place and CRC-32 of every chunk.
+"""
 
 from __future__ import annotations
 
@@ -30,29 +34,30 @@ from shardkit.formats.torchsave.scan import RecordScanner, expect_records
 from shardkit.keys.moments import NamedShape
 from shardkit.keys.trainer_state import optimizer_names
 from shardkit.operations.verify.bytes import FirstDifference, report_difference, spelling
-from shardkit.operations.verify.manifest import Described, check_tensors
+from shardkit.operations.verify.manifest import CheckedManifest, check_tensors
 from shardkit.operations.verify.result import Report, report_damaged
 
 
 def verify_dcp(
     directory: str,
     folder: str,
-    described: Described | None,
+    described: CheckedManifest | None,
     report: Report,
     *,
     opened: DcpFolder | None = None,
     stored: list[NamedShape],
     objects: list[str],
 ) -> list[FileBytes]:
-    """Check the structure of a DCP directory, and return its files with what is recorded of their bytes.
+    """Check the structure of a DCP directory, and return its files with their recorded checksums.
 
     Args:
-        directory: where it is.
+        directory: path of the directory.
         folder: the same, relative to the checkpoint.
-        described: what the manifest says that shardkit wrote with it; None without one.
-        report: gets what is wrong.
-        opened: the directory, where it is open already.
-        stored: gets its tensors, and `objects` what it holds besides.
+        described: shardkit's manifest of the directory, or None.
+        report: gets the problems.
+        opened: the opened directory, if it is open already.
+        stored: gets the directory's tensors.
+        objects: gets the names of its other entries.
     """
     if described is not None and described.is_metadata_damaged:
         return _files_by_lists(folder, described, report)
@@ -64,11 +69,11 @@ def verify_dcp(
     except OtherVersion:
         raise
     except DamagedFiles as error:
-        is_known = (lambda _: False) if described is None else described.says_of
+        is_known = (lambda _: False) if described is None else described.has_reported
         report_damaged(error, directory, report, folder=folder, is_known=is_known)
         return _files_by_lists(folder, described, report)
     except SourceError as error:
-        has_metadata = storage.lexists(path_in(directory, METADATA))  # ranks may each have their own
+        has_metadata = storage.lexists(path_in(directory, METADATA))  # otherwise each rank may have its own
         is_about_it = METADATA in error.message and has_metadata
         report.error(error, file=os.path.join(folder, METADATA) if is_about_it else None)
         if not has_metadata and error.hint:
@@ -78,20 +83,20 @@ def verify_dcp(
     stored += (NamedShape(e.fqn, e.dtype.name, e.shape) for e in opened.catalog.tensors.values())
     objects += opened.objects
     notes = [note for note in opened.catalog.notes if "were left alone" not in note]
-    report.doubt(note for note in notes if "does not describe" in note)
+    report.add_doubts(note for note in notes if "does not describe" in note)
     report.add_notes(notes)
-    if opened.catalog.tensors:  # else nothing can be taken from it, which is said with them
+    if opened.catalog.tensors:  # without tensors, the error that it cannot be opened lists the objects
         lines = object_lines(opened)
-        report.doubt(lines.lost)
+        report.add_doubts(lines.lost)
         report.add_notes(lines.notes)
-    report.warnings += _stale(directory, folder, opened)
+    report.warnings += _stale_warnings(directory, folder, opened)
     if described is not None:
         check_tensors(described, opened.catalog, report)
     return _Folder(folder, opened, described, report).files()
 
 
-def _stale(directory: str, folder: str, opened: DcpFolder) -> Iterator[str]:
-    """Yield a warning for each file of another save."""
+def _stale_warnings(directory: str, folder: str, opened: DcpFolder) -> Iterator[str]:
+    """Yield a warning for each file that is left over from another save."""
     for name in unused_shards(directory, {file.name for file in opened.catalog.files}):
         yield f"{escape(os.path.join(folder, name))}: not of this checkpoint"
     has_index = storage.lexists(path_in(directory, METADATA))
@@ -100,8 +105,8 @@ def _stale(directory: str, folder: str, opened: DcpFolder) -> Iterator[str]:
             yield f"{escape(os.path.join(folder, name))}: not of this checkpoint"
 
 
-def _files_by_lists(folder: str, described: Described | None, report: Report) -> list[FileBytes]:
-    """Return the files by chunk lists and the manifest. This is for a `.metadata` that cannot be read."""
+def _files_by_lists(folder: str, described: CheckedManifest | None, report: Report) -> list[FileBytes]:
+    """Return the files as described by the chunk lists and the manifest, if `.metadata` cannot be read."""
     if described is None:
         return []
     names: set[str] = set()
@@ -124,7 +129,7 @@ def _files_by_lists(folder: str, described: Described | None, report: Report) ->
 
 
 class _ChunkRow(NamedTuple):
-    """One chunk of the table."""
+    """One chunk of the catalog."""
 
     entry: TensorEntry
     region: Region
@@ -134,14 +139,16 @@ class _ChunkRow(NamedTuple):
 
     @property
     def stretch(self) -> Stretch:
-        """Its bytes, as `.metadata` places them."""
+        """The chunk's bytes, according to `.metadata`."""
         return Stretch(self.start, self.nbytes, self.entry.fqn, self.region, None)
 
 
 class _Folder:
-    """Goes through a directory file by file, and through each file from front to back."""
+    """Checks a directory file by file, and each file from front to back."""
 
-    def __init__(self, folder: str, opened: DcpFolder, described: Described | None, report: Report) -> None:
+    def __init__(
+        self, folder: str, opened: DcpFolder, described: CheckedManifest | None, report: Report
+    ) -> None:
         self._folder, self._opened, self._described, self._report = folder, opened, described, report
         self._scanner = RecordScanner()
         self._num_alike, self._unlike = 0, list[tuple[FileBytes, _ChunkRow, FirstDifference]]()
@@ -155,12 +162,12 @@ class _Folder:
         self._rows = sorted(range(len(files)), key=lambda row: (files[row], starts[row]))
 
     def files(self) -> list[FileBytes]:
-        """Return the files that hold tensors or byte entries."""
+        """Check all files; return those with tensors or byte entries."""
         catalog, files = self._opened.catalog, dict[int, FileBytes]()
         for number, rows in groupby(self._rows, key=catalog.chunks.file.__getitem__):
             file = files[number] = self._file(catalog.files[number])
             with (
-                self._report.failing(file.name),
+                self._report.collect_errors(file.name),
                 open_regular(file.path, file.name, follow=False) as (fd, _),
                 named_failures(file.name),
             ):
@@ -173,17 +180,17 @@ class _Folder:
                 if place.file not in files:
                     files[place.file] = self._file(catalog.files[place.file])
                 files[place.file].archives.append(Archive(place.start, place.nbytes, fqn))
-        if self._described is None:  # else the sizes of files are recorded
-            self._warn_of_more(files)
+        if self._described is None:  # otherwise sizes of files are compared with the manifest's
+            self._warn_of_trailing_bytes(files)
         is_spelled = self._num_alike > len(self._unlike)
         for file in files.values():
             file.is_spelled_as_torch = is_spelled
         self._report_unlike(is_spelled)
-        self._tell_classes()
+        self._report_classes()
         return list(files.values())
 
-    def _warn_of_more(self, files: Mapping[int, FileBytes]) -> None:
-        """Warn of bytes behind the last record of a file: nobody reads them, and torch writes none."""
+    def _warn_of_trailing_bytes(self, files: Mapping[int, FileBytes]) -> None:
+        """Warn about bytes behind the last record of a file: nothing reads them, and torch writes none."""
         chunks = self._opened.catalog.chunks
         ends = dict.fromkeys(files, 0)
         for file, start, nbytes in zip(chunks.file, chunks.start, chunks.nbytes, strict=True):
@@ -194,7 +201,7 @@ class _Folder:
             ends[file] = max(ends.get(file, 0), end)
         self._report.warnings += [
             f"{escape(file.name)}: {count(file.size - ends[number], 'byte')} behind its last record, which "
-            f"{METADATA} does not place"
+            f"{METADATA} does not list"
             for number, file in files.items()
             if file.size > ends[number]
         ]
@@ -230,7 +237,7 @@ class _Folder:
             if record is not None:
                 self._add(file, same[0], record, line)
                 if file.crc32 is None:
-                    self._spell(fd, file, same[0], record)
+                    self._check_spelling(fd, file, same[0], record)
         for start, chunk in sorted(lines.items(), key=lambda item: item[0]):
             stretch = Stretch(start, chunk.record_nbytes, chunk.fqn, chunk.region, None)
             self._report.problem(
@@ -238,13 +245,13 @@ class _Folder:
             )
 
     def _open(self, source: SourceFile, file: FileBytes, place: _ChunkRow) -> TensorRecord | None:
-        """Open one record; None if it cannot be, or there is none."""
+        """Return one record; None if it cannot be read, or if the format has no records."""
         if not self._opened.has_records:
             file.stretches.append(place.stretch)
             self._report.chunk(place.nbytes)
             return None
         if place.row in self._opened.transforms:
-            self._pack(source, file, place)
+            self._add_packed(source, file, place)
             return None
         kind = (place.entry.dtype, place.region.sizes)
         try:
@@ -268,7 +275,7 @@ class _Folder:
             return None
         return record
 
-    def _spell(self, fd: int, file: FileBytes, place: _ChunkRow, record: TensorRecord) -> None:
+    def _check_spelling(self, fd: int, file: FileBytes, place: _ChunkRow, record: TensorRecord) -> None:
         if record.is_contiguous and record.data_nbytes == record.nbytes:
             outcome = spelling(fd, place.start, place.nbytes, record)
             if isinstance(outcome, FirstDifference):
@@ -277,12 +284,12 @@ class _Folder:
                 self._num_alike += outcome
 
     def _report_unlike(self, is_spelled: bool) -> None:
-        """Report records that torch 2.13 would write differently; none where most records are such."""
+        """Report records that torch 2.13 would write differently; none if most differ, as another version wrote them."""
         for file, place, unlike in self._unlike if is_spelled else ():
             report_difference("data", file, place.stretch, unlike, self._report)
 
-    def _pack(self, source: SourceFile, file: FileBytes, place: _ChunkRow) -> None:
-        """Take a record that went through an extension: it is checked when it is decompressed."""
+    def _add_packed(self, source: SourceFile, file: FileBytes, place: _ChunkRow) -> None:
+        """Add a record that was saved through an extension; it is checked later, by decompressing it."""
         transforms = self._opened.transforms[place.row]
         packed = Packed(place.entry, place.region, place.start, place.nbytes, transforms)
         self._report.chunk(place.nbytes)
@@ -303,15 +310,22 @@ class _Folder:
     def _add_storages(
         self, file: FileBytes, place: _ChunkRow, entries: Iterable[ZipEntry], *, is_whole: bool = False
     ) -> None:
-        """Have storages of a record compared: all of them, whose values cannot be taken, or what lies beside the value."""
+        """Add storages of a record, to be compared with their CRC-32s.
+
+        Args:
+            file: gets the storages.
+            place: the record.
+            entries: the storages' zip entries.
+            is_whole: True if they are the tensor itself, which cannot be read; False if they are beside its data.
+        """
         what = f"a storage in the record of {escape(place.entry.fqn)}"
         for number, entry in enumerate(entries):
-            tensor = place.entry.fqn if is_whole and not number else None  # a chunk counts once
+            tensor = place.entry.fqn if is_whole and not number else None  # so that the chunk counts once
             crc = entry.crc or None
             file.stretches.append(Stretch(entry.start, entry.nbytes, tensor, None, crc, what))
 
-    def _tell_classes(self) -> None:
-        """Say which tensors can be checked, but not read: a warning, unless an optimizer keeps its state so."""
+    def _report_classes(self) -> None:
+        """Report tensors of classes that can be checked but not read: a note for an optimizer's state, else a warning."""
         state = optimizer_names(self._entries, self._opened.objects)
         for why, names in self._of_classes.items():
             tensor_names = list(dict.fromkeys(names))
@@ -322,7 +336,7 @@ class _Folder:
                 )
             else:
                 self._report.warnings.append(
-                    f"{what}: whole, but consolidate, reshard and diff cannot take the values: {listed(tensor_names)}"
+                    f"{what}: undamaged, but consolidate, reshard and diff cannot read them: {listed(tensor_names)}"
                 )
 
     def _compare_line(
@@ -345,7 +359,7 @@ class _Folder:
             recorded, listed = ((chunk.data_start, chunk.data_nbytes) for chunk in (record, line))
             compared.append(("data in the chunk list", recorded, listed, _bytes))
         if record is not None and None not in (line.crc32, record.crc32):
-            what = "CRC-32 in the record: it is not the one that was written here"
+            what = "CRC-32 in the record: the chunk list says that another was written"
             compared.append((what, line.crc32, record.crc32, "{:08x}".format))
         for message, expected, actual, show in compared:
             if expected != actual:

@@ -1,4 +1,4 @@
-"""What verify says of a checkpoint whose bytes are all right, and that is only a part of its model."""
+"""Find out whether an undamaged checkpoint is only a part of its model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MODEL = "the model"
 
 
 def check_gaps(checkpoint: Checkpoint, report: Report) -> None:
-    """Report what a checkpoint lacks.
+    """Report weights that a checkpoint lacks.
 
-    The class that a Hub model's config names says it, where transformers is installed. Weight files that are missing
-    from a numbered set are a problem unless the class finds all weights.
+    If transformers is installed, the class that a Hub model's config names decides. Missing files of a numbered set
+    (model-00002-of-00004) are a problem unless the class finds all weights.
 
     Args:
-        checkpoint: opened.
-        report: gets what was found; its progress shows a clock while the class is asked.
+        checkpoint: the opened checkpoint.
+        report: gets the problems and doubts; its progress shows a clock while the class is asked.
     """
     hub, is_whole = checkpoint.hub, False
     if hub is not None and hub.config and is_whole_model(checkpoint):
@@ -32,12 +32,12 @@ def check_gaps(checkpoint: Checkpoint, report: Report) -> None:
     if lines and not is_whole:
         report.problem("only a part of the model is here", details=lines)
     else:
-        report.doubt(lines)
-    report.doubt(cut_modules(checkpoint))
+        report.add_doubts(lines)
+    report.add_doubts(cut_modules(checkpoint))
 
 
 def _finds_all(config: Mapping[str, Any], catalog: Catalog, report: Report) -> bool:
-    """Ask the class of a config about the weights of a catalog; True if it finds them all."""
+    """Ask the class that a config names about the weights of a catalog; True if it finds all that it needs."""
     failure = why_no_class(config)
     if failure is None:
         shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
@@ -55,7 +55,7 @@ def _finds_all(config: Mapping[str, Any], catalog: Catalog, report: Report) -> b
         return False
     lines = list(answer.lines(_MODEL))
     if "auto_map" in config:  # the model's own code may make something else of the config
-        report.doubt(lines)
+        report.add_doubts(lines)
     else:
         for line in lines:
             report.problem(line)

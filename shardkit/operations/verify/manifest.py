@@ -1,4 +1,4 @@
-"""Compares a directory with its manifest: names, sizes, and digests of the files that describe the others."""
+"""Compare a directory with its manifest: names, sizes, and the digests of small files that are read as a whole."""
 
 from __future__ import annotations
 
@@ -30,64 +30,64 @@ _LIST = re.compile(r".*\.chunks\.json")
 
 
 @dataclass(slots=True, kw_only=True)
-class Described:
-    """What a manifest says of a directory, as far as it could be read."""
+class CheckedManifest:
+    """A manifest, and which of its files agree with it."""
 
     content: manifest.Manifest
     where: str
-    """The manifest: its name relative to the checkpoint, or its path where it lies elsewhere."""
+    """Name of the manifest relative to the checkpoint, or its path if it is outside."""
     folder: str
     """The directory that it describes, relative to the checkpoint."""
     directory: str
     """Path of that directory."""
     files: dict[str, manifest.SavedFile] = field(default_factory=dict)
-    """Those that are there with the right size, without chunk lists and `.metadata`."""
+    """Listed files that exist with the right size, without chunk lists and `.metadata`."""
     lists: dict[str, ChunkList] = field(default_factory=dict)
     """Shard file -> its chunk list."""
     is_metadata_damaged: bool = False
-    """`.metadata` is not what was written, so nothing that it says counts."""
+    """`.metadata` is missing or differs from its recorded size or digest, so its content cannot be trusted."""
 
-    def says_of(self, name: str) -> bool:
-        """True if a file that the manifest lists is not as it says, which was reported."""
+    def has_reported(self, name: str) -> bool:
+        """True if the manifest lists a file and the difference was already reported."""
         return name not in self.files and any(file.name == name for file in manifest.all_files(self.content))
 
     @property
-    def is_of_dcp(self) -> bool:
+    def is_for_dcp(self) -> bool:
         """True for the manifest of a DCP directory that shardkit wrote."""
         return isinstance(self.content, (manifest.Presharded, manifest.SavedState))
 
     @property
     def metadata(self) -> manifest.File | None:
-        """What is recorded of `.metadata`; None if nothing is, or if the directory has none."""
+        """The manifest's entry for `.metadata`, or None."""
         content = self.content
         return content.metadata if isinstance(content, (manifest.Presharded, manifest.SavedState)) else None
 
     @property
     def lists_files(self) -> bool:
-        """True for a manifest that only lists files, and does not say how they were made."""
+        """True for a manifest that only lists files, without describing how they were made."""
         return isinstance(self.content, manifest.FileList)
 
 
 def read_manifest(
     directory: str, folder: str, report: Report, *, path: str | None = None
-) -> Described | None:
-    """Read a manifest and compare a directory with it; None if the manifest cannot be read.
+) -> CheckedManifest | None:
+    """Read a manifest and compare a directory with it; return None if the manifest cannot be read.
 
     Args:
-        directory: the one that is described, or a single file.
+        directory: the described directory, or a single file.
         folder: the same, relative to the checkpoint.
-        report: gets what is wrong.
-        path: of a manifest that lies elsewhere; None for the one in the directory.
+        report: gets the problems.
+        path: path of a manifest outside of the directory; None for the one inside.
     """
     where = os.path.join(folder, manifest.NAME) if path is None else path
     report.manifests.append(where)
     content: manifest.Manifest | None = None
 
     def check_bytes(data: bytes, values: Mapping[str, Any]) -> None:
-        if manifest.encode(values) != data:  # its digest leaves out blanks and how numbers are written
-            report.problem("it says what was written, but its bytes are others", file=where)
+        if manifest.encode(values) != data:  # its digest covers neither blanks nor how numbers are written
+            report.problem("its content is right, but its bytes were changed", file=where)
 
-    with report.failing(where):
+    with report.collect_errors(where):
         content = manifest.read_file(
             locate(directory, manifest.NAME) if path is None else path,
             os.path.basename(where),
@@ -97,20 +97,20 @@ def read_manifest(
         return None
     is_one_file = not storage.isdir(directory)
     home = (os.path.dirname(directory) or os.curdir) if is_one_file else directory
-    described = Described(content=content, where=where, folder=folder, directory=home)
+    described = CheckedManifest(content=content, where=where, folder=folder, directory=home)
     _check_files(described, report)
     if not is_one_file:
         _check_unlisted(described, report)
     return described
 
 
-def _check_files(described: Described, report: Report) -> None:
+def _check_files(described: CheckedManifest, report: Report) -> None:
     content, metadata = described.content, described.metadata
     follow = manifest.follows_links(content)
     unlike_files = unlike(described.directory, manifest.every_file(content), follow=follow)
 
     def is_there(file: manifest.SavedFile) -> bool:
-        """Report a file that is not there with the right size."""
+        """True if a file exists with the right size; otherwise report it."""
         if file.name in unlike_files:
             _report_unlike(described, file, unlike_files[file.name], report)
         return file.name not in unlike_files
@@ -125,11 +125,13 @@ def _check_files(described: Described, report: Report) -> None:
                 _check_list(described, file, report)
 
 
-def _report_unlike(described: Described, file: manifest.SavedFile, size: int | None, report: Report) -> None:
+def _report_unlike(
+    described: CheckedManifest, file: manifest.SavedFile, size: int | None, report: Report
+) -> None:
     where = os.path.join(described.folder, file.name)
     if size is None:
         is_there = storage.lexists(path_in(described.directory, file.name))
-        reason = "it is no regular file of the directory" if is_there else "there is no such file"
+        reason = "it is not a regular file of the directory" if is_there else "there is no such file"
         report.problem(
             f"{escape(os.path.basename(described.where))} lists it, and {reason}",
             file=where,
@@ -140,7 +142,7 @@ def _report_unlike(described: Described, file: manifest.SavedFile, size: int | N
         report.problem(SIZE, file=where, expected=str(file.size), found=str(size))
 
 
-def _has_own_list(described: Described, file: manifest.ShardFile, report: Report) -> bool:
+def _has_own_list(described: CheckedManifest, file: manifest.ShardFile, report: Report) -> bool:
     name = chunk_list.name_for(file.name)
     if file.chunks.name != name:
         report.problem(
@@ -153,7 +155,7 @@ def _has_own_list(described: Described, file: manifest.ShardFile, report: Report
     return file.chunks.name == name
 
 
-def _check_list(described: Described, file: manifest.ShardFile, report: Report) -> None:
+def _check_list(described: CheckedManifest, file: manifest.ShardFile, report: Report) -> None:
     name = os.path.join(described.folder, file.chunks.name)
     is_whole = _read_described(described, file.chunks, report)
     if file.name not in described.files:  # the reason was reported
@@ -163,15 +165,15 @@ def _check_list(described: Described, file: manifest.ShardFile, report: Report) 
     except ResourceError as error:
         report.unreadable(error, file=name)
     except ShardkitError as error:
-        if is_whole:  # else the reason was reported
+        if is_whole:  # otherwise the reason was reported
             report.error(error, file=name)
 
 
-def _read_described(described: Described, file: manifest.File, report: Report) -> bool:
-    """Compare a small file, read whole, with its digests; True if they agree."""
+def _read_described(described: CheckedManifest, file: manifest.File, report: Report) -> bool:
+    """Compare a small file with its digests; True if they agree."""
     where = os.path.join(described.folder, file.name)
     data: bytes | None = None
-    with report.failing(where):
+    with report.collect_errors(where):
         data = read_small(path_in(described.directory, file.name), where, manifest.MAX_BYTES)
     if data is None:
         return False
@@ -185,16 +187,17 @@ def _read_described(described: Described, file: manifest.File, report: Report) -
     return True
 
 
-def _check_unlisted(described: Described, report: Report) -> None:
-    """Look for files that are not listed.
+def _check_unlisted(described: CheckedManifest, report: Report) -> None:
+    """Report files that the manifest does not list.
 
-    A manifest of files lists all. Beside a Hub model people put what they like; DCP directories get stale files.
+    For a manifest that lists all files, this is a problem. Users add files to a Hub model, so there it is a warning. In a
+    DCP directory, only stale chunk lists are reported.
     """
-    if described.is_of_dcp:
-        report.warnings += _stale(described)
+    if described.is_for_dcp:
+        report.warnings += _stale_warnings(described)
         return
     if isinstance(described.content, manifest.HubModel) and described.content.others is None:
-        return  # it lists weights alone
+        return  # it lists only weights
     names = list(unlisted(described.directory, described.content))
     if described.lists_files:
         for name in names:
@@ -209,16 +212,16 @@ def _check_unlisted(described: Described, report: Report) -> None:
         )
 
 
-def _stale(described: Described) -> Iterator[str]:
-    """Yield a warning for each chunk list that belongs to no file of the manifest."""
+def _stale_warnings(described: CheckedManifest) -> Iterator[str]:
+    """Yield a warning for each chunk list that the manifest does not list."""
     names = {file.name for file in manifest.every_file(described.content)}
     for name in sorted(storage.listdir(described.directory)):
         if _LIST.fullmatch(name) and name not in names:
             yield f"{escape(os.path.join(described.folder, name))}: not of this checkpoint"
 
 
-def add_recorded(described: Iterable[Described], files: list[FileBytes], report: Report) -> None:
-    """Add to files what manifests record of them as a whole, and add the files that hold no tensors."""
+def add_recorded(described: Iterable[CheckedManifest], files: list[FileBytes], report: Report) -> None:
+    """Add the digests that manifests record to `files`; also add listed files without tensors."""
     files_by_place = {place_of(file.path): file for file in files}
     for entry in described:
         follow = manifest.follows_links(entry.content)
@@ -238,11 +241,11 @@ def add_recorded(described: Iterable[Described], files: list[FileBytes], report:
 
 
 def _add_crcs_of_chunks(
-    described: Described, recorded: manifest.File, file: FileBytes, report: Report
+    described: CheckedManifest, recorded: manifest.File, file: FileBytes, report: Report
 ) -> None:
-    """Give a chunk without a checksum in the file the manifest's; for a whole tensor, that of the tensor.
+    """Give chunks of a file the CRC-32s in the manifest, by their place in the file; a chunk of a whole tensor, by its name.
 
-    If the file has another one, its bytes agree with it and are those of another save.
+    If a chunk has another CRC-32 in the file itself, the file is from another save, which is reported.
     """
     extents = recorded.extents if isinstance(recorded, manifest.ListedFile) else None
     crcs = {(start, nbytes): crc for start, nbytes, crc in extents or ()}
@@ -264,7 +267,7 @@ def _add_crcs_of_chunks(
             )
 
 
-def check_tensors(described: Described, catalog: Catalog, report: Report) -> None:
+def check_tensors(described: CheckedManifest, catalog: Catalog, report: Report) -> None:
     """Compare names, dtypes and shapes in the manifest with those of the stored tensors."""
     content = described.content
     if isinstance(content, manifest.SavedState):
@@ -280,7 +283,7 @@ def check_tensors(described: Described, catalog: Catalog, report: Report) -> Non
                 f"{entry.dtype.name} {list(entry.shape)}",
             )
             contradict("dtype and shape", tensor=fqn, expected=escape(expected), found=stored)
-    # Only a pre-sharded directory leaves out the other names of a tensor.
+    # Only in the manifest of a pre-sharded directory, aliases of tied tensors are not among `tensors`.
     tied = (
         {name for group in content.ties for name in group}
         if isinstance(content, manifest.Presharded)
@@ -290,8 +293,8 @@ def check_tensors(described: Described, catalog: Catalog, report: Report) -> Non
         contradict("it is stored, and the manifest does not list it", tensor=fqn)
 
 
-def tensor_crc(described: Described, fqn: str, nbytes: int) -> int | None:
-    """Return the recorded CRC-32 of a tensor that has `nbytes` in all; None if there is none."""
+def tensor_crc(described: CheckedManifest, fqn: str, nbytes: int) -> int | None:
+    """Return the recorded CRC-32 of a tensor; None if nothing is recorded, or if `nbytes` is not its whole size."""
     record = manifest.all_tensors(described.content).get(fqn)
     is_whole = record is not None and prod(record.shape) * BY_NAME[record.dtype].itemsize == nbytes
     return record.crc32 if record is not None and is_whole else None

@@ -27,14 +27,14 @@ class VerifyOptions:
 
     @property
     def level(self) -> Level:
-        """How much is looked at."""
+        """How much is checked."""
         return "full" if self.full else "structure"
 
     def check(self) -> None:
-        """Refuse options that do not go together or are out of range.
+        """Refuse options that contradict each other.
 
         Raises:
-            UsageError: these do not.
+            UsageError: they do.
         """
         if self.revision is not None and self.hub is None:
             raise UsageError("--revision belongs to --hub, which is not given")

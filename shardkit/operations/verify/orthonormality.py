@@ -1,7 +1,7 @@
-"""Factors of OSFT: whole sets, shapes that fit each other, and frozen directions that are orthonormal.
+"""Check the factors of OSFT: complete sets, fitting shapes, and orthonormal frozen directions.
 
-U'U - I is as large as k x k, so it is not made. It is applied to a few random vectors: the length of row i of the results
-tells that of row i of U'U - I, and U is read a band at a time.
+For k directions U'U - I is a k x k matrix, too large to compute. Instead it is applied to a few random vectors, while U
+is read in bands. The length of row i of the results estimates the length of row i of U'U - I.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from shardkit.transfer.sources import Reader, SourceFiles, bands
 if TYPE_CHECKING:
     import numpy
 
-_NUM_VECTORS = 16  # lengths are told to a fifth or so
+_NUM_VECTORS = 16  # estimates lengths within about 20%
 _BAND_BYTES = 4 * MIB
 # Root mean square of a row of U'U - I. A decomposition in float32 gives 1e-7, one in float64 1e-9.
 _MOST_HALF, _MOST_WIDE = 5e-2, 1e-5  # of factors that were rounded to half precision, and of others
 
 
 def check_factors(checkpoint: Checkpoint, report: Report, *, full: bool) -> None:
-    """Report what is wrong with the factors of a checkpoint, if it has any: are frozen directions orthonormal?
+    """Check a checkpoint's factors, if it has any.
 
     Args:
-        checkpoint: opened.
-        report: gets what is wrong, and how far the rest is off.
-        full: read the frozen factors, V twice; otherwise only shapes and dtypes are looked at.
+        checkpoint: the opened checkpoint.
+        report: gets the problems; or, if there are none, a note on how close to orthonormal the directions are.
+        full: read the frozen factors (V twice) and check that they are orthonormal; otherwise only shapes and dtypes.
     """
     catalog = checkpoint.catalog
     try:
@@ -48,11 +48,11 @@ def check_factors(checkpoint: Checkpoint, report: Report, *, full: bool) -> None
     if not full or not names:
         return
     distances: dict[str, float] = {}
-    with report.failing(checkpoint.path):
+    with report.collect_errors(checkpoint.path):
         chosen = checkpoint.select(names)
         with SourceFiles(chosen.files) as files, files.reader() as reader:
             for name in names:
-                with report.failing(checkpoint.path):
+                with report.collect_errors(checkpoint.path):
                     distances[name] = distance(chosen, name, reader)
     wrong = [name for name in distances if not distances[name] <= _most(catalog, name)]  # NaN too
     for name in wrong:
@@ -75,12 +75,12 @@ def _most(catalog: Catalog, name: str) -> float:
 def distance(catalog: Catalog, name: str, reader: Reader) -> float:
     """Return how far the columns of U, or the rows of V, are from an orthonormal set.
 
-    That is the largest root mean square of a row of U'U - I, or of VV' - I, told from random vectors.
+    This is the largest root mean square of a row of U'U - I, or of VV' - I, estimated with random vectors.
 
     Args:
-        catalog: of raw extents.
-        name: a factor.
-        reader: of the catalog's files.
+        catalog: a catalog of raw extents.
+        name: name of the factor.
+        reader: reads the catalog's files.
     """
     import numpy as np
 

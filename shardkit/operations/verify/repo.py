@@ -1,4 +1,4 @@
-"""Compares the files of a checkpoint with a repo on the Hub, by the ids of its files."""
+"""Compare the files of a checkpoint with a repo on the Hub, by the ids of its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardkit.formats.hub.repo import RepoFile
 from shardkit.operations.verify.result import Report, in_threads
 
 _LEFT_OUT = (".gitattributes", "shardkit.json")
-"""What the Hub or shardkit puts beside a model; it is no part of the model."""
+"""Files that the Hub or shardkit adds to a model; they may be missing on either side."""
 
 
 def check_repo(remote: Mapping[str, RepoFile], directory: str, report: Report, jobs: int) -> None:
@@ -23,9 +23,9 @@ def check_repo(remote: Mapping[str, RepoFile], directory: str, report: Report, j
 
     Args:
         remote: the files of the repo, by name.
-        directory: with the files; or one file.
-        report: gets what is wrong.
-        jobs: threads.
+        directory: the directory with the files, or a single file.
+        report: gets the problems.
+        jobs: number of threads.
     """
     is_one_file = not storage.isdir(directory)
     home = (os.path.dirname(directory) or os.curdir) if is_one_file else directory
@@ -49,7 +49,7 @@ def check_repo(remote: Mapping[str, RepoFile], directory: str, report: Report, j
 
 def _compare(path: str, remote: RepoFile, report: Report) -> None:
     """Compare a file with its id in the repo: the sha256 of a large file, git's id of a small one."""
-    with report.failing(remote.name), open_regular(path, remote.name) as (fd, size):
+    with report.collect_errors(remote.name), open_regular(path, remote.name) as (fd, size):
         reader = ByteReader(fd, remote.name, size, report.read, ahead=True)
         if remote.sha256 is not None:
             hashed, kind, expected = hashlib.sha256(), "sha256", remote.sha256

@@ -1,4 +1,4 @@
-"""What verify answers: the result, and the report that collects it on the way."""
+"""The result of verify, and the report that collects it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from shardkit.operations.holdings import Holdings
 
 Level = Literal["structure", "full"]
 SIZE = "size in bytes"
-"""The message where a file has another size than is recorded."""
+"""Message of the problem that a file's size differs from the recorded one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyProblem:
-    """One thing that is not as it should be."""
+    """One problem that verify found."""
 
     message: str
     """What is wrong, one line."""
@@ -41,21 +41,21 @@ class VerifyProblem:
     start_byte: int | None = None
     """First byte in the file."""
     num_bytes: int | None = None
-    """How many bytes, from there on; of a file that is missing all of them, where they are recorded."""
+    """Number of bytes from `start_byte`; for a missing file, its recorded size."""
     expected: str | None = None
     found: str | None = None
     details: tuple[str, ...] = ()
-    """One line for each instance, where opening found several at once."""
+    """A line for each instance, if opening the checkpoint found several at once."""
     is_missing: bool = False
-    """There is no such file."""
+    """The file does not exist."""
     is_contradiction: bool = False
-    """The file is as it was written, as far as is known: what is recorded of the checkpoint and what is there contradict
-    each other, and the same file once more would change nothing."""
+    """The file contradicts the checkpoint's records, but is not known to be damaged: copying the same file again would
+    change nothing."""
     is_unreadable: bool = False
-    """The system could not read the file, so that nobody knows what is in it."""
+    """The system could not read the file, so its content is unknown."""
 
     def line(self) -> str:
-        """Return it as one line, safe to print."""
+        """Return the problem as one line, safe to print."""
         parts = [escape(self.file)] if self.file is not None else []
         if parts and self.message.startswith((f"{parts[0]}:", f"{parts[0]} ")):
             parts = []  # the message begins with it
@@ -79,27 +79,27 @@ class VerifyResult(DrawnResult):
     """What was checked, and every problem that was found."""
 
     path: str
-    """As it was given."""
+    """The argument `path`."""
     resolved: str
-    """What was looked at: the newest checkpoint of a run's directory, else the path as it was given."""
+    """The checkpoint that was checked: the newest one of a run directory, else `path`."""
     level: Level
     format: str | None
-    """Such as "dcp", "lightning" or "hub"; None if it could not be opened."""
+    """Such as "dcp", "lightning" or "hub"; None if the checkpoint could not be opened."""
     writer: str | None
-    """Who wrote it, for people; None if it could not be opened."""
+    """The program that wrote it, as text for people; None if the checkpoint could not be opened."""
     manifests: tuple[str, ...]
-    """Those that it was compared with: names relative to the checkpoint, and the path of one that lies elsewhere."""
+    """Manifests that it was compared with: names relative to the checkpoint, or the path of one elsewhere."""
     repo: str | None
-    """The Hub's repo that its files were compared with."""
+    """The Hub repo that its files were compared with."""
     commit: str | None
-    """Of that repo."""
+    """Commit of that repo."""
     num_files: int
-    """Files that hold tensors."""
+    """Number of files with tensors."""
     num_tensors: int
     num_chunks: int
-    """Pieces of tensors, each in one place; those of tied names count once."""
+    """Number of pieces of tensors; pieces that tied names share count once."""
     tensor_bytes: int
-    """Of those chunks."""
+    """Bytes of these chunks."""
     num_checked_chunks: int
     """Chunks whose bytes were read and compared with a recorded checksum."""
     num_unrecorded_chunks: int
@@ -107,18 +107,18 @@ class VerifyResult(DrawnResult):
     num_unrecorded_tensors: int
     """Tensors with such a chunk."""
     num_checked_files: int
-    """Files that were read whole and compared with a recorded checksum."""
+    """Files that were read as a whole and compared with a recorded checksum."""
     read_bytes: int
-    """Bytes that were compared with a checksum; headers, metadata and manifests not counted."""
+    """Bytes that were compared with a checksum, without headers, metadata and manifests."""
     problems: tuple[VerifyProblem, ...]
     warnings: tuple[str, ...]
-    """What does no harm but does not belong here, such as stale files."""
+    """Harmless irregularities, such as stale files, and the `doubts`."""
     doubts: tuple[str, ...]
-    """Those of `warnings` that say that something seems to be missing, though no byte is damaged."""
+    """Those of `warnings` according to which something seems to be missing, though no byte is damaged."""
     notes: tuple[str, ...]
-    """What could not be checked, and what a person should be told."""
+    """What could not be checked, and other information."""
     holdings: Holdings | None = None
-    """Which file holds which bytes, damaged or not; None unless it was asked for. Its `to_json` is its own."""
+    """Which file holds which bytes, damaged or not; None without the option `holdings`. It has its own `to_json`."""
 
     @property
     def ok(self) -> bool:
@@ -127,19 +127,19 @@ class VerifyResult(DrawnResult):
 
     @property
     def is_only_unreadable(self) -> bool:
-        """True if nothing is known to be wrong, but what some files hold could not be told."""
+        """True if the only problems are files that the system could not read."""
         return not self.ok and all(problem.is_unreadable for problem in self.problems)
 
     @property
     def bring_again(self) -> tuple[str, ...]:
-        """The files that are missing or whose bytes are damaged, relative to the checkpoint."""
+        """The files to copy again: missing or damaged ones, relative to the checkpoint."""
         wrong = (
             problem for problem in self.problems if not (problem.is_contradiction or problem.is_unreadable)
         )
         return tuple(dict.fromkeys(problem.file for problem in wrong if problem.file is not None))
 
     def headline(self) -> str:
-        """Return whether anything is wrong."""
+        """Return the verdict as one line."""
         return f"{escape(self.path)}: {self._verdict()}"
 
     def _verdict(self) -> str:
@@ -158,16 +158,16 @@ class VerifyResult(DrawnResult):
 
 
 _COUNTS = ("num_checked_chunks", "num_checked_files", "read_bytes")
-"""What is counted while bytes are read."""
+"""Fields that are counted while bytes are read, in several threads."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """Collects what is found."""
+    """Collects problems, warnings, notes and counts while a checkpoint is checked."""
 
     progress: Progress = field(default_factory=NoProgress)
     stop: threading.Event = field(default_factory=threading.Event)
-    """Once it is set, whoever reads bytes stops."""
+    """Set to make threads stop reading."""
     problems: list[VerifyProblem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
@@ -176,9 +176,9 @@ class Report:
     manifests: list[str] = field(default_factory=list)
     """As in `VerifyResult`."""
     files: set[str] = field(default_factory=set)
-    """Names of the files that hold tensors."""
+    """Names of the files with tensors."""
     unrecorded: set[tuple[str, str]] = field(default_factory=set)
-    """(folder, tensor) of each tensor with a chunk of which nothing is recorded."""
+    """(folder, tensor) of each tensor with a chunk that has no recorded checksum."""
     num_tensors: int = 0
     num_chunks: int = 0
     tensor_bytes: int = 0
@@ -188,9 +188,9 @@ class Report:
     read_bytes: int = 0
 
     def collected(self) -> dict[str, Any]:
-        """Return the fields of `VerifyResult` that are collected here.
+        """Return the fields of `VerifyResult` that are collected here, each problem and line once.
 
-        A file that cannot be read fails when it is opened, and again when its bytes are read: that is one problem.
+        An unreadable file fails twice, when it is opened and when its bytes are read. This is one problem.
         """
         shared = {item.name for item in fields(self)} & {item.name for item in fields(VerifyResult)}
         collected = {name: getattr(self, name) for name in shared}
@@ -205,8 +205,8 @@ class Report:
 
         Args:
             message: what is wrong, one line.
-            stretch: the bytes that it is about, and whose they are.
-            fields: of `VerifyProblem`; they come before what `stretch` says.
+            stretch: the bytes with the problem, and their tensor.
+            fields: further fields of `VerifyProblem`; they override those from `stretch`.
         """
         if stretch is not None:
             region = stretch.region and (tuple(stretch.region.offsets), tuple(stretch.region.sizes))
@@ -217,32 +217,32 @@ class Report:
                 "num_bytes": stretch.nbytes,
             }
             fields = {**place, **fields}
-        if (name := fields.get("file")) is not None:  # it stands before the message
+        if (name := fields.get("file")) is not None:  # `line` puts it before the message
             for prefix in (escape(name), escape(os.path.basename(name))):
                 message = message.removeprefix(f"{prefix}: ").removeprefix(f"{prefix}, ")
         self.problems.append(VerifyProblem(message=message, **fields))
 
-    def doubt(self, lines: Iterable[str]) -> None:
-        """Add warnings that say what seems to be missing, though no byte is damaged."""
+    def add_doubts(self, lines: Iterable[str]) -> None:
+        """Add warnings that something seems to be missing, though no byte is damaged."""
         lines = list(lines)
         self.warnings += lines
         self.doubts += lines
 
     def error(self, error: ShardkitError, **fields: Any) -> None:
-        """Add what kept something from being opened, with all that it lists."""
+        """Add an error as a problem, with the lines that it lists."""
         self.problem(error.message, details=error.problems, **fields)
 
     def unreadable(self, error: ResourceError, **fields: Any) -> None:
-        """Add a file that the system could not read, and what to do, once for all files."""
+        """Add a file that the system could not read; the hint what to do becomes a note, once for all files."""
         self.problem(error.message, details=error.problems, is_unreadable=True, **fields)
         self.add_notes([error.hint] if error.hint else [])
 
     @contextmanager
-    def failing(self, file: str) -> Iterator[None]:
-        """Add what keeps a file from being read or understood, instead of raising it."""
+    def collect_errors(self, file: str) -> Iterator[None]:
+        """Turn errors about a file into problems instead of raising them."""
         try:
             yield
-        except OtherVersion:  # what was read of it is no state of it
+        except OtherVersion:  # the object in the bucket was replaced while it was read
             raise
         except ResourceError as error:
             self.unreadable(error, file=file)
@@ -250,7 +250,7 @@ class Report:
             self.error(error, file=file)
 
     def add(self, part: Report) -> None:
-        """Add what was found while bytes were read."""
+        """Add the report of one task that read bytes."""
         self.problems += part.problems
         self.warnings += part.warnings
         self.add_notes(part.notes)
@@ -258,7 +258,7 @@ class Report:
             setattr(self, name, getattr(self, name) + getattr(part, name))
 
     def add_notes(self, notes: Iterable[str]) -> None:
-        """Add notes, each once; none that is a warning."""
+        """Add notes that are neither notes nor warnings yet."""
         self.notes += [note for note in notes if note not in (*self.notes, *self.warnings)]
 
     def chunk(self, nbytes: int) -> None:
@@ -267,10 +267,10 @@ class Report:
         self.tensor_bytes += nbytes
 
     def read(self, nbytes: int) -> None:
-        """Count bytes that were read to be compared.
+        """Count bytes that were read for a comparison.
 
         Raises:
-            CancelledError: another thread failed, or a person wants to stop.
+            CancelledError: another thread failed, or the user interrupted.
         """
         if self.stop.is_set():
             raise CancelledError
@@ -286,14 +286,14 @@ def report_damaged(
     folder: str = "",
     is_known: Callable[[str], bool] = lambda _: False,
 ) -> None:
-    """Report every file that kept a checkpoint from being opened.
+    """Report every damaged file because of which a checkpoint cannot be opened.
 
     Args:
-        error: names them.
-        directory: that their names are relative to.
-        report: gets them.
+        error: lists the files.
+        directory: their names are relative to this directory.
+        report: gets a problem for each file.
         folder: the same directory, relative to the checkpoint.
-        is_known: True for a file of which a manifest has said the same.
+        is_known: True for a file whose problem was already reported, by comparison with a manifest.
     """
     for name, reason in error.files.items():
         if not is_known(name):
@@ -310,17 +310,17 @@ VerifyTask = Callable[[Report], None]
 def in_threads(
     report: Report, tasks: Sequence[VerifyTask], jobs: int, *, label: str, total_bytes: int
 ) -> None:
-    """Carry out tasks, `jobs` at a time; what is found is the same for any number of threads.
+    """Run tasks in threads. The report is the same for any number of threads.
 
     Args:
-        report: gets what all of them find, in their order; its `progress` is told of the bytes.
-        tasks: each takes a report of its own, and tells it of every part that it reads.
-        jobs: threads.
-        label: what the progress is called.
-        total_bytes: that the tasks are going to read.
+        report: gets the reports of all tasks, in the order of `tasks`; its `progress` shows the bytes.
+        tasks: each is called with its own report, and calls `Report.read` as it reads bytes.
+        jobs: number of threads.
+        label: label of the progress bar.
+        total_bytes: bytes that the tasks will read in total.
 
     Raises:
-        BaseException: the first that a task raises, or Ctrl-C, once no task runs any more.
+        BaseException: the first exception of a task, or Ctrl-C; raised when all tasks have stopped.
     """
     stop, progress = threading.Event(), report.progress
     parts = [Report(progress=progress, stop=stop) for _ in tasks]

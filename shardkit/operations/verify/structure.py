@@ -1,6 +1,7 @@
-"""Everything that verify looks at except the tensors' bytes: what is there, and what is recorded of it.
+"""Check everything except the tensors' bytes: which files exist, and whether they agree with each other and manifests.
 
-`dcp` looks at plain DCP directories. This module looks at Hub models, and at trainers' formats with files of their own.
+DCP directories are checked by `dcp`; Hub models and trainers' formats with their own files are checked here. Both return
+the files with their recorded checksums (`FileBytes`), with which `bytes` compares the content later.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ from shardkit.formats.registry import recognise
 from shardkit.formats.torchsave.archive import Unsupported, ZipEntry, ZipReader, pread_of, read_directory
 from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.moments import NamedShape, parts_of_ranks
-from shardkit.operations.resolve import described_at, was_checkpoint
+from shardkit.operations.resolve import manifest_scope, was_checkpoint
 from shardkit.operations.verify.dcp import verify_dcp
-from shardkit.operations.verify.manifest import Described, add_recorded, check_tensors, read_manifest
+from shardkit.operations.verify.manifest import CheckedManifest, add_recorded, check_tensors, read_manifest
 from shardkit.operations.verify.result import Report, report_damaged
 
 
 class Structure(NamedTuple):
-    """What was found."""
+    """A checkpoint whose structure was checked."""
 
     checkpoint: Checkpoint | None
     """None if it could not be opened."""
     directory: str
     """The directory that names are relative to, or the file that is the checkpoint."""
     files: list[FileBytes]
-    """The files, with what is recorded of each."""
+    """The files, with their recorded checksums."""
     is_whole: bool
-    """It was opened; or it is whole, but its weights are in a form that shardkit cannot take."""
+    """True if it was opened, or if it is complete but its weights are in a form that shardkit cannot read."""
     manifests: tuple[manifest.Manifest, ...]
-    """What describes it. Whoever needs one later finds it parsed."""
+    """The checkpoint's manifests, kept here so that they are parsed only once."""
     folders: tuple[str, ...] = ()
-    """Its DCP directories, relative to it."""
+    """Its DCP directories, relative to the checkpoint."""
 
 
 def check_structure(path: str, report: Report, *, manifest_path: str | None = None) -> Structure:
@@ -58,18 +59,18 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
 
     Args:
         path: a checkpoint of any format.
-        report: gets what is wrong.
-        manifest_path: of a manifest that lies elsewhere.
+        report: gets the problems.
+        manifest_path: path of a manifest outside of the checkpoint, or None.
 
     Raises:
-        SourceError: there is nothing, no checkpoint, or one of links that are not followed; or there is no manifest at
-            `manifest_path`.
+        SourceError: `path` does not exist, is not a checkpoint, or leads through links that are not followed; or
+            `manifest_path` does not exist.
         ResourceError: a directory cannot be listed.
     """
     if not storage.lexists(path):
         raise absent(path)
     refuse_unfinished(path)
-    directory = described_at(path)
+    directory = manifest_scope(path)
     manifest_beside = _manifest_beside(directory, manifest_path, report)
     checkpoint, failure = _open(path, is_known=manifest_beside is not None)
     described, folders = _survey(directory, checkpoint, report)
@@ -79,7 +80,7 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
     stored, objects = list[NamedShape](), list[str]()
     for folder in folders:
         described_here = next(
-            (entry for entry in described if entry.folder == folder and entry.is_of_dcp), None
+            (entry for entry in described if entry.folder == folder and entry.is_for_dcp), None
         )
         here = os.path.join(directory, folder)
         opened = checkpoint.opened_at(here) if checkpoint is not None else None
@@ -87,12 +88,12 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
             here, folder, described_here, report, opened=opened, stored=stored, objects=objects
         )
     halved = parts_of_ranks(stored, objects)
-    report.doubt([] if halved is None else [halved])
+    report.add_doubts([] if halved is None else [halved])
     if isinstance(failure, UnreadableClass) and failure.files:
-        files, failure = [*files, *_unread(failure, directory, report)], None
+        files, failure = [*files, *_unreadable_files(failure, directory, report)], None
     is_whole = failure is None or _is_whole(path, failure, bool(folders), report)
     if checkpoint is not None:
-        strays = _strays(checkpoint)
+        strays = _stray_files(checkpoint)
         report.warnings += [f"{escape(name)}: {reason}" for name, reason in strays]
         report.add_notes(
             f"not read: {escape(name)}: {escape(reason)}"
@@ -105,17 +106,17 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
         files += _weights(checkpoint, directory, folders, report)
         report.add_notes(part_notes(os.path.basename(path)) if not storage.isdir(path) else ())
         for entry in described:
-            if not entry.is_of_dcp and not entry.folder and _has_tensors(entry):
+            if not entry.is_for_dcp and not entry.folder and _has_tensors(entry):
                 check_tensors(entry, checkpoint.catalog, report)
     add_recorded(described, files, report)
     _count_unrecorded(files, report)
-    report.add_notes(_lacking(directory, folders, described, files, checkpoint, report))
+    report.add_notes(_checksum_notes(directory, folders, described, files, checkpoint, report))
     manifests = tuple(entry.content for entry in described)
     return Structure(checkpoint, directory, files, is_whole, manifests, tuple(folders))
 
 
 def _manifest_beside(directory: str, manifest_path: str | None, report: Report) -> str | None:
-    """Return the path of the manifest to use if it does not lie in the checkpoint; else None."""
+    """Return the path of the manifest to use if it is outside of the checkpoint, else None."""
     if manifest_path is not None:
         if not storage.lexists(manifest_path):
             raise SourceError(
@@ -130,7 +131,7 @@ def _manifest_beside(directory: str, manifest_path: str | None, report: Report) 
         report.add_notes(
             [
                 f"{escape(os.path.basename(sidecar))} beside it was not used, as it has a manifest inside; "
-                "--manifest takes it"
+                "--manifest uses it"
             ]
         )
         return None
@@ -138,11 +139,15 @@ def _manifest_beside(directory: str, manifest_path: str | None, report: Report) 
 
 
 def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitError | None]:
-    """Open a checkpoint, or return what keeps it from being opened, if it surely is one, and not its links alone.
+    """Open a checkpoint. If it is one but cannot be opened, return the error.
 
     Args:
-        path: of it.
-        is_known: it has a manifest, so it is one.
+        path: path of the checkpoint.
+        is_known: a manifest was found, so the path is a checkpoint.
+
+    Raises:
+        SourceError: the path is not a checkpoint, or leads through links that are not followed.
+        ResourceError: the directory cannot be listed.
     """
     try:
         return formats.open(path), None
@@ -162,26 +167,26 @@ def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitErro
 
 def _survey(
     directory: str, checkpoint: Checkpoint | None, report: Report
-) -> tuple[list[Described], list[str]]:
+) -> tuple[list[CheckedManifest], list[str]]:
     """Read every manifest in a checkpoint, and find its DCP directories.
 
     Returns:
-        Both with names relative to the checkpoint; "" is the checkpoint itself.
+        The manifests, and the DCP directories relative to the checkpoint; "" is the checkpoint itself.
     """
-    described: list[Described] = []
+    described: list[CheckedManifest] = []
     folders: list[str] = []
     for here, folder, _, names in walk(directory) if storage.isdir(directory) else ():
         record = read_manifest(here, folder, report) if manifest.NAME in names else None
         described += [record] if record is not None else []
-        is_described = record is not None and record.is_of_dcp
+        is_described = record is not None and record.is_for_dcp
         is_opened = checkpoint is not None and checkpoint.opened_at(here) is not None
         if is_described or is_opened or is_dcp(here):
             folders.append(folder)
     return described, folders
 
 
-def _add_beside(path: str, directory: str, described: list[Described], report: Report) -> None:
-    """Use a manifest that lies elsewhere. If it says how the checkpoint was made, it replaces the one inside."""
+def _add_beside(path: str, directory: str, described: list[CheckedManifest], report: Report) -> None:
+    """Use a manifest outside of the checkpoint. If it says how the checkpoint was made, it replaces the one inside."""
     record = read_manifest(directory, "", report, path=path)
     if record is None:
         return
@@ -190,8 +195,8 @@ def _add_beside(path: str, directory: str, described: list[Described], report: R
     described.append(record)
 
 
-def _unread(failure: UnreadableClass, directory: str, report: Report) -> list[FileBytes]:
-    """Warn that the values of tensors cannot be taken, and return their files, which have a checksum for each entry."""
+def _unreadable_files(failure: UnreadableClass, directory: str, report: Report) -> list[FileBytes]:
+    """Warn that tensors of some class cannot be read, and return their files, whose zip entries have checksums."""
     folded = [line.pattern for line in fold_lines(failure.problems, spreads=True)]
     names = [*folded[:_MAX_WARNED], *(["..."] if folded[_MAX_WARNED:] else [])]
     report.warnings.append(f"{failure.message}: {'; '.join(names)}")
@@ -209,17 +214,17 @@ def _unread(failure: UnreadableClass, directory: str, report: Report) -> list[Fi
 
 
 def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Report) -> bool:
-    """Say why a checkpoint could not be opened, unless what is wrong with its folders says it.
+    """Report why a checkpoint could not be opened, unless the problems of its folders explain it.
 
     Returns:
-        True if nothing is wrong with it.
+        True if the checkpoint is complete, and only its format cannot be opened by shardkit.
     """
-    directory = described_at(path)
-    of_the_machine = isinstance(failure, ResourceError)  # it may be over when the folders are looked at
+    directory = manifest_scope(path)
+    of_the_machine = isinstance(failure, ResourceError)  # may be gone when folders are checked
     recognised = recognise(path) if has_folders and not report.problems and not of_the_machine else None
     if recognised is not None and recognised.is_dcp_alone and not isinstance(failure, SavedAsObjects):
         report.add_notes(
-            [f"nothing in it is damaged, but shardkit cannot take the weights from it: {failure.message}"]
+            [f"nothing in it is damaged, but shardkit cannot read its weights: {failure.message}"]
         )
         return True
     if any(problem.message == failure.message for problem in report.problems):
@@ -231,9 +236,9 @@ def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Repo
 
 
 def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report: Report) -> list[FileBytes]:
-    """Return the weight files that lie in no DCP directory, with the checksums that they hold.
+    """Return the weight files outside of DCP directories, with the checksums that they contain.
 
-    Headers and index of a Hub model were checked when it was opened. Of other formats all records are opened.
+    Headers and index of a Hub model were checked when it was opened. In other formats, all records are opened here.
     """
     catalog = checkpoint.catalog
     home = storage.realpath(catalog.directory)
@@ -259,7 +264,7 @@ def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report:
 
 
 def _has_checksums(checkpoint: Checkpoint) -> bool:
-    """True if its files record CRC-32s of the bytes of their tensors."""
+    """True if the checkpoint's files have CRC-32s of their tensors."""
     if checkpoint.dcp is not None:
         return checkpoint.dcp.has_records
     return any(file.checksums is not None for file in checkpoint.catalog.files)
@@ -277,15 +282,15 @@ def _hub_files(checkpoint: Checkpoint, directory: str, report: Report) -> list[F
     return files
 
 
-def _strays(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Return (name, what it is) of safetensors files in a Hub model's directory that are not the model's."""
+def _stray_files(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """Return (name, reason) of safetensors files in a Hub model's directory that do not belong to the model."""
     if checkpoint.hub is None or not storage.isdir(checkpoint.path):
         return []
     return [(name, what) for name, what in checkpoint.remarks.skipped if name.endswith(_SAFETENSORS)]
 
 
-def _has_tensors(described: Described) -> bool:
-    """True if the manifest lists tensors; one of the files beside several folders may not."""
+def _has_tensors(described: CheckedManifest) -> bool:
+    """True if the manifest lists tensors. A manifest of files alone may not, for a checkpoint of several folders."""
     return not isinstance(described.content, manifest.FileList) or described.content.tensors is not None
 
 
@@ -297,20 +302,20 @@ def _count_unrecorded(files: list[FileBytes], report: Report) -> None:
             report.unrecorded.update((os.path.dirname(file.name), name) for name in lacking)
 
 
-def _lacking(
+def _checksum_notes(
     directory: str,
     folders: list[str],
-    described: list[Described],
+    described: list[CheckedManifest],
     files: list[FileBytes],
     checkpoint: Checkpoint | None,
     report: Report,
 ) -> Iterator[str]:
-    """Yield notes about what has no checksum anywhere; what the report counted is one note, with the reason."""
+    """Yield notes about `.metadata` and chunks without a checksum; one note with the reason for all chunks."""
     covered = {place_of(file.path) for file in files if file.has_digest}
     owners = {entry.folder for entry in described if entry.metadata is not None}
     paths = [path_in(os.path.join(directory, folder), METADATA) for folder in folders if folder not in owners]
     if any(storage.lexists(path) and place_of(path) not in covered for path in paths):
-        yield f"{METADATA} has no checksum: that it says what was saved cannot be proved"
+        yield f"{METADATA} has no checksum, so its content cannot be checked"
     if not report.num_unrecorded_chunks:
         return
     why = ""
@@ -318,7 +323,7 @@ def _lacking(
         what = "safetensors" if checkpoint.hub is not None else "such"
         why = f" ({what} files have none, only a manifest with digests has)"
     chunks, tensors = count(report.num_unrecorded_chunks, "chunk"), count(len(report.unrecorded), "tensor")
-    yield f"no checksum is recorded of {chunks} of {tensors}{why}: their content cannot be checked"
+    yield f"no checksum is recorded for {chunks} of {tensors}{why}: their content cannot be checked"
 
 
 _MAX_WARNED = 3
@@ -327,7 +332,10 @@ _STORAGE = "data/"
 
 
 def named_file(text: str, directory: str) -> str | None:
-    """Return the file that a message begins with, if any. The name may be relative to a folder of the checkpoint."""
+    """Return the file whose name begins a message, or None. The name may be relative to a folder of the checkpoint.
+
+    "__0_0.distcp: it is truncated" -> "folder/__0_0.distcp".
+    """
     name = text.partition(":")[0]
     if not name or "\0" in name or os.path.isabs(name):
         return None
@@ -339,7 +347,7 @@ def named_file(text: str, directory: str) -> str | None:
 
 
 def report_failure(error: ShardkitError, directory: str, report: Report) -> None:
-    """Report what kept a checkpoint from being opened; what is said of a single file is a problem of that file."""
+    """Report the error of opening a checkpoint. Its lines that begin with a file's name become problems of that file."""
     if isinstance(error, ResourceError):
         report.unreadable(error, file=named_file(error.message, directory))
         return
@@ -358,7 +366,7 @@ def report_failure(error: ShardkitError, directory: str, report: Report) -> None
 
 
 def _files(catalog: Catalog, directory: str, report: Report) -> list[FileBytes]:
-    """Return the files that chunks lie in, each with its chunks; chunks that exist only decoded are left out."""
+    """Return the catalog's files, each with its chunks, except chunks that have to be decoded."""
     table, files = catalog.chunks, dict[str, FileBytes]()
     for source in catalog.files:
         if source.path not in files:
@@ -379,12 +387,12 @@ def _files(catalog: Catalog, directory: str, report: Report) -> list[FileBytes]:
 
 
 def _name(path: str, directory: str) -> str:
-    """Return a file's name relative to the checkpoint; a trainer's directory may be around its weights."""
+    """Return a file's name relative to the checkpoint, which may be a trainer's directory around the weights."""
     return os.path.relpath(path, directory) if storage.isdir(directory) else os.path.basename(path)
 
 
 def _decoded(catalog: Catalog) -> Mapping[str, list[str]]:
-    """Return, by path, the tensors whose bytes do not lie in the file as they are."""
+    """Return the tensors that have to be decoded, by the path of their file."""
     table, names = catalog.chunks, dict[str, list[str]]()
     for fqn, entry in catalog.tensors.items():
         files = (catalog.files[number] for number in {table.file[row] for row in entry.chunk_ids})
@@ -394,12 +402,15 @@ def _decoded(catalog: Catalog) -> Mapping[str, list[str]]:
 
 
 def _add_entries(file: FileBytes, decoded: Sequence[str], report: Report) -> None:
-    """Replace the tensors of a file of `torch.save` by the entries that they lie in, which have checksums.
+    """Replace the tensors of a `torch.save` file by the zip entries around them, which have checksums.
 
-    Several tensors may be parts of one storage.
+    Several tensors may be in one entry, as parts of one storage.
     """
     entries = None
-    with report.failing(file.name), open_regular(file.path, file.name, follow=file.follow) as (fd, size):
+    with (
+        report.collect_errors(file.name),
+        open_regular(file.path, file.name, follow=file.follow) as (fd, size),
+    ):
         reader = ZipReader(pread_of(fd), 0, size, escape(file.name))
         entries = read_directory(reader)
     if entries is None:
@@ -417,14 +428,14 @@ def _add_entries(file: FileBytes, decoded: Sequence[str], report: Report) -> Non
 
 
 def _of_entry(name: str, entry: ZipEntry, inside: Sequence[Stretch], decoded: Sequence[str]) -> Stretch:
-    """Describe an entry of a zip: the tensors in it, or those that may be in it."""
+    """Return a zip entry as a stretch, described by the tensors that are or may be in it."""
     what, region = f"the data ({name})", None
     tensor = inside[0].tensor if inside else None
     names = {stretch.tensor for stretch in inside}
     if len(inside) == 1 and inside[0].nbytes == entry.nbytes:
         region = inside[0].region
     elif len(names) > 1:
-        what = f"{what} that {count(len(names) - 1, 'more tensor')} of the file lie in"
+        what = f"{what} shared with {count(len(names) - 1, 'more tensor')} of the file"
     elif tensor is None and name.startswith(_STORAGE) and decoded:
         tensor = decoded[0] if len(decoded) == 1 else None
         what = what if tensor is not None else f"{what}, perhaps of {listed(decoded)}"

@@ -42,7 +42,7 @@ from shardkit.layout.classes import (
     transformers_model,
 )
 from shardkit.layout.layout import CannotBuildError
-from shardkit.operations.resolve import adapter_file, stands_for
+from shardkit.operations.resolve import adapter_file, find_checkpoint
 from shardkit.training.model.buffers import InitBuffers, compute_buffers
 from shardkit.training.model.hidden import has_hidden
 from shardkit.training.ranks.agree import say
@@ -390,7 +390,7 @@ def _what_it_is(path: str) -> tuple[str, str | None]:
     if not is_directory and (form := other_form([os.path.basename(path)])) is not None:
         return form, None
     try:
-        checkpoint_path = stands_for(path).path
+        checkpoint_path = find_checkpoint(path).path
     except UsageError:
         return "a directory of several checkpoints", None
     except ShardkitError:

@@ -70,7 +70,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 def merge(catalog: Catalog, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the merged model as it would be written."""
     plan = plan_merge(catalog.tensors, {name: name for name in catalog.tensors}, config)
-    merged, result = derive(catalog, plan.merges, plan.gone), {}
+    merged, result = derive(catalog, plan.merges, plan.adapter_names), {}
     with SourceFiles(merged.files) as files, files.reader() as reader:
         for stored, target in plan.names.items():
             entry = merged.tensors[stored]
@@ -123,7 +123,7 @@ def test_any_range_has_the_bits_of_all_at_once(
             length = expected.norm(dim=0 if is_transposed else 1)
             factor = tensors[f"{head}lora_magnitude_vector.default.weight"] / length
             expected = expected * (factor if is_transposed else factor[:, None])
-        found = read(derive(catalog, plan.merges, plan.gone), names[0])
+        found = read(derive(catalog, plan.merges, plan.adapter_names), names[0])
     assert torch.equal(found, expected.bfloat16())
 
 
@@ -148,7 +148,7 @@ def test_any_range_of_experts_has_the_bits_of_all_at_once(
     with one_thread_each(True):
         a, b = a.reshape(experts, -1, into), b.reshape(out, -1, experts)
         added = torch.einsum("ore,eri->eio" if is_transposed else "ore,eri->eoi", b, a) * (5 / rank)
-        found = read(derive(catalog, plan.merges, plan.gone), name)
+        found = read(derive(catalog, plan.merges, plan.adapter_names), name)
     assert torch.equal(found, (weight.float() + added).bfloat16())
     assert plan.names == {name: "mlp.experts.up"}
 

@@ -203,7 +203,7 @@ def test_several_beside(tmp_path: Path) -> None:
     saved({"model": weights()}, step / "pytorch_model_fsdp_0")
     for name in ("ema_0", "ema_1"):
         saved(weights(), step / name)
-    with pytest.raises(UsageError, match="2 sets of averaged weights lie beside") as caught:
+    with pytest.raises(UsageError, match="2 sets of averaged weights found beside") as caught:
         shardkit.consolidate(step, tmp_path / "out", weights="ema")
     assert [line.rpartition("/")[2] for line in caught.value.problems] == ["ema_0", "ema_1"]
 

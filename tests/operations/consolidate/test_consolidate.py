@@ -297,7 +297,7 @@ class TestDtypes:
     def test_it_says_where_nobody_knows(self, trained: Path) -> None:
         result = shardkit.consolidate(trained, dtype="bf16")
         assert any(
-            "nothing tells which tensors the model keeps in fp32, as there is no base" in note
+            "it is not known which tensors the model keeps in fp32, as there is no base" in note
             for note in result.notes
         )
 
@@ -305,7 +305,7 @@ class TestDtypes:
         base = hub(tmp_path / "base", config={**CONFIG, "model_type": "nobodys"})
         result = shardkit.consolidate(trained, base=str(base), dtype="bf16")
         assert any(
-            "nothing tells which tensors the model keeps in fp32, as its class" in note
+            "it is not known which tensors the model keeps in fp32, as its class" in note
             for note in result.notes
         )
 
@@ -764,7 +764,7 @@ class TestChecks:
             check_file(job, directory, digest)
 
         monkeypatch.setattr("shardkit.operations.consolidate.check_file", check_damaged)
-        with pytest.raises(IntegrityError, match="what was written is not what was decided"):
+        with pytest.raises(IntegrityError, match="the file on disk differs from what was written"):
             shardkit.consolidate(trained, max_shard_size=4000)
         assert [p.name for p in tmp_path.iterdir()] == ["step-7"]
 

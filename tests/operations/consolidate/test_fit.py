@@ -40,5 +40,5 @@ def test_what_the_base_alone_has_rows_of_is_not_mixed_in(tmp_path: Path) -> None
         fit(options)
     assert caught.value.to_json()["hint"] == "--allow-missing leaves them out"
     made = fit(replace(options, allow_missing=True))
-    assert made.carried == ()
+    assert made.from_base == ()
     assert spare in "\n".join(made.notes)

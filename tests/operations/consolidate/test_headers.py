@@ -84,7 +84,7 @@ def test_quantised_by_names(tmp_path: Path, path: Path) -> None:
     with pytest.raises(LayoutError, match=r"quantised: .* with scales beside them"):
         consolidate(source, tmp_path / "out", dequantize=True)
     result = consolidate(source, tmp_path / "copy", ask_class=False)
-    assert any("the model is quantised, and copied so" in note for note in result.notes)
+    assert any("the model is quantised and copied as it is" in note for note in result.notes)
     assert header(tmp_path / "copy/model.safetensors") == header(path)
     assert "  safetensors.torch.load_file(" in "\n".join(render(result))
     if path.parent.name == "torchao":
@@ -105,7 +105,7 @@ def test_quantised_by_mlx(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="with scales beside them"):
         preshard(source, tmp_path / "out", world_size=2, layout="declared")
     result = consolidate(source, tmp_path / "copy")
-    assert any("the model is quantised, and copied so" in note for note in result.notes)
+    assert any("the model is quantised and copied as it is" in note for note in result.notes)
 
 
 def test_settings_of_several_files(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_what_was_trained_is_written(place: str, tmp_path: Path) -> None:
         ("tokenizer_config.json", "eos_token"): ('"<|im_end|>"', '"</s>"'),
         ("chat_template.jinja", "chat_template"): (json.dumps(TEMPLATE)[:60] + "...", "null"),
     }
-    (note,) = (line for line in made.notes if line.startswith("of the checkpoint"))
+    (note,) = (line for line in made.notes if line.startswith("written as in the checkpoint"))
     assert "rope_parameters.rope_theta 1000000.0, there 10000.0" in note
     assert "--config base" in note
     by_base = shardkit.consolidate(checkpoint, tmp_path / "by-base", base=base, config="base")
@@ -137,7 +137,7 @@ def test_the_runs_config_above_the_step_is_not_the_steps(tmp_path: Path) -> None
     made = shardkit.consolidate(checkpoint, tmp_path / "out", base=base)
     assert read(made) == BASE
     assert (made.from_checkpoint, made.warnings) == ((), ())
-    assert not [line for line in made.notes if "of the checkpoint" in line]
+    assert not [line for line in made.notes if "as in the checkpoint" in line]
 
 
 def test_a_config_of_another_model_is_not_taken(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_other_words_are_no_difference(spelling: str, tmp_path: Path) -> None:
     put(checkpoint, config__json={**plain, **own})
     made = shardkit.consolidate(checkpoint, tmp_path / "out", base=base)
     assert (made.differs_from_base, made.from_checkpoint) == ((), ("config.json",))
-    assert not [line for line in made.notes if "of the checkpoint" in line]
+    assert not [line for line in made.notes if "as in the checkpoint" in line]
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_other_files_of_both_are_named(tmp_path: Path) -> None:
 
 
 def test_config_base_needs_a_base(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="about a base"):
+    with pytest.raises(UsageError, match="needs a base"):
         shardkit.consolidate(shardkits(tmp_path), config="base")
 
 

@@ -73,7 +73,7 @@ def test_a_language_model_gets_the_tower_of_its_base(base: Path, tmp_path: Path)
     assert_bit_equal(load(tmp_path / "out"), expected(tmp_path))
     assert set(result.from_base) == tower().keys()
     assert (result.held_against, result.warnings, result.unloadable) == ("base", (), ())
-    assert f"taken from {base} as they are: 8 tensors: {VISUAL}" in result.notes
+    assert f"copied unchanged from {base}: 8 tensors: {VISUAL}" in result.notes
     assert result.renamed == (("model.", "model.language_model.", 20),)
     assert result.to_json()["from_base"] == result.from_base
 
@@ -179,7 +179,7 @@ def test_an_expert_alone_is_no_part(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="1 difference") as refused:
         consolidate(trained(tmp_path, state), tmp_path / "out", base=base, fill_from_base=["*"])
     assert refused.value.problems == (
-        "no part by itself: experts.2.up.weight: others of experts would not come from the base",
+        "not a whole part: experts.2.up.weight: others of experts would not come from the base",
     )
 
 

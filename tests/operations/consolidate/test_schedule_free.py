@@ -189,7 +189,7 @@ def test_a_state_that_does_not_say_its_mode(tmp_path: Path) -> None:
     saved = save(state("the wrapper"), tmp_path / "saved")
     result = shardkit.consolidate(saved, tmp_path / "out")
     assert any("does not say in which mode" in line for line in result.warnings)
-    with pytest.raises(SourceError, match="nothing says in which mode"):
+    with pytest.raises(SourceError, match="mode and beta are not known"):
         shardkit.consolidate(saved, tmp_path / "eval", weights="eval")
 
 

@@ -59,4 +59,4 @@ def test_what_cannot_be_dequantised_is_said(tmp_path: Path) -> None:
     (tmp_path / "gptq" / "config.json").write_text(json.dumps(config))
     found = shardkit.diff(tmp_path / "plain", tmp_path / "gptq")
     assert not found.is_equal
-    assert any("B is quantised in a way that is not known here" in note for note in found.notes)
+    assert any("B is quantised in a way that shardkit does not know" in note for note in found.notes)

@@ -210,7 +210,7 @@ def test_what_a_profile_cannot_have_is_refused(make_hub: MakeHub, tmp_path: Path
     with pytest.raises(SourceError, match="there is no config"):
         shardkit.preshard(bare, tmp_path / "out", world_size=2, profile="transformers", wrap="none")
     assert "closest name: accelerate" in refused(plain, profile="acelerate").message
-    assert "nothing is around the model" in refused(plain, attribute="net").message
+    assert "there is no module around the model" in refused(plain, attribute="net").message
     assert refused(plain, profile="verl").hint == "verl starts from the Hub's files"
     unknown = refused(plain, profile="torchtitan")
     assert "without a model_type" in unknown.message

@@ -83,7 +83,7 @@ def test_a_pair_beside_steps_is_not_the_run(tmp_path: Path) -> None:
     found = shardkit.resolve_checkpoint(tmp_path)
     assert (found.step, [line.partition(",")[0] for line in found.warnings]) == (
         10,
-        ["passed over final: its name has no step"],
+        ["skipped final: its name has no step"],
     )
 
 
@@ -105,7 +105,7 @@ def test_a_step_of_veomni_that_it_did_not_finish(tmp_path: Path) -> None:
     newest = veomni(run / "global_step_10", is_finished=False)
     found = shardkit.resolve_checkpoint(run)
     assert found.step == 9
-    assert found.warnings == (f"passed over global_step_10: {LACKING}",)
+    assert found.warnings == (f"skipped global_step_10: {LACKING}",)
     with pytest.raises(SourceError, match="may not be the newest"):
         shardkit.resolve_checkpoint(run, strict=True)
     (run / "global_step_9" / LAST).unlink()
@@ -132,7 +132,7 @@ def test_a_step_of_veomni_with_modules(tmp_path: Path, modules: list[str]) -> No
     write(tmp_path / "run/global_step_7", LAST)
     result = shardkit.reshard(tmp_path / "run", str(tmp_path / "out"), world_size=2)
     assert result.num_optimizer_tensors == 2 * len(modules)
-    assert result.warnings[0].startswith("passed over global_step_8")
+    assert result.warnings[0].startswith("skipped global_step_8")
     assert len(modules) == 1 or result.copied == (LAST, "loader/rank_0.pt")
     assert (
         len(modules) == 2 or "beside model/llm is not in the output: loader/rank_0.pt" in result.warnings[1]
@@ -162,7 +162,7 @@ def test_an_older_step_of_veomni_has_no_such_file(tmp_path: Path) -> None:
     assert shardkit.resolve_checkpoint(tmp_path, strict=True).path == str(step)
 
 
-BESIDE = "1 DCP directory beside {} is not in the output: {} (2 tensors); reshard takes each by its own path"
+BESIDE = "1 DCP directory beside {} is not in the output: {} (2 tensors); reshard each by itself"
 
 
 @pytest.mark.parametrize(

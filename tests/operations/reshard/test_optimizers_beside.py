@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardkit.keys.trainer_state import is_optimizer_of, is_optimizers
-from shardkit.operations.reshard.left_out import around
+from shardkit.operations.reshard.left_out import find_left_out
 from tests.operations.reshard.test_left_out import BESIDE, STATE, WEIGHT, save, save_pair
 
 
@@ -13,9 +13,9 @@ def test_an_optimizer_beside_is_told_from_another_run(tmp_path: Path) -> None:
     save(tmp_path / "baseline", model={"a.weight": WEIGHT})
     save(tmp_path / "muon_optimizer", model={"a.weight": WEIGHT}, optimizer=STATE)
     save_pair(tmp_path, "model_step20", "optim_step20")
-    assert not [*around(str(tmp_path / "baseline"), str(tmp_path)).warnings()]
+    assert not [*find_left_out(str(tmp_path / "baseline"), str(tmp_path)).warnings()]
     save(tmp_path / "optimizer_0", optimizer=STATE)
-    found = around(str(tmp_path / "baseline"), str(tmp_path))
+    found = find_left_out(str(tmp_path / "baseline"), str(tmp_path))
     assert [*found.warnings()] == [BESIDE.format("baseline", "optimizer_0")]
 
 

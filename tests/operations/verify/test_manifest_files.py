@@ -218,7 +218,7 @@ def test_one_beside_what_has_one_inside_is_mentioned(copied: Callable[[str], Pat
     beside = write_file_list(path)
     result = verify(path)
     assert result.manifests == (manifest.NAME,)
-    assert any("--manifest takes it" in note for note in result.notes)
+    assert any("--manifest uses it" in note for note in result.notes)
     assert verify(path, manifest=beside).manifests == (manifest.NAME, str(beside))
 
 

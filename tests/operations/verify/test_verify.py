@@ -138,7 +138,7 @@ def test_what_was_read_and_what_has_no_checksum(made: Path) -> None:
     plain = verify(made / "plain", full=True)
     # The empty chunk has nothing that could be wrong: its checksum is 0, and is right.
     assert (plain.num_unrecorded_chunks, plain.num_unrecorded_tensors) == (plain.num_chunks - 1, 3)
-    assert "no checksum is recorded of" in plain.notes[-1]
+    assert "no checksum is recorded for" in plain.notes[-1]
     stock = verify(made / "stock", full=True)
     assert (stock.num_checked_chunks, stock.tensor_bytes) == (
         8,
@@ -150,7 +150,7 @@ def test_what_was_read_and_what_has_no_checksum(made: Path) -> None:
     assert (hub.num_unrecorded_tensors, hub.read_bytes) == (4, 0)
     (note,) = hub.notes
     assert note == (
-        "no checksum is recorded of 4 chunks of 4 tensors (safetensors files have none, only a manifest with digests has): "
+        "no checksum is recorded for 4 chunks of 4 tensors (safetensors files have none, only a manifest with digests has): "
         "their content cannot be checked"
     )
     consolidated = verify(made / "consolidated", full=True)
@@ -410,7 +410,7 @@ def test_swapped_files_of_one_size(tmp_path: Path) -> None:
     os.rename(tmp_path / "kept", tmp_path / "out" / "__1_0.distcp")
     problems = verify(tmp_path / "out").problems
     assert [(problem.file, problem.tensor) for problem in problems] == [(SHARD, "w"), ("__1_0.distcp", "w")]
-    assert "not the one that was written here" in problems[0].message
+    assert "the chunk list says that another was written" in problems[0].message
 
 
 def test_a_tensor_whose_bytes_alone_metadata_places_is_named(copied: Callable[[str], Path]) -> None:
