@@ -1,4 +1,4 @@
-"""What an opened model lacks by the numbers of its weight files, and an adapter by its settings."""
+"""Warnings about incomplete models: a numbered set of weight files with gaps, an adapter with modules of wrong shapes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from shardkit.keys.select import select_model
 
 
 def find_gaps(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return warnings of absent files and of cut modules; none for a file that a person named and that may be any part."""
+    """Return warnings about missing weight files and about modules of an adapter that were cut.
+
+    If the user named a single file, there are none: it may be any part of a model.
+    """
     return (*absent_files(checkpoint), *cut_modules(checkpoint))
 
 
 def absent_files(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield a line if a Hub model has only some weight files of a numbered set, and the index does not list the others."""
+    """Yield a line if a Hub model lacks weight files of a numbered set, and the index does not list them either."""
     if checkpoint.hub is not None and is_whole_model(checkpoint):
         if files := absent_parts([file.name for file in checkpoint.hub.identity.files]):
             yield f"{count(len(files), 'weight file')} of a numbered set, neither here nor in the index: {listed(files)}"
@@ -46,7 +49,7 @@ def cut_modules(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def is_whole_model(checkpoint: Checkpoint) -> bool:
-    """True for a Hub model, unless its weights are an adapter's, or a file that a person named and that may be any part."""
+    """True for a Hub model, unless its weights are an adapter's, or a single file that the user named."""
     if checkpoint.hub is None:
         return False
     files = [file.name for file in checkpoint.hub.identity.files]
@@ -57,7 +60,7 @@ def is_whole_model(checkpoint: Checkpoint) -> bool:
 
 
 def _shapes_in(checkpoint: Checkpoint) -> Mapping[str, Shape]:
-    """Return shapes by the names of the model in a checkpoint; none where these are another trainer's own."""
+    """Return the shapes of a checkpoint's model by name; an empty dict if only its trainer can load these names."""
     catalog = checkpoint.catalog
     if checkpoint.hub is not None:
         return {name: entry.shape for name, entry in catalog.tensors.items()}
