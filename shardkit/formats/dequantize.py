@@ -1,4 +1,7 @@
-"""A checkpoint with plain weights in the place of quantised ones, or the refusal of one that is quantised."""
+"""Dequantise a checkpoint, or refuse it because it is quantised.
+
+Plain weights store one number for each value; quantised weights are narrow numbers with scales beside them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from shardkit.transfer.codecs.nvfp4 import EXPORT_CONFIG
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the config.json of a checkpoint's model, if there is one."""
+    """Return the config.json of a checkpoint's model, or None."""
     if checkpoint.hub is not None:
         return checkpoint.hub.config
     return next(
@@ -38,11 +41,11 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def why_scaled(checkpoint: Checkpoint, *, is_claimed_known: bool = False) -> str | None:
-    """Return the evidence that a checkpoint's values have scales, where neither config.json nor names show a method.
+    """Return the evidence that values have scales although neither config.json nor names show a method, or None.
 
     Args:
         checkpoint: opened.
-        is_claimed_known: what plain weights can be made of is no evidence.
+        is_claimed_known: leave out tensors that can be dequantised here.
     """
     hub, tensors = checkpoint.hub, dict[str, Held](checkpoint.catalog.tensors)
     if is_claimed_known:
@@ -53,17 +56,18 @@ def why_scaled(checkpoint: Checkpoint, *, is_claimed_known: bool = False) -> str
 
 
 def plain_checkpoint(checkpoint: Checkpoint, plain: PlainWeights) -> Checkpoint:
-    """Return a checkpoint of plain weights.
+    """Return a checkpoint of plain weights; one that is not quantised is returned as it is.
 
-    A config beside the checkpoint of a training may be that of its base: then only names show that weights are
-    quantised.
+    A config beside a training checkpoint may be that of the base. So names alone decide whether a training checkpoint
+    is quantised, unless `plain.by_config` is true.
 
     Args:
         checkpoint: opened; its files have all their checksums.
-        plain: what is asked for.
+        plain: whether to refuse or dequantise, and what counts as quantised.
 
     Raises:
-        LayoutError: it is quantised, or in a way that is not known here; or scales do not fit what they scale.
+        LayoutError: it is quantised, and `plain` refuses that; or its method is unknown here; or scales do not fit
+            their tensors.
     """
     config, tensors = config_of(checkpoint), checkpoint.catalog.tensors
     evidence = why_quantised(tensors, config if plain.by_config or checkpoint.hub is not None else None)
@@ -83,12 +87,12 @@ def plain_checkpoint(checkpoint: Checkpoint, plain: PlainWeights) -> Checkpoint:
 
 
 def plain_base(base: Base) -> Base:
-    """Return a base as it would be with plain weights: what a trained model is compared with.
+    """Return the description of a base with plain weights, to compare a trained model with it.
 
-    One that is quantised in a way that is not known here stays as it is.
+    A base whose method of quantising is unknown here is returned as it is.
 
     Raises:
-        LayoutError: its scales do not fit what they scale.
+        LayoutError: its scales do not fit their tensors.
     """
     tensors = base.tensors or {}
     is_quantised = why_quantised(tensors, base.config) is not None or bool(hidden(tensors))
