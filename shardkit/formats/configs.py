@@ -1,8 +1,8 @@
-"""Do two configs of one model mean the same? Pure.
+"""Compare two configs of one model by meaning, not by text. Pure.
 
-Versions of transformers write one config in several ways: each adds keys, leaves some out, and fills in what was null.
-So a key that one file alone has counts where one version wrote both. What follows from the weights as they are written
-(dtype, rows, ties, quantisation) is not compared.
+Versions of transformers write the same config in different ways: each adds keys, leaves some out, and fills in values
+that were null. So a key that only one file has is a difference only if the same version wrote both files. Keys that
+describe the weights as written (dtype, rows, ties, quantisation) are not compared.
 
 Source: transformers 4.57 and 5.24: PretrainedConfig.to_diff_dict, RotaryEmbeddingConfigMixin, GenerationConfig.
 """
@@ -36,13 +36,14 @@ _SAME_ROPES = {"axial": "default", "mrope": "default", "su": "longrope"}
 _SAME_LAYERS = {"mamba": "linear_attention"}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
 _LABELS = ("id2label", "label2id", "problem_type")
-_NEVER_ADDED = (*_LABELS, "sliding_window")  # nor left out where they say something, by any version
-_DEFAULTS = {"max_length": 20, "top_k": 50, "num_assistant_tokens": 20}  # all others' are plain
+# No version of transformers adds these keys by itself, or leaves out a value that matters.
+_NEVER_ADDED = (*_LABELS, "sliding_window")
+_DEFAULTS = {"max_length": 20, "top_k": 50, "num_assistant_tokens": 20}  # the others: see `_is_default`
 _MOST_SHOWN = 60
 
 
 def difference(file: str, key: str, checkpoint: object, base: object) -> FileDifference:
-    """Return a difference between two values."""
+    """Return the difference between two values of one key."""
     return FileDifference(file=file, key=key, checkpoint=_shown(checkpoint), base=_shown(base))
 
 
@@ -52,19 +53,19 @@ def _shown(value: object) -> str:
 
 
 def architectures_of(config: Mapping[str, Any]) -> list[str]:
-    """Return the classes that a config names, diffusers' too; `fully_shard` puts FSDP before a class's name."""
+    """Return the classes that a config of transformers or diffusers names, without the FSDP that `fully_shard` prepends."""
     names = config.get("architectures", [config["_class_name"]] if "_class_name" in config else None)
     return [str(name).removeprefix("FSDP") for name in names] if isinstance(names, list) else []
 
 
 def is_same_model(config: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
-    """True if two configs name one type of model and one class; a base without a class leaves that open."""
+    """True if two configs name the same type of model and the same class; a base without a class fits every class."""
     classes = architectures_of(base)
     return config.get("model_type") == base.get("model_type") and classes in ([], architectures_of(config))
 
 
 def config_differences(file: str, config: Mapping[str, Any], base: Mapping[str, Any]) -> list[FileDifference]:
-    """Return what a config.json, or another file of settings, means otherwise than the base's."""
+    """Return the keys of a config.json, or another file of settings, whose meaning differs from the base's."""
     versions = [_version(each) for each in (config, base)]
     return [difference(file, key, *values) for key, *values in _differing(config, base, "", versions)]
 
@@ -72,7 +73,7 @@ def config_differences(file: str, config: Mapping[str, Any], base: Mapping[str, 
 def generation_differences(
     file: str, config: Mapping[str, Any], base: Mapping[str, Any]
 ) -> list[FileDifference]:
-    """Return what a generation_config.json means otherwise than the base's."""
+    """Return the keys of a generation_config.json whose meaning differs from the base's."""
     return [
         difference(file, key, config.get(key), base.get(key))
         for key in sorted(config.keys() | base.keys())
@@ -87,14 +88,17 @@ def _generation(config: Mapping[str, Any], key: str) -> object:
 
 
 def _is_default(key: str, value: object) -> bool:
-    """True for what most keys mean where they are not written."""
+    """True if writing this value means the same as leaving the key out."""
     if key in TOKENS or key in _DEFAULTS:
         return value == _DEFAULTS.get(key)
     return value is False or value in ("", [], {}) or (value in (0, 1) and value is not True)
 
 
 def _plain(key: str, value: object) -> object:
-    """Return a value as it is compared: one token, or a set of them, however it is written; labels without a name are none."""
+    """Return a value in the form in which it is compared, so that different spellings are equal.
+
+    A list of one token id becomes the id, several are sorted, and labels without real names become None.
+    """
     if key in _LABELS and isinstance(value, Mapping):
         return None if all("LABEL_" in f"{label}{number}" for label, number in value.items()) else value
     if isinstance(value, Mapping) and value.keys() == {"__float__"}:  # infinity, as transformers 5 writes it
@@ -115,7 +119,7 @@ def _plain(key: str, value: object) -> object:
 def _differing(
     config: Mapping[str, Any], base: Mapping[str, Any], above: str, versions: list[list[int]]
 ) -> Iterator[tuple[str, object, object]]:
-    # transformers 5 gives the text part a config of its own.
+    # transformers 5 writes the settings of the text model into a section of their own.
     if ("text_config" in config) != ("text_config" in base):
         config, base = _flat(config), _flat(base)
     for key in sorted((config.keys() | base.keys()) - _NOT_COMPARED - _ROPE):
@@ -134,14 +138,14 @@ def _differing(
 
 
 def _meant(config: Mapping[str, Any], key: str) -> object:
-    """Return a value as the model reads it."""
+    """Return the value that takes effect in the model, or None if it has no effect."""
     is_off = key == "sliding_window" and config.get("use_sliding_window") is False
     is_computed = key == "layer_types" and {*(config.get(key) or ())} == {"full_attention"}
     return None if is_off or is_computed else config.get(key)
 
 
 def _counts(key: str, pair: Sequence[object], versions: list[list[int]], *, is_lone: bool) -> bool:
-    """True if a value is a difference from null, or from a key that is not there."""
+    """True if it is a difference that one config has this value, and the other null or no such key."""
     value = pair[0] if pair[1] is None else pair[1]
     if key in TOKENS and not is_lone:
         return True
@@ -153,7 +157,7 @@ def _counts(key: str, pair: Sequence[object], versions: list[list[int]], *, is_l
 
 
 def _version(config: Mapping[str, Any]) -> list[int]:
-    """Return the version of the library that wrote a file; empty if it does not say so."""
+    """Return the version of the library that wrote a file, [5, 24, 0] for 5.24.0; an empty list if it is not recorded."""
     version = _first(config, _VERSIONS)
     return [int(part) for part in re.findall(r"\d+", str(version))[:3]] if version is not None else []
 
@@ -182,7 +186,7 @@ def _differing_ropes(
 
 
 def _ropes(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the rotary embedding of each kind of layers, "" for all, in the words of transformers 5."""
+    """Return the rotary embedding of each kind of layers, with the keys of transformers 5; the kind "" is all layers."""
     settings = config.get("rope_parameters") or config.get("rope_scaling")
     settings = settings if isinstance(settings, Mapping) else {}
     parts = {name: part for name, part in settings.items() if isinstance(part, Mapping)}
@@ -207,7 +211,7 @@ def _first(config: Mapping[str, Any], keys: Sequence[str]) -> object:
 
 
 def eos_ids(config: Mapping[str, Any] | None, generation: Mapping[str, Any] | None) -> set[int]:
-    """Return the tokens at which `generate` stops: those of the generation config, or else the config's; none if unknown."""
+    """Return the token ids at which `generate` stops, from the generation config or else the config; empty if unknown."""
     places = (generation, config, text_part(config))
     eos = next(
         (place["eos_token_id"] for place in places if place and place.get("eos_token_id") is not None), None
@@ -219,13 +223,14 @@ def eos_ids(config: Mapping[str, Any] | None, generation: Mapping[str, Any] | No
 def follow_weights(
     config: Mapping[str, Any], written: Mapping[str, Any], *, dtype: str | None, tied: bool | None
 ) -> dict[str, Any]:
-    """Return a config with what another one, of the same model, says of the weights.
+    """Return a config whose keys about the weights (dtype, rows, ties, quantisation) have the values of another config.
 
     Args:
-        config: whole.
-        written: has the right dtype, rows and quantisation.
-        dtype: of the weights, where `written` says nothing.
-        tied: are input and output embeddings one, where `written` says nothing? None: nothing tells.
+        config: provides all other keys.
+        written: of the same model, with the right dtype, rows and quantisation.
+        dtype: of the weights, used if `written` has none.
+        tied: whether input and output embeddings are one tensor, used if `written` does not have the key; None if
+            unknown.
     """
     followed = _followed(config, written, dtype)
     for key in QUANTIZATION_CONFIGS:
