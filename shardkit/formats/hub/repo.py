@@ -1,8 +1,8 @@
-"""Models on the Hub: fetching the files that are needed, all of one commit, or their headers alone; and uploading.
+"""Download models from the Hub, or only the headers of their weights, always from one commit; and upload models.
 
 All traffic goes through huggingface_hub, with its session, cache, token, retries, progress bars and environment
-(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). The header of a safetensors file takes two HTTP range requests.
-huggingface_hub's own `parse_safetensors_file_metadata` reads the whole file if a server ignores ranges, and checks
+(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). The header of a safetensors file takes two HTTP range requests, made
+here: huggingface_hub's own `parse_safetensors_file_metadata` reads the whole file if a server ignores ranges, and checks
 little.
 """
 
@@ -35,7 +35,7 @@ from shardkit.formats.hub.directory import Elsewhere, choose_weights, open_weigh
 from shardkit.formats.hub.files import DIFFUSERS, MODEL, WeightFiles, select_weights
 from shardkit.formats.hub.safetensors import LENGTH_BYTES, SafetensorsHeader, check_header, text_length
 
-# What building the model needs besides weights; remote code is fetched here and never run here.
+# Files besides the weights that are needed to build the model. Remote code is downloaded here, and never run here.
 _SMALL_FILES = ("config.json", "generation_config.json", "*.py")
 
 # huggingface_hub 2.4, utils/_validators.py, validate_repo_id
@@ -43,14 +43,14 @@ _REPO_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _MAX_REPO_ID = 96
 _NUM_CONNECTIONS = 8
 _DOWNLOADED = "{name}: what a legacy file holds can be told only once it is here: the weights were downloaded into the cache"
-# Weights of an earlier upload in other files would be a second model beside the new ones.
+# Patterns of weight files. Those of an earlier upload with other names would be a second model beside the new one.
 _REPLACED = tuple(
     f"{stem}{end}"
     for stem in (MODEL, DIFFUSERS)
     for end in (".safetensors", "-*-of-*.safetensors", ".safetensors.index.json")
 )
-# vLLM 0.11, model_executor/layers/quantization: get_config_filenames of ModelOpt, GPTQ and AWQ. Loaders take plain weights
-# beside one of them for quantised.
+# vLLM 0.11, model_executor/layers/quantization: get_config_filenames of ModelOpt, GPTQ and AWQ. Loaders read plain weights
+# as quantised ones if such a file is beside them.
 _QUANTISED_CONFIGS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _FILE_ENDINGS = (".safetensors", ".bin", ".json", ".git", ".distcp", ".ckpt", ".pt", ".pth")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)", re.ASCII)  # RFC 9110, 14.4
@@ -70,7 +70,7 @@ def looks_like_repo_id(text: str) -> bool:
 
 
 class Repo(NamedTuple):
-    """A repo that a person named."""
+    """A repo that the user named."""
 
     id: str
     """`organisation/name`."""
@@ -79,14 +79,16 @@ class Repo(NamedTuple):
 
 
 def named_repo(text: str, revision: str | None = None) -> Repo | None:
-    """Return the repo that is meant by its id, by `hf://organisation/name@revision`, or by the address of its page.
+    """Return the repo that a text names, or None if it names no repo.
+
+    The text may be a repo id, `hf://organisation/name@revision`, or the address of the repo's web page.
 
     Args:
-        text: as a person gave it.
-        revision: given beside it.
+        text: as the user wrote it.
+        revision: from an option; None for the one in the text, or the default branch.
 
     Raises:
-        UsageError: the text has another revision.
+        UsageError: the text and `revision` name different revisions.
     """
     address = (address_of(text) or text).rstrip("/")
     if not address.startswith(SCHEME):
@@ -113,15 +115,15 @@ def fetch_model(
         repo_id: `organisation/name`.
         revision: branch, tag or commit; None is the default branch.
         variant: as for `open_model`.
-        headers_only: download no safetensors file; read only the headers of those that are not in the cache. Legacy
-            files have no header that could be read by itself: they are downloaded.
+        headers_only: download no safetensors file, and read only the headers of those that are not in the cache.
+            Legacy files have no separate header, so they are downloaded.
 
     Returns:
-        Model whose identity has the repo and the commit; every file is of that commit.
+        A model whose identity has the repo and the commit; every file is from that commit.
 
     Raises:
-        SourceError: no such repo, revision or weights, a gated repo, or damaged weights.
-        ResourceError: no network, offline without the files in the cache, or a full disk.
+        SourceError: the repo, revision or weights do not exist, the repo is gated, or weights are damaged.
+        ResourceError: no network; offline, and files are missing in the cache; or a full disk.
     """
     with _explained(repo_id, revision):
         folder = _download(repo_id, revision, _SMALL_FILES)
@@ -141,10 +143,10 @@ def fetch_model(
 
 
 def cached_model(source: str, revision: str | None = None, variant: str | None = None) -> str | None:
-    """Return the folder of a repo's model in the cache, if all of its weights are there; nothing is downloaded.
+    """Return the folder of a repo's model in the cache if all of its weights are there, else None. Downloads nothing.
 
     Args:
-        source: what may be a repo, as a person gave it.
+        source: as the user wrote it; it may also be a path, for which this is None.
         revision, variant: as for `fetch_model`.
     """
     try:
@@ -156,7 +158,7 @@ def cached_model(source: str, revision: str | None = None, variant: str | None =
         folder = str(snapshot_download(repo.id, revision=repo.revision, local_files_only=True))
         weights = choose_weights(folder, storage.listdir(folder), variant=variant)
         names, _ = weight_files(folder, weights)
-    except Exception:  # downloading will say what is wrong; of huggingface_hub's own there is no common base
+    except Exception:  # of many unrelated types; a download will raise the same problem
         return None
     return folder if all(storage.exists(os.path.join(folder, name)) for name in names) else None
 
@@ -164,7 +166,7 @@ def cached_model(source: str, revision: str | None = None, variant: str | None =
 def _weight_files(
     repo_id: str, commit: str, folder: str, weights: WeightFiles
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Download the index; return the names of the weight files, and of those that are not in the cache."""
+    """Download the index, and return the names of all weight files and of those that are not in the cache."""
     if weights.index:
         _download(repo_id, commit, _literal([weights.index]))
     names, _ = weight_files(folder, weights)
@@ -174,7 +176,7 @@ def _weight_files(
 def _read_headers(repo_id: str, commit: str, names: Iterable[str]) -> Elsewhere:
     """Read headers over the network, several at a time; files that the repo lacks are left out.
 
-    The entry of a damaged header raises the error, so that all damaged ones are reported together.
+    The function in the entry of a damaged header raises its error, so that all damaged ones are reported together.
     """
     from huggingface_hub import errors
 
@@ -195,7 +197,7 @@ def _read_headers(repo_id: str, commit: str, names: Iterable[str]) -> Elsewhere:
 
 
 def fetch_files(repo_id: str, patterns: Iterable[str], *, revision: str | None = None) -> str:
-    """Download the matching files of a repo into the cache; return the commit's folder there.
+    """Download the matching files of a repo into the cache, and return the commit's folder there.
 
     Raises:
         SourceError, ResourceError: as `fetch_model`.
@@ -205,11 +207,11 @@ def fetch_files(repo_id: str, patterns: Iterable[str], *, revision: str | None =
 
 
 def open_headers(repo_id: str, commit: str) -> OpenedHubModel | None:
-    """Open a repo's weights without downloading them; None if it has no safetensors weights.
+    """Open a repo's weights without downloading them; return None if it has no safetensors weights.
 
     Args:
         repo_id: `organisation/name`.
-        commit: a full hash whose small files are in the cache.
+        commit: the full hash.
 
     Raises:
         SourceError, ResourceError: as `fetch_model`.
@@ -227,7 +229,7 @@ def open_headers(repo_id: str, commit: str) -> OpenedHubModel | None:
 
 
 def list_files(repo_id: str, commit: str) -> list[str]:
-    """Return the names of a repo's files; none where the Hub does not answer."""
+    """Return the names of a repo's files, or an empty list if the Hub does not answer."""
     from huggingface_hub import list_repo_files
 
     try:
@@ -237,26 +239,26 @@ def list_files(repo_id: str, commit: str) -> list[str]:
 
 
 class RepoFile(NamedTuple):
-    """A file of a repo, as the Hub describes it."""
+    """The Hub's description of a file in a repo."""
 
     name: str
     size: int
     """Bytes."""
     git_id: str
-    """Git id of what the repo's history holds: the file itself if `sha256` is None, else a pointer to it."""
+    """Git id of the blob in the repo's history: the file itself if `sha256` is None, else a pointer to it."""
     sha256: str | None
-    """Of the file, in hex, if it lies outside git (LFS, Xet); else None."""
+    """Of the file, in hex, if it is stored outside git (LFS, Xet); else None."""
 
 
 def list_repo(repo_id: str, *, revision: str | None = None) -> tuple[str, dict[str, RepoFile]]:
-    """Return the commit and the files of a repo, by name; nothing is downloaded.
+    """Return the commit of a repo, and its files by name; nothing is downloaded.
 
     Args:
         repo_id: `organisation/name`.
         revision: branch, tag or commit; None is the default branch.
 
     Raises:
-        UsageError: huggingface_hub is told to stay offline.
+        UsageError: HF_HUB_OFFLINE is set.
         SourceError, ResourceError: as `fetch_model`.
     """
     from huggingface_hub import HfApi, constants
@@ -276,7 +278,7 @@ def list_repo(repo_id: str, *, revision: str | None = None) -> tuple[str, dict[s
 
 
 def _download(repo_id: str, revision: str | None, patterns: Iterable[str]) -> str:
-    """Download the files that match and return the commit's folder in the cache."""
+    """Download the matching files, and return the commit's folder in the cache."""
     from huggingface_hub import snapshot_download
 
     folder = str(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
@@ -290,10 +292,10 @@ def _literal(names: Iterable[str]) -> list[str]:
 
 
 def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tuple[WeightFiles, list[str]]:
-    """Choose the weights among the repo's files, or the cached ones if the Hub does not answer.
+    """Choose the weights among the repo's files, or among the cached files if the Hub does not answer.
 
     Returns:
-        The weights, and the names of the files among which they were chosen.
+        The weights, and the names of all files among which they were chosen.
     """
     from huggingface_hub import list_repo_files
 
@@ -305,14 +307,14 @@ def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tupl
             return select_weights(cached, repo_id, variant=variant, is_repo=True), list_weights(folder)
         except SourceError:
             pass
-        raise  # the Hub's failure explains more than what the cache lacks
+        raise  # the Hub's error explains more than a list of files that the cache lacks
     top = [name for name in names if "/" not in name]
     return select_weights(top, repo_id, variant=variant, is_repo=True), names
 
 
 @contextmanager
 def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
-    """Turn errors of huggingface_hub into one clear line."""
+    """Replace errors of huggingface_hub by errors of ours, whose message is one clear line."""
     try:
         yield
     except ShardkitError:
@@ -336,15 +338,15 @@ def _explain(error: Exception, repo_id: str, revision: str | None) -> ShardkitEr
 
 
 def read_remote_header(repo_id: str, commit: str, name: str) -> SafetensorsHeader:
-    """Read and check the header of a safetensors file of a repo, and no byte of its data.
+    """Read and check the header of a safetensors file in a repo, without its data.
 
     Args:
         repo_id: `organisation/name`.
-        commit: a full hash, so that both requests see one file.
+        commit: the full hash, so that both requests read the same file.
         name: of the file in the repo.
 
     Raises:
-        SourceError: a rule of the format is broken, going by the file size that the server tells.
+        SourceError: the header breaks a rule of the format, or does not fit the file size that the server reports.
         ResourceError: the server's answer makes no sense.
         Exception: from huggingface_hub and its HTTP client.
     """
@@ -364,12 +366,12 @@ def read_remote_header(repo_id: str, commit: str, name: str) -> SafetensorsHeade
 
 
 def _get(url: str, start: int, stop: int, name: str) -> tuple[bytes, int | None]:
-    """Return bytes `start` to `stop` of a file, none if it is empty; and its size, None if the server does not say."""
+    """Return bytes `start` to `stop` of a file, and its size; None if the server does not report the size."""
     with _stream(url, f"bytes={start}-{stop - 1}") as (response, pieces):
         try:
             return _read(response, pieces, start, stop, name)
         except Exception as error:
-            # Raised below: http_stream_backoff mistakes it for a failed attempt when it passes through.
+            # Raised outside the context: inside, http_stream_backoff would mistake it for a failed attempt.
             failure = error
     raise failure
 
@@ -377,7 +379,7 @@ def _get(url: str, start: int, stop: int, name: str) -> tuple[bytes, int | None]
 def _read(
     response: Response, pieces: Iterable[bytes], start: int, stop: int, name: str
 ) -> tuple[bytes, int | None]:
-    """Do the same with an answer that has a part of the file, or all of it."""
+    """Return the same from a response, whose body may be the requested range or the whole file."""
     from huggingface_hub import utils
 
     if response.status_code == _UNSATISFIABLE and start == 0:
@@ -393,7 +395,7 @@ def _read(
 
 
 def _take(pieces: Iterable[bytes], nbytes: int) -> bytes:
-    """Return the first bytes of a body, reading little more."""
+    """Return the first bytes of a body, and read little more than these."""
     body = bytearray()
     for piece in pieces:
         body += piece
@@ -409,11 +411,11 @@ def _content_length(headers: Mapping[str, str]) -> int | None:
 
 @contextmanager
 def _stream(url: str, byte_range: str) -> Iterator[tuple[Response, Iterable[bytes]]]:
-    """Ask for a range and yield the response before its body is read."""
+    """Request a range, and yield the response and its unread body in pieces."""
     from huggingface_hub import constants
     from huggingface_hub import utils as installed
 
-    utils: Any = installed  # it exports its functions without saying so, and others in other versions
+    utils: Any = installed  # its functions are not in its type stubs, and differ between versions
     # Compression would hide the size, and a header would gain little from it.
     headers = {**utils.build_hf_headers(), "Range": byte_range, "Accept-Encoding": "identity"}
     options: dict[str, Any] = {
@@ -437,14 +439,14 @@ def _senseless(name: str, reason: str) -> ResourceError:
 
 
 def check_push(repo_id: str, *, is_tried: bool = False) -> None:
-    """Refuse a repo that nothing can be uploaded to, before any work is done.
+    """Refuse an upload that cannot succeed, before any work is done.
 
     Args:
-        repo_id: as it was given.
-        is_tried: only a dry run: nobody needs to be logged in.
+        repo_id: as the user wrote it.
+        is_tried: True for a dry run, which needs no login.
 
     Raises:
-        UsageError: not a repo id, nobody is logged in, or huggingface_hub is told to stay offline.
+        UsageError: `repo_id` is malformed, nobody is logged in, or HF_HUB_OFFLINE is set.
     """
     if not looks_like_repo_id(repo_id):
         raise UsageError(
@@ -464,14 +466,14 @@ def check_push(repo_id: str, *, is_tried: bool = False) -> None:
 
 
 class Pushed(NamedTuple):
-    """An upload."""
+    """The result of an upload."""
 
     address: str
-    """Of the repo, or of its branch."""
+    """Web address of the repo, or of its branch."""
     kept: tuple[str, ...] = ()
-    """Files that were not uploaded, as the repo has its own."""
+    """Files that were not uploaded, because the repo has its own."""
     removed: tuple[str, ...] = ()
-    """Configs of the repo's earlier weights, which were quantised; these weights have none."""
+    """Files in the repo that described quantised earlier weights; the new weights have none, so they were removed."""
 
 
 def push(
@@ -479,18 +481,18 @@ def push(
 ) -> Pushed:
     """Upload a directory.
 
-    Files of the same name are replaced. Weights of an earlier upload in other files are removed, and what says how these
-    were quantised. Everything else in the repo stays.
+    Files of the same name are replaced. Weight files of an earlier upload with other names are removed, and so are the
+    configs of their quantisation. Everything else in the repo stays.
 
     Args:
         directory: complete and checked.
         repo_id: created if it does not exist.
         private: whether a new repo is private.
         branch: created if it does not exist; None is the default one.
-        by_people: files that are not uploaded where the repo has some of their names: a card that somebody wrote there.
+        by_people: files that are not uploaded if the repo has them already, such as a card that somebody wrote there.
 
     Raises:
-        ResourceError: the Hub refuses, or cannot be reached; the directory stays as it is.
+        ResourceError: the Hub refuses, or cannot be reached. The directory is not changed.
     """
     from huggingface_hub import HfApi
 
