@@ -1,4 +1,4 @@
-"""A tokenizer that a person names for the output: its files, and how many rows of an embedding it needs.
+"""Read a tokenizer: its files, its tokens, the rows of an embedding that it needs, and its differences from another.
 
 Sources: tokenizers 0.22, `tokenizer.json`; transformers 5.24, `vocab_files_names` and `added_tokens_decoder`;
 sentencepiece_model.proto, field 1 of ModelProto.
@@ -25,7 +25,7 @@ _SAID_ROLES = ("bos_token", "eos_token", "pad_token")
 _TEXTS = ("tokenizer.json", "vocab.json", "vocab.txt")
 
 Files = Mapping[str, Callable[[], bytes]]
-"""Name -> what reads the file."""
+"""Name of a tokenizer's file -> function that reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +33,19 @@ class Tokenizer:
     """A tokenizer's files."""
 
     label: str
-    """What it is, for messages; escaped."""
+    """The option and directory, for messages; escaped."""
     files: Mapping[str, str]
     """Name -> path."""
     tokens: int | None
-    """The rows that it needs: one more than its highest id. None if its files are of a kind that is not read here."""
+    """The rows of an embedding that it needs: its highest id plus one. None if its kind of vocabulary is not read here."""
 
 
 def open_tokenizer(directory: str) -> Tokenizer:
     """Open the tokenizer in a directory.
 
     Raises:
-        SourceError: no directory, none in it, or damaged files or pointers of Git LFS.
-        ResourceError: it cannot be read.
+        SourceError: not a directory, no tokenizer in it, or files that are damaged or are pointers of Git LFS.
+        ResourceError: a file cannot be read.
     """
     is_directory = storage.isdir(directory)
     files = tokenizer_files(directory) if is_directory else {}
@@ -68,13 +68,13 @@ def tokenizer_files(directory: str) -> dict[str, str]:
     """Return the files of a tokenizer in a directory: name -> path.
 
     Raises:
-        ResourceError: it cannot be listed.
+        ResourceError: the directory cannot be listed.
     """
     return {name: path for name, path in list_assets(directory)[0].items() if is_tokenizer_file(name)}
 
 
 def _count(files: Mapping[str, str]) -> int | None:
-    """Return one more than the highest id in a tokenizer's files; None if no file lists its tokens."""
+    """Return the highest id in a tokenizer's files plus one; None if no file lists its tokens."""
     listed = [
         ids
         for name, read in _LISTS.items()
@@ -92,7 +92,7 @@ def _count(files: Mapping[str, str]) -> int | None:
 
 
 def token_ids(files: Files) -> dict[str, int]:
-    """Return the id of each token by its text, as far as files that list tokens are there; SentencePiece's are not read."""
+    """Return text -> id of all tokens in files that list them as text; a SentencePiece model is not read."""
     ids, added = dict[str, Any](), list[Any]()
     name = next((name for name in _TEXTS if name in files), None)
     if name == "vocab.txt":
@@ -118,7 +118,7 @@ def token_ids(files: Files) -> dict[str, int]:
 
 
 def special_tokens(files: Files) -> dict[str, str]:
-    """Return the text of each special token by its role, such as `eos_token`."""
+    """Return role -> text of the special tokens; a role is a key such as `eos_token`."""
     name, settings = "special_tokens_map.json", _settings(files)
     tokens = {**(_object(files[name](), name) if name in files else {}), **settings}
     plain = {
@@ -130,7 +130,7 @@ def special_tokens(files: Files) -> dict[str, str]:
 
 
 def chat_template(files: Files) -> object:
-    """Return the chat template, as transformers finds it; None if there is none."""
+    """Return the chat template from the first place in which transformers would find one, or None."""
     if TEMPLATE in files:
         return files[TEMPLATE]().decode("utf-8", "replace").strip()
     name = "chat_template.json"
@@ -142,9 +142,10 @@ def chat_template(files: Files) -> object:
 
 
 def tokenizer_differences(files: Files, base: Files) -> Iterator[tuple[str, str, object, object]]:
-    """Yield (file, what, value, the base's) of what a tokenizer means otherwise than the base's: tokens, template, length.
+    """Yield (file, key, value, the base's value) for each difference in meaning between a tokenizer and the base's.
 
-    Vocabularies that are not read, such as SentencePiece's, differ in their bytes.
+    Tokens, special tokens, template and length are compared. Vocabularies that are not read, such as SentencePiece's,
+    are compared by their bytes.
     """
     has_same = {name for name in files.keys() & base.keys() if files[name]() == base[name]()}
     ids, base_ids = ({}, {}) if "tokenizer.json" in has_same else (token_ids(files), token_ids(base))
@@ -214,7 +215,7 @@ def _decoder(data: bytes, name: str) -> Iterator[int]:
 
 
 def _pieces(data: bytes, name: str) -> Iterator[int]:
-    """Yield the numbers of a SentencePiece model's pieces: the fields 1 of the message, whatever is in them."""
+    """Yield the ids of a SentencePiece model's pieces by counting them; a piece is field 1 of the protobuf message."""
     offset = number = 0
     while offset < len(data):
         tag, offset = _varint(data, offset, name)
@@ -239,7 +240,7 @@ def _varint(data: bytes, offset: int, name: str) -> tuple[int, int]:
     raise SourceError(f"{escape(name)}: it ends in the middle of a field")
 
 
-# The first that is there lists the tokens; the others are older forms of the same.
+# The first of these files that exists is read; the others are older forms of the same list.
 _LISTS = {
     "tokenizer.json": _fast,
     "vocab.json": _table,
