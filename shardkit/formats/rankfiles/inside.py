@@ -1,10 +1,10 @@
-"""The state dicts of optimizers that lie in one `torch.save` file with the model.
+"""Open the state dicts of optimizers inside a `torch.save` file that also has the model.
 
     {"model": ..., "optim": {"state": {FQN: ...}, "param_groups": [...]}, "step": 30}
 
-A state by FQN is what torch's `get_state_dict` and FSDP's `full_optim_state_dict` return. It keeps its place and its
-names, and its settings become byte entries, as `dcp.save` of the same dict would store them. A state by number, as
-`optimizer.state_dict()` gives it, does not say which parameter a number is.
+torch's `get_state_dict` and FSDP's `full_optim_state_dict` return a state by FQN. It keeps its path and its names, and
+its settings become byte entries, as `dcp.save` of the same dict would store them. A state by number, from
+`optimizer.state_dict()`, is refused: it does not record which parameter a number stands for.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _FLAT = f"{GROUPS}."  # torch's flatten_optimizer_state_dict: param_groups.<FQN>
 
 
 class StateInside(NamedTuple):
-    """The state dict of an optimizer."""
+    """The state dict of an optimizer inside a file."""
 
     path: Path
-    """Where it lies in the file; empty for the whole file."""
+    """From the top of the file's tree; empty for the whole file."""
     tree: Mapping[str | int, Any]
 
 
 def find_states(tree: object, path: Path = ()) -> Iterator[StateInside]:
-    """Yield the state dicts of optimizers in a file."""
+    """Yield the state dicts of optimizers in a file's tree."""
     if isinstance(tree, dict):
         is_flat = any(type(key) is str and key.startswith(_FLAT) for key in tree)
         if is_flat or (isinstance(tree.get(GROUPS), list) and isinstance(tree.get(STATE), dict)):
@@ -57,16 +57,16 @@ def find_states(tree: object, path: Path = ()) -> Iterator[StateInside]:
 def open_states(
     file: TorchFile, states: Collection[StateInside], catalog: Catalog, unreadable: Collection[str]
 ) -> OptimizerState | Unmapped:
-    """Return a file's catalog with the settings of its optimizers, or why one of these cannot be used.
+    """Return a file's catalog with the settings of its optimizers added, or the reason why one of these cannot be used.
 
     Args:
-        file: where they lie.
+        file: with the states.
         states: from `find_states`.
-        catalog: all tensors of the file.
-        unreadable: names of tensors that it lacks, because their bytes are not their values.
+        catalog: of all tensors of the file.
+        unreadable: names of tensors that the catalog lacks, because their bytes are not their values.
 
     Raises:
-        SourceError: the file is nothing but a state that cannot be used, or has more settings than any optimizer.
+        SourceError: the whole file is a state that cannot be used, or it has more settings than any optimizer.
     """
     names = [path_name(state.path) for state in states]
     for state, name in zip(states, names, strict=True):
@@ -99,7 +99,7 @@ def open_states(
 
 
 def settings_in(states: Iterable[StateInside]) -> dict[str, object]:
-    """Return the settings of all groups by name, as `dcp.save` names them."""
+    """Return the settings of all groups, by the names that `dcp.save` would give them."""
     settings = dict[str, object]()
     for path, tree in states:
         groups = tree.get(GROUPS, [])
@@ -117,7 +117,7 @@ def _is_flat(tree: Mapping[str | int, Any]) -> bool:
 
 
 def _why_not(file: TorchFile, state: StateInside, unreadable: Collection[str]) -> str | None:
-    """Return why a state cannot be used, escaped."""
+    """Return the reason why a state cannot be used, escaped; None if it can."""
     if unreadable:
         return f"{escape(next(iter(unreadable)))} is not stored as plain values"
     if _is_flat(state.tree):
@@ -132,7 +132,7 @@ def _why_not(file: TorchFile, state: StateInside, unreadable: Collection[str]) -
 
 
 def _add_nested(writer: StateWriter, file: TorchFile, tree: Mapping[str | int, Any]) -> None:
-    """Add the settings of every group, and the counts that are not tensors."""
+    """Add the settings of every group, and the values of the state that are not tensors."""
     read = read_states(replace(file, tree=tree))
     assert not isinstance(read, str)
     for key, values in read.states.items():
