@@ -1,4 +1,6 @@
-"""The files of a DeepSpeed checkpoint: where they are, which are required, and what they say.
+"""The files of a DeepSpeed checkpoint: find them, check that all are there, and read them into records.
+
+A tag is one saved state, a directory such as `global_step20`.
 
     RUN/latest                                         the name of the last tag
     RUN/global_step20/
@@ -8,13 +10,13 @@
         [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt
         zero/PARAMETER/fp32.pt                         only in universal checkpoints
 
-An optimizer file holds the rank's parts of the fp32 masters, and the state of the inner optimizer:
+An optimizer file has the rank's parts of the fp32 masters, and the state of the inner optimizer (such as Adam):
 
     optimizer_state_dict
         base_optimizer_state     ZeRO-1 and 2, bf16: the state dict of the inner optimizer, or a list of states
         optimizer_state_dict     ZeRO-3: the same
             state                for each flat tensor: exp_avg, exp_avg_sq, of the same length; step
-            param_groups         settings; their parameters are flat tensors, by number
+            param_groups         settings, whose `params` are numbers of flat tensors
 
 Source: DeepSpeed 0.19, runtime/engine.py (`_get_ckpt_name`, `_get_rank_zero_ckpt_name`,
 `_common_checkpoint_state`), runtime/zero/stage_1_and_2.py, stage3.py and runtime/bf16_optimizer.py
@@ -63,27 +65,27 @@ class Tag(NamedTuple):
 
     directory: str
     prefix: str
-    """What to put before a file's name in messages: the tag and a slash, or nothing."""
+    """Put before a file's name in messages: the tag and a slash, or nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFiles:
-    """What a tag's directory holds, going by the names."""
+    """The names of the files in a tag's directory, by their kinds."""
 
     whole: str | None
     """The file with the whole module."""
     models: dict[int, str]
-    """By rank, the model files of ZeRO-3."""
+    """The model files of ZeRO-3, by rank."""
     optimizers: dict[int, str]
-    """By rank."""
+    """The optimizer files, by rank."""
     experts: dict[tuple[int, int], str]
-    """By MoE layer and expert; layer -1 where a file has the experts of all layers."""
+    """The experts' files, by MoE layer and expert; the layer is -1 if a file is for all layers."""
     is_universal: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStates:
-    """One `*_model_states.pt`."""
+    """The content of one `*_model_states.pt`."""
 
     file: TorchFile
     module: Mapping[str, object]
@@ -92,29 +94,29 @@ class ModelStates:
     groups: Sequence[Mapping[str, Shape]] | None
     """The shapes of the optimizer's parameters, by group and in the order of the flat tensors. None without ZeRO."""
     frozen: Mapping[str, Shape]
-    """Parameters that the optimizer does not have."""
+    """Shapes of the parameters that the optimizer does not train."""
     leaves_frozen_out: bool
     """With ZeRO-2 and 3: saved with `exclude_frozen_parameters=True`."""
     fragments: Mapping[str, TensorRef]
-    """Frozen parameters: with ZeRO-3 the rank's flat part, otherwise all of it."""
+    """Frozen parameters: with ZeRO-3 the rank's flat part, otherwise the whole parameter."""
     shared: Mapping[str, str]
     """For each parameter that is stored under another name, that name."""
     num_ranks: int | None
     step: int | None
     is_lightning: bool
     num_experts: Sequence[int]
-    """Of each MoE layer."""
+    """Number of experts in each MoE layer."""
     is_data_first: bool
-    """True if ranks with the same experts stand side by side."""
+    """True if ranks with the same experts have consecutive numbers."""
     stacked: Mapping[str, int]
-    """Parameters of AutoEP that are made of experts, with the number of experts of the whole model."""
+    """Parameters in which AutoEP stacks experts, with the number of experts in the whole model."""
     has_own_places: bool
-    """True if only AutoEP's own rules place these experts."""
+    """True if AutoEP's own rules decide which rank has which expert; shardkit does not know them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertStates:
-    """One expert's file."""
+    """The content of one expert's file."""
 
     file: TorchFile
     tensors: Mapping[str, TensorRef]
@@ -122,31 +124,32 @@ class ExpertStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStates:
-    """One `*_optim_states.pt`."""
+    """The content of one `*_optim_states.pt`."""
 
     file: TorchFile
     stage: int
     """1 to 3."""
     counts: Sequence[int]
-    """Ranks that share each group; experts have fewer than the rest. Empty if the file does not say."""
+    """For each group, the number of ranks over which it is cut; smaller for experts. Empty if not recorded."""
     flat: Sequence[TensorRef]
     """The rank's part of each group's flat fp32 tensor."""
     paddings: Sequence[Sequence[int]] | None
-    """ZeRO-1 and 2: for each group, elements after each parameter."""
+    """ZeRO-1 and 2: for each group, the number of padding elements after each parameter."""
     steps: Mapping[object, object]
-    """The count of steps of each flat tensor that has one, in a form that can be compared."""
+    """The step count of each flat tensor that has one, in the form of `count_of`."""
     inner: RankStateDict
-    """The inner optimizer's; its parameters are flat tensors, by number."""
+    """The inner optimizer's state dict, whose parameters are numbers of flat tensors."""
 
     def ep_size_of(self, group: int, num_ranks: int) -> int:
-        """Return by how many expert-parallel ranks the parameters of a group are divided; 1 if they are not."""
+        """Return the number of expert-parallel ranks among which a group is divided; 1 for ordinary parameters."""
         return num_ranks // self.counts[group] if group < len(self.counts) else 1
 
 
 def find_tag(path: str) -> Tag | None:
-    """Return the saved state in a directory, or the last one that its tracker file names; None if there is none.
+    """Return the saved state in a directory, or the one that its tracker file names, or None.
 
-    Where the one that `latest` names is not there, only its own universal checkpoint stands for it: another is older.
+    If the state in `latest` is gone, the one in `latest_universal` is used only if it was converted from the same state,
+    as any other is older.
     """
     if not storage.isdir(path):
         return None
@@ -169,7 +172,7 @@ def find_tag(path: str) -> Tag | None:
 
 
 def _is_of(name: str, tag: str) -> bool:
-    """True if a name begins with a tag, and not with that of a later step: `global_step10_universal` is not of `global_step1`."""
+    """True if a name is a tag with an ending: `global_step10_universal` belongs to `global_step10`, not to `global_step1`."""
     return name.startswith(tag) and not name[len(tag) :][:1].isdigit()
 
 
@@ -178,10 +181,10 @@ def _has_states(path: str) -> bool:
 
 
 def survey(tag: Tag) -> StateFiles:
-    """Return which files a tag has.
+    """Return the files of a tag, by their kinds.
 
     Raises:
-        SourceError: the model was split in a way that the files of ZeRO alone do not tell, or two saves are mixed.
+        SourceError: the model was split by tensor or pipeline parallelism, or files of two saves are mixed.
     """
     names = sorted(listing(tag.directory))
     is_universal = inner(tag.directory, "zero") is not None
@@ -234,10 +237,10 @@ def _refuse_splits(tag: Tag, names: Sequence[str], split: Sequence[str], hint: s
 
 
 def require_files(tag: Tag, files: StateFiles, num_ranks: int, *, with_models: bool) -> None:
-    """Check that every rank's files are there.
+    """Check that the files of all ranks exist.
 
     Raises:
-        SourceError: lists all that are missing.
+        SourceError: lists all missing files.
     """
     sample = min(files.optimizers.values(), default="zero_pp_rank_0_mp_rank_00_optim_states.pt")
     file_sets = [(files.optimizers, sample)]
@@ -259,7 +262,7 @@ def require_files(tag: Tag, files: StateFiles, num_ranks: int, *, with_models: b
 
 
 def open_states(tag: Tag, names: Sequence[str], read: Callable[[TorchFile], T]) -> list[T]:
-    """Open some of a tag's files, and return what `read` makes of each.
+    """Open some of a tag's files, and return the result of `read` for each.
 
     Raises:
         SourceError, IntegrityError, ResourceError: as `open_each`.
@@ -271,10 +274,12 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
     """Return the content of a model file.
 
     Args:
-        first: rank 0's file, if this is another rank's: what both say is kept once, and of the module the buffers alone.
+        file: opened.
+        first: rank 0's content, if this is the file of another rank. Equal parts are then shared with it to save memory,
+            and of the module only buffers are kept.
 
     Raises:
-        SourceError: it is not such a file, or was saved in a way that ZeRO's rules do not cover.
+        SourceError: it is not a model file, or was saved in a way that ZeRO's rules do not cover.
     """
     tree = _tree(file)
     if "module" not in tree:
@@ -318,7 +323,7 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
 
 
 def _stacked(layers: Sequence[object]) -> dict[str, int]:
-    """Return the parameters that AutoEP makes of the experts of a layer, with the number of these."""
+    """Return the parameters in which AutoEP stacks a layer's experts, with the number of experts."""
     num_experts: dict[str, int] = {}
     for layer in map(_strings, layers):
         prefix, number = layer.get("expert_key_prefix"), _count(layer.get("num_experts"))
@@ -328,7 +333,7 @@ def _stacked(layers: Sequence[object]) -> dict[str, int]:
 
 
 def _aliases(layers: Sequence[object], module: Mapping[str, object]) -> dict[str, str]:
-    """Return the second names of AutoEP's routers (`gate.gate.weight`), with the first (`router.gate.weight`)."""
+    """Return the second name of each of AutoEP's routers -> the first: `gate.gate.weight` -> `router.gate.weight`."""
     aliases: dict[str, str] = {}
     for path in (_strings(layer).get("module_path") for layer in layers):
         for name in module:
@@ -340,7 +345,7 @@ def _aliases(layers: Sequence[object], module: Mapping[str, object]) -> dict[str
 
 
 def _is_in_order(layer: object) -> bool:
-    """True if AutoEP has written a file for each expert of a layer, and ranks have them in their order."""
+    """True if AutoEP wrote a file for each expert of a layer, and the ranks have the experts in order."""
     entries = _strings(layer)
     ranks = _list(_strings(entries.get("expert_placement")).get("ranks", []))
     experts = [expert for rank in ranks for expert in _list(_strings(rank).get("experts"))]
@@ -352,7 +357,7 @@ def read_expert_states(file: TorchFile) -> ExpertStates:
     """Return the content of an expert's file.
 
     Raises:
-        SourceError: it is not such a file.
+        SourceError: it is not an expert's file.
     """
     tensors = {name: value for name, value in _tree(file).items() if isinstance(value, TensorRef)}
     if not tensors or len(tensors) != len(_tree(file)):
@@ -364,7 +369,7 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
     """Return the content of an optimizer file.
 
     Raises:
-        SourceError: it is not such a file of ZeRO, its partitions are not flat tensors, or it has more settings
+        SourceError: it is not an optimizer file of ZeRO, its partitions are not flat tensors, or it has more settings
             than any optimizer.
     """
     state = _tree(file).get("optimizer_state_dict")
@@ -401,7 +406,7 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
 
 
 def _inner_state(file: TorchFile, state: Mapping[str, Any], num_flat: int) -> RankStateDict:
-    """Return the inner optimizer's state of `num_flat` flat tensors."""
+    """Return the inner optimizer's state dict, with an entry for each of `num_flat` flat tensors."""
     base, states = _inner(state), _inner_leaves(state)
     groups = read_groups(file.name, base.get(GROUPS)) if isinstance(base, dict) else None
     return RankStateDict(file, {n: states.get(n, {}) for n in range(num_flat)}, groups).without_tree()
@@ -415,7 +420,7 @@ def _inner_leaves(state: Mapping[str, Any]) -> dict[object, dict[str, object]]:
     """Return the leaves of each flat tensor, by number."""
     base, step = _inner(state), None
     states = base.get(STATE) if isinstance(base, dict) else None
-    if isinstance(base, list):  # "elastic": a state for each flat tensor, without settings; one count for all
+    if isinstance(base, list):  # "elastic": states of flat tensors without settings, and one step count
         states, step = dict(enumerate(base)), state.get("base_optimizer_state_step")
     shared = {STEP: step} if type(step) is int or isinstance(step, TensorRef) else {}
     return {
@@ -426,13 +431,13 @@ def _inner_leaves(state: Mapping[str, Any]) -> dict[object, dict[str, object]]:
 
 
 def _stage(state: Mapping[str, Any]) -> int:
-    """Return 1 or 2, which differ in nothing that is saved; the optimizer of bf16 does not say."""
+    """Return the stage, 1 or 2; 1 if not recorded, as by bf16's optimizer. The two are saved in the same way."""
     stage = state.get("zero_stage")
     return 2 if (stage.value if isinstance(stage, UnmadeObject) else stage) == 2 else 1
 
 
 def _other_groups(state: Mapping[str, Any], counts: Sequence[int]) -> bool:
-    """True if a group of ZeRO-3 has ranks of its own."""
+    """True if a group of ZeRO-3 is cut over another number of ranks than the rest."""
     groups = state.get("ds_zero_partition_groups")
     return isinstance(groups, list) and any(
         isinstance(group, dict) and group.get("partition_count") not in (None, *counts) for group in groups
@@ -450,12 +455,12 @@ def _refusal(file: TorchFile, reason: str) -> SourceError:
 
 
 def _strings(value: object) -> dict[str, Any]:
-    """Return the entries of a dict whose keys are strings; none of anything else."""
+    """Return the entries of a dict whose keys are strings; an empty dict for any other value."""
     return {key: item for key, item in value.items() if type(key) is str} if isinstance(value, dict) else {}
 
 
 def _list(value: object) -> list[Any]:
-    """Return a list as it is, and anything else as the only item of one."""
+    """Return a list unchanged, and any other value as a list of one item."""
     return value if isinstance(value, list) else [value]
 
 

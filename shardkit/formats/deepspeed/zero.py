@@ -1,9 +1,9 @@
-"""The flat partitions of ZeRO's ranks: the fp32 masters, which are the weights, and the optimizer's state.
+"""Find the parameters in the flat partitions of ZeRO's ranks: in the fp32 masters and in the optimizer's state.
 
-ZeRO-1 and 2 put the parameters of a group one after another into one flat tensor, and cut it into one
-partition for each rank; those of experts for the ranks that have these experts. ZeRO-3 cuts every parameter by
-itself, and a rank puts its parts one after another. The inner optimizer's states are flat tensors that are cut
-like the masters.
+The masters are the optimizer's own copies of the weights, in fp32. ZeRO-1 and 2 lay the parameters of a group end to end
+in one flat tensor, and cut it into one partition for each rank; a group of experts is cut only for the ranks that have
+these experts. ZeRO-3 cuts every parameter by itself, and each rank lays its parts end to end. The inner optimizer's
+states are flat tensors that are cut like the masters.
 
 Source: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py, runtime/zero/partition_parameters.py and
 utils/zero_to_fp32.py.
@@ -32,16 +32,16 @@ _HINT = (
 def masters_of(
     model: ModelStates, optimizers: Sequence[OptimizerStates], first_file: int, directory: str
 ) -> dict[str, Weight]:
-    """Return the trained parameters, as pieces of the optimizers' flat tensors.
+    """Return the trained parameters, made up of ranges of the ranks' flat fp32 tensors.
 
     Args:
-        model: what the model's file says, with the shapes.
-        optimizers: of all ranks, in their order.
+        model: the model's file, with the shapes.
+        optimizers: files of all ranks, in order.
         first_file: number of the first optimizer's file in the catalog; the others follow it.
         directory: for messages.
 
     Raises:
-        IntegrityError: shapes and partitions do not fit each other; lists every place.
+        IntegrityError: shapes and partitions do not fit each other; lists every mismatch.
     """
     shapes = _shapes(model)
     masters: dict[str, Weight] = {}
@@ -61,11 +61,14 @@ def open_zero_optimizer(
 
     Args:
         directory: of the checkpoint.
-        model: what the model's file says, with the names and shapes.
-        optimizers: of all ranks, in their order.
+        model: the model's file, with the names and shapes.
+        optimizers: files of all ranks, in order.
+
+    Returns:
+        The state, or the reason why it cannot be used.
 
     Raises:
-        IntegrityError: files of different saves.
+        IntegrityError: the files are of different saves.
     """
     names, inner = [rank.file.name for rank in optimizers], [rank.inner for rank in optimizers]
     if not any(inner[0].states.values()):
@@ -81,11 +84,11 @@ def open_zero_optimizer(
 
 
 def group_params(groups: Sequence[Group], names: Sequence[Sequence[str]]) -> list[list[str]] | str:
-    """Return the parameters of each group of settings, or why they cannot be told.
+    """Return the names of the parameters in each group of settings, or the reason why they are unknown.
 
     Args:
-        groups: whose parameters are numbers of flat tensors.
-        names: the parameters in each flat tensor.
+        groups: the settings, whose `params` are numbers of flat tensors.
+        names: of the parameters in each flat tensor.
     """
     if len(groups) == 1:
         return [[name for flat in names for name in flat]]
@@ -97,7 +100,7 @@ def group_params(groups: Sequence[Group], names: Sequence[Sequence[str]]) -> lis
 
 
 def pieces_of(model: ModelStates, optimizers: Sequence[OptimizerStates], directory: str) -> Pieces:
-    """Return where the trained parameters lie in the ranks' flat tensors.
+    """Return the pieces of the trained parameters in the ranks' flat tensors.
 
     Raises:
         IntegrityError: as `masters_of`.
@@ -124,7 +127,7 @@ def pieces_of(model: ModelStates, optimizers: Sequence[OptimizerStates], directo
     IntegrityError.raise_for(
         problems, f"{escape(directory)}: the fp32 partitions do not hold the parameters", hint=_HINT
     )
-    # A parameter without elements has no pieces; it still has a dtype, a state, and a place to point at.
+    # A parameter without elements gets an empty piece, as its dtype, state and place are read from its first piece.
     return {name: parts or [FlatPiece(0, 0, 0, 0, 0)] for name, parts in pieces.items()}
 
 
@@ -135,7 +138,11 @@ def _shapes(model: ModelStates) -> dict[str, Shape]:
 def _shares(
     model: ModelStates, optimizers: Sequence[OptimizerStates], number: int, group: Mapping[str, Shape]
 ) -> Iterator[tuple[Sequence[int], dict[str, Shape]]]:
-    """Yield which ranks together have which parameters of a group: all of them all, but for experts."""
+    """Yield (ranks, parameters): the ranks over which these parameters of a group are cut.
+
+    For ordinary parameters this is one pair, of all ranks and all parameters. For experts there is one pair for each
+    expert-parallel rank.
+    """
     ep_size = optimizers[0].ep_size_of(number, len(optimizers))
     count, size = len(optimizers) // ep_size, len(group) // ep_size
     for ep_rank in range(ep_size):
@@ -149,7 +156,7 @@ def _shares(
 def _mismatches(
     groups: Sequence[Mapping[str, Shape]], optimizers: Sequence[OptimizerStates]
 ) -> Iterator[str]:
-    """Yield what shows that the files are from different saves."""
+    """Yield a line for each contradiction that shows that the files are from different saves."""
     first = optimizers[0]
     if first.stage != 3 and len(first.flat) != len(groups):
         yield f"{escape(first.file.name)}: {len(first.flat)} groups, the model's file has {len(groups)}"
@@ -171,17 +178,17 @@ def joined_pieces(
     paddings: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
 ) -> Pieces:
-    """Return where the parameters of a ZeRO-1 or 2 group lie.
+    """Return the pieces of the parameters of a ZeRO-1 or 2 group, whose flat tensor is cut into partitions.
 
     Args:
         group: its number.
         shapes: by name, in the order of the flat tensor.
         lengths: elements of each rank's partition; the padding at the end may be cut off.
-        paddings: elements between a parameter and the next, one for each; None if there are none.
-        ranks: whose partitions they are; None for 0, 1, ...
+        paddings: for each parameter, the number of elements between it and the next; None without padding.
+        ranks: of the partitions; None for 0, 1, ...
 
     Raises:
-        ValueError: the partitions do not hold what the shapes need; says how much is there.
+        ValueError: the number of elements in the partitions does not fit the shapes.
     """
     if paddings is not None and len(paddings) != len(shapes):
         raise ValueError(f"group {group} has {len(shapes)} parameters, but {len(paddings)} paddings")
@@ -193,7 +200,7 @@ def joined_pieces(
         parts = across(group, bounds, start, min(stop, bounds[-1]))
         pieces[name] = [piece._replace(rank=ranks[piece.rank]) if ranks else piece for piece in parts]
         start = stop + padding
-    # DeepSpeed fills up to a multiple of twice the ranks, for NCCL; how much of that is saved differs.
+    # DeepSpeed pads to a multiple of twice the number of ranks, for NCCL, and may save all or some of this padding.
     align = 2 * len(lengths)
     if not start <= bounds[-1] <= -(-start // align) * align:
         raise ValueError(f"group {group} needs {start} elements, its partitions hold {bounds[-1]}")
@@ -201,14 +208,14 @@ def joined_pieces(
 
 
 def partitioned_pieces(shapes: Mapping[str, Shape], lengths: Sequence[Sequence[int]]) -> Pieces:
-    """Return where the parameters of a ZeRO-3 model lie.
+    """Return the pieces of the parameters of a ZeRO-3 model, each of which is cut for all ranks by itself.
 
     Args:
         shapes: by name, in the order of the flat tensors, of all groups.
-        lengths: for each rank, the elements of its flat tensor of each group.
+        lengths: for each rank, the number of elements in its flat tensor of each group.
 
     Raises:
-        ValueError: the flat tensors do not hold what the shapes need; says which rank and how much.
+        ValueError: the number of elements in a rank's flat tensors does not fit the shapes.
     """
     num_ranks = len(lengths)
     parts = {name: -(-prod(shape) // num_ranks) for name, shape in shapes.items()}

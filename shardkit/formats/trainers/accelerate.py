@@ -1,16 +1,16 @@
-"""accelerate and transformers' Trainer with FSDP: DCP directories, or `.bin` files.
+"""Checkpoints of accelerate, and of transformers' Trainer, with FSDP: DCP directories, or `.bin` files.
 
-SHARDED_STATE_DICT:
+With SHARDED_STATE_DICT they are DCP directories:
 
     checkpoint-200/                          (Trainer: trainer_state.json, scheduler.pt, rng_state_R.pth)
         pytorch_model_fsdp_0/.metadata       root `model`
         optimizer_0/.metadata                root `optimizer`
 
-Files of `torch.save`, with one for each rank or one for the whole model:
+Otherwise they are files of `torch.save`, one for each rank or one for the whole model:
 
     pytorch_model_fsdp_0_rank0.bin ...   SHARDED_STATE_DICT without DCP: DTensors or ShardedTensors
     pytorch_model_fsdp.bin               FULL_STATE_DICT; pytorch_model_fsdp_1.bin for the second model
-    pytorch_model_fsdp_rank0.bin ...     LOCAL_STATE_DICT: flat parameters, which cannot be taken apart
+    pytorch_model_fsdp_rank0.bin ...     LOCAL_STATE_DICT: flat parameters, which cannot be split into parameters
 
 Source: accelerate 1.15, utils/fsdp_utils.py (save_fsdp_model, save_fsdp_optimizer).
 """
@@ -63,11 +63,11 @@ _SKIPPED_FILES = {
     r"scheduler(_\d+)?\.(bin|pt)|random_states_\d+\.pkl": "state of the trainer",
 }
 
-_Files = dict[int | None, str]  # by rank; None is the whole
+_Files = dict[int | None, str]  # by rank; the key None is the file of the whole model or optimizer
 
 
 def is_accelerate(path: str) -> bool:
-    """True for a directory with `pytorch_model_fsdp_N/` in it, and for that directory itself."""
+    """True for a directory that contains `pytorch_model_fsdp_N/`, and for `pytorch_model_fsdp_N/` itself."""
     if _MODEL.fullmatch(own_name(path)):
         return has_any(listing(path), *_METADATA)
     return bool(model_directories(path))
@@ -77,7 +77,7 @@ def open_accelerate(path: str) -> Checkpoint:
     """Open the model of an accelerate checkpoint; optimizer, scheduler and random states are skipped.
 
     Raises:
-        SourceError: several models: one must be named; an empty one; a damaged one.
+        SourceError: there are several models, of which one must be named; or the model is empty or damaged.
         IntegrityError, ResourceError: as for any DCP directory.
     """
     if _MODEL.fullmatch(own_name(path)):
@@ -95,7 +95,7 @@ def open_accelerate(path: str) -> Checkpoint:
         writer="transformers Trainer (FSDP)" if is_trainer else "accelerate (FSDP)",
         contents=Contents(
             roots={"model": ("model",)},
-            # Trainer leaves the config to the output directory, where save_model puts it at the end.
+            # Trainer writes the config into the output directory, at the end of training (save_model).
             assets=asset_directories(directory, home, parent(home) if is_trainer else None),
         ),
         remarks=checkpoint.remarks.plus(skipped=explained(listing(home) - {name}, _SKIPPED)),
@@ -103,7 +103,7 @@ def open_accelerate(path: str) -> Checkpoint:
 
 
 def model_directories(path: str) -> list[str]:
-    """Return the names of a checkpoint's model directories, one for each model of the run, in their order."""
+    """Return the names of a checkpoint's model directories, one for each model of the run, by their numbers."""
     names = [
         name
         for name in listing(path)
@@ -126,7 +126,7 @@ def _only_model(path: str) -> str:
 
 
 def _refuse_empty(directory: str, name: str) -> None:
-    """Refuse a directory whose files are all empty: peft lost the weights before they were saved."""
+    """Refuse a directory whose files are all empty, as peft lost the weights before they were saved."""
     try:
         sizes = [
             storage.getsize(os.path.join(directory, name))
@@ -134,7 +134,7 @@ def _refuse_empty(directory: str, name: str) -> None:
             if name.endswith(".distcp")
         ]
     except OSError:
-        return  # opening it says what is wrong
+        return  # opening the directory raises the error
     if sizes and not any(sizes):
         raise SourceError(
             f"{escape(name)} is empty: its {len(sizes)} .distcp files have 0 bytes",
@@ -144,7 +144,7 @@ def _refuse_empty(directory: str, name: str) -> None:
 
 
 def is_accelerate_bin(path: str) -> bool:
-    """True for a directory with `pytorch_model_fsdp*.bin` in it."""
+    """True for a directory with a file `pytorch_model_fsdp*.bin`."""
     return any(map(_MODEL_FILE.fullmatch, listing(path)))
 
 
@@ -152,8 +152,8 @@ def open_accelerate_bin(path: str) -> Checkpoint:
     """Open the model in `.bin` files. Its optimizer is opened on demand; scheduler and random states are skipped.
 
     Raises:
-        SourceError: several models: one must be named; files of ranks that are missing, damaged or
-            contradict each other; flat parameters.
+        SourceError: there are several models; ranks' files are missing, damaged or contradict each other; or the
+            parameters are flat.
         ResourceError: a file may not be read.
     """
     models = _find(path, _MODEL_FILE)
@@ -192,7 +192,7 @@ def open_accelerate_bin(path: str) -> Checkpoint:
 
 
 def _find(path: str, pattern: re.Pattern[str]) -> dict[int, _Files]:
-    """Return the files of each model or optimizer, by its number."""
+    """Return the files of each model or optimizer, by number."""
     by_number: dict[int, _Files] = {}
     for match in filter(None, map(pattern.fullmatch, sorted(listing(path)))):
         rank = None if match[2] is None else int(match[2])
@@ -201,13 +201,13 @@ def _find(path: str, pattern: re.Pattern[str]) -> dict[int, _Files]:
 
 
 def _only(by_number: dict[int, _Files]) -> _Files | None:
-    """Return the files of the only model or optimizer; None if there are several, or a whole one beside parts."""
+    """Return the files of the only model or optimizer; None if there are several, or one is there both whole and in parts."""
     (files, *more_files) = by_number.values()
     return None if more_files or (None in files and len(files) > 1) else files
 
 
 def _in_order(files: _Files) -> list[str]:
-    """Return the file of the whole, or those of all ranks in their order.
+    """Return the name of the whole file, or the names of all ranks' files in order.
 
     Raises:
         SourceError: the files of some ranks are missing.

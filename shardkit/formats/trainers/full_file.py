@@ -1,4 +1,4 @@
-"""A whole checkpoint in one `torch.save` file: Lightning's `.ckpt`, a trainer's `{"model": ...}`, a state dict.
+"""Open a whole checkpoint in one `torch.save` file: Lightning's `.ckpt`, a trainer's `{"model": ...}`, a state dict.
 
 Source: lightning 2.6, trainer/connectors/checkpoint_connector.py (dump_checkpoint).
 """
@@ -38,7 +38,7 @@ Roots = dict[str, tuple[str | int, ...]]
 
 
 def is_full_file(path: str) -> bool:
-    """True for a file that begins like one of `torch.save`."""
+    """True for a file whose first bytes are those of a `torch.save` file."""
     try:
         with open_regular(path, path) as (fd, size):
             head = read_exactly(fd, 0, min(size, _HEAD), path)
@@ -50,7 +50,7 @@ def is_full_file(path: str) -> bool:
 
 
 def open_full_file(path: str) -> Checkpoint:
-    """Open a file with a whole model in it, and whatever else was saved with it.
+    """Open a file with a whole model, and with anything else that was saved beside it.
 
     Raises:
         SourceError: damaged, from before torch 1.6, not a dict, without tensors, or only a part of a model.
@@ -88,7 +88,7 @@ def open_full_file(path: str) -> Checkpoint:
 
 
 def _without_tensors(file: TorchFile, what: str) -> Unsupported:
-    """Return the error for a file that is whole, and no model; it names the classes of what is there instead."""
+    """Return the error for an intact file without tensors; it names the classes of the objects that are there instead."""
     classes = {
         ".".join(map(str, key)): class_of(value)
         for key, value in leaves(file.tree)
@@ -100,7 +100,7 @@ def _without_tensors(file: TorchFile, what: str) -> Unsupported:
 
 
 def _is_beside(path: tuple[str | int, ...], *, is_lightning: bool) -> bool:
-    """True for what is surely no part of a model. If an optimizer's 8-bit state cannot be read, the model still can."""
+    """True for a path that is surely outside the model, so that an unreadable 8-bit optimizer does not block the model."""
     return path[0] != "state_dict" if is_lightning else str(path[0]).startswith("optim")
 
 
@@ -115,7 +115,7 @@ def _skipped(
 
 
 def _roots(tree: dict[str | int, object], *, is_lightning: bool) -> Roots:
-    """Return the roots that the format itself fixes; names tell the rest."""
+    """Return the roots that the format itself fixes; others are found from names later."""
     if all(isinstance(value, (TensorRef, DistributedRef)) for value in tree.values()):
         return {"model": ()}
     roots: Roots = {}

@@ -1,8 +1,8 @@
-"""Trainers that save plain DCP: what surrounds it, and what the beginnings of its names mean.
+"""Recognise the trainers that save plain DCP, by the directories around it or by its names.
 
-Two tables. `_STRUCTURES`: the checkpoint is a directory below the one that people name, with the trainer's
-own files beside it. `_WRITERS`: the directory is DCP itself, and its names tell who wrote it. Tensor names
-stay as they are; key rules map them to the Hub's if they differ.
+There are two tables. In `_STRUCTURES` the checkpoint is inside the directory that users name, with the trainer's
+own files beside it. In `_WRITERS` the directory is DCP itself, and the beginnings of its names identify the trainer.
+Tensor names are not changed; key rules map them to the Hub's if they differ.
 
 Source: docs and savers of mini_trainer 0.9, OLMo-core 2.3, NeMo Automodel 0.7, NeMo-RL 0.4, prime-rl 0.3,
 verl 0.9, SkyRL, VeOmni (its layout of September 2026 too), fms-fsdp, Composer 0.30, AReaL, torchtitan 0.3,
@@ -68,27 +68,27 @@ class TrainerDirectory:
     format: str | None
     """Stable identifier; None if the checkpoint inside has one of its own."""
     writer: str | None
-    """For people; None if only the checkpoint inside can tell."""
+    """The trainer's name, for people; None if that of the checkpoint inside is used."""
     weights: tuple[str, ...]
-    """Where the checkpoint may lie in it, best first."""
+    """Folders that may hold the checkpoint, best first."""
     neighbours: tuple[str, ...] = ()
-    """Patterns of names beside it, one of which must be there; or directories, relative to the one that people name."""
+    """Patterns of names in the directory, or paths of folders below it; one of them must exist."""
     roots: Roots = field(default_factory=dict)
-    """As in `Checkpoint`, if the trainer's own code fixes them."""
+    """As in `Contents`, if the trainer's own code fixes them."""
     assets: tuple[str, ...] = (".",)
-    """Where config and tokenizer may lie in it."""
+    """Folders that may hold config and tokenizer."""
     last: str | None = None
-    """The file that the trainer writes last."""
+    """The file that the trainer writes last, or None."""
     is_taken_without_last: bool = False
-    """Without that file it is taken if nothing finished is there: DCP's own markers prove its tensors."""
+    """True if a save without that file may be used when there is no finished one: DCP's own markers prove its tensors."""
 
 
 class RecognisedDirectory(NamedTuple):
-    """A structure, recognised."""
+    """A directory with one of the structures."""
 
     structure: TrainerDirectory
     weights: str
-    """The directory of the checkpoint in it."""
+    """The path of the checkpoint inside."""
 
 
 _VEOMNI = TrainerDirectory(
@@ -160,29 +160,29 @@ _STRUCTURES = (
         roots={"model": ("model",), "optimizer": ("optimizer",)},
         last="train_state.json",
     ),
-    # No trainer in particular: the model's part of a checkpoint in a directory of its own.
+    # Not of a particular trainer: the model's part of a checkpoint has a folder of its own.
     TrainerDirectory(format=None, writer=None, weights=("model", "weights", "distcp", "dcp", "fsdp")),
 )
 
 
 class _TrainerNames(NamedTuple):
-    """Names in a DCP directory that only one trainer gives."""
+    """The names in a DCP directory by which one trainer is recognised."""
 
     name: str
     model: tuple[str, ...] | None
-    """The root that must be there, and is the model's; None if the model's names stand at the top."""
+    """The root of the model, which must exist; None if the model's names have no root."""
     optimizers: tuple[tuple[str, ...], ...] = ()
-    """Where its optimizer state may be."""
+    """Possible roots of the optimizer's state."""
     mark: str | None = None
-    """A pattern that must match a name beside `.metadata`."""
+    """A pattern that must match the name of a file beside `.metadata`."""
     also: tuple[tuple[str, ...], ...] = ()
-    """Other beginnings, one of which must be there."""
+    """Further roots, one of which must exist."""
     ending: str = ""
-    """What the name of some tensor must end with."""
+    """An ending that the name of some tensor must have."""
 
 
 _APP = ("app", "model")
-# The first that fits counts.
+# The first match counts.
 _WRITERS = (
     _TrainerNames("fms-fsdp", ("model_state",), (("optimizer_state",),)),
     _TrainerNames("VeOmni", ("model",), (("optimizer",),), mark="extra_state"),
@@ -198,7 +198,7 @@ _WRITERS = (
 
 
 def find_structure(path: str) -> RecognisedDirectory | None:
-    """Return the structure of a directory, going by the names in it; None if it has none of them."""
+    """Return the structure of a directory by the names in it, or None."""
     names = listing(path)
     if has_any(names, ".metadata", "__*.metadata"):
         return None
@@ -218,9 +218,10 @@ def _lies_in(path: str, names: frozenset[str], neighbour: str) -> bool:
 
 
 def _pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
-    """Return a directory with the weights of one model beside one of its optimizer, whatever the two are called.
+    """Recognise a directory with two DCP folders, one of a model and one of its optimizer, or return None.
 
-    A run's directory, with other steps beside them, is none.
+    Their names may be any that keys.trainer_state pairs. A run's directory that also has folders of other steps is not
+    recognised.
     """
     optimizers = [name for name in names if is_optimizers(name) and _has_weights(path, name)]
     if not optimizers:
@@ -245,7 +246,7 @@ def _pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
 
 
 def optimizers_beside(path: str, names: Collection[str]) -> set[str]:
-    """Return those of the names in a directory that are DCP directories of optimizers of models beside them."""
+    """Return the names of DCP folders that hold the optimizer of a model in another folder of the same directory."""
     optimizers = [name for name in names if is_optimizers(name) and _has_weights(path, name)]
     models = [name for name in names if optimizers and not is_optimizers(name) and _has_weights(path, name)]
     return {
@@ -259,7 +260,7 @@ def _has_weights(path: str, name: str) -> bool:
 
 
 def lacks_last(path: str) -> str | None:
-    """Return the doubt about a checkpoint that may be taken all the same; None if there is none."""
+    """Return a warning if the trainer's last file is missing in a checkpoint that may be used without it, else None."""
     recognised = find_structure(path)
     structure = recognised.structure if recognised is not None else _VEOMNI if _holds_modules(path) else None
     if structure is None or not structure.is_taken_without_last:
@@ -268,7 +269,7 @@ def lacks_last(path: str) -> str | None:
 
 
 def _holds_modules(path: str) -> bool:
-    """True for a step of several modules, each of which has what `_VEOMNI` expects of the only one."""
+    """True for a checkpoint of VeOmni with several modules, each with the folders that `_VEOMNI` has for a single one."""
     models = inner(path, "model") if "model" in listing(path) else None
     return models is not None and any(
         inner(models, f"{name}/ckpt") and inner(models, f"{name}/optimizer") for name in listing(models)
@@ -276,11 +277,12 @@ def _holds_modules(path: str) -> bool:
 
 
 def inside(checkpoint: Checkpoint, recognised: RecognisedDirectory, path: str) -> Checkpoint:
-    """Return the checkpoint inside a structure as that of the whole directory.
+    """Return the checkpoint inside a trainer's directory as the checkpoint of that directory.
 
     Args:
-        checkpoint: `recognised.weights`, opened.
-        path: the directory that has the structure.
+        checkpoint: opened from `recognised.weights`.
+        recognised: the structure of the directory.
+        path: of the directory.
     """
     structure = recognised.structure
     places = [inner(path, below) if below != "." else path for below in structure.assets]
@@ -297,12 +299,12 @@ def inside(checkpoint: Checkpoint, recognised: RecognisedDirectory, path: str) -
 
 
 def open_plain_dcp(directory: str) -> Checkpoint:
-    """Open a DCP directory; its names, and the files beside it, tell who wrote it.
+    """Open a DCP directory, and recognise its writer by its names and the files beside it.
 
     Raises:
         SourceError, ResourceError: as `open_dcp_checkpoint`.
     """
-    # Here, because this module is also asked about directories of other formats.
+    # Imported here, because this module also recognises directories of other formats.
     from shardkit.formats.dcp.directory import open_dcp_checkpoint
 
     checkpoint = open_dcp_checkpoint(directory)
@@ -336,7 +338,7 @@ def open_plain_dcp(directory: str) -> Checkpoint:
 
 
 def _with_more(contents: Contents, assets: Iterable[str], roots: Roots) -> Contents:
-    """Return contents with directories of assets that come first, and with further roots."""
+    """Return contents with further directories of assets in front, and with further roots."""
     return replace(
         contents,
         assets=tuple(dict.fromkeys((*assets, *contents.assets))),
@@ -345,14 +347,14 @@ def _with_more(contents: Contents, assets: Iterable[str], roots: Roots) -> Conte
 
 
 def _begins(head: tuple[str, ...], heads: Collection[tuple[str | int, ...]], tops: set[str | int]) -> bool:
-    """True if names begin with `head`, one step or two; a state dict may have two in one step, with a dot between."""
+    """True if names begin with `head`, which has one or two steps; one step "a.b" also matches the two steps a and b."""
     if len(head) == 2:
         return head in heads
     return head[0] in tops or ("." in head[0] and tuple(head[0].split(".")) in heads)
 
 
 def _present(roots: Roots, checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]]:
-    """Return the roots that some names begin with."""
+    """Return those roots that some name begins with."""
     return {kind: root for kind, root in roots.items() if root in heads_of(checkpoint.catalog, len(root))}
 
 
@@ -366,7 +368,7 @@ def _only_optimizer(tops: set[str | int], directory: str) -> Iterator[str]:
 
 
 def _beside(path: str, recognised: RecognisedDirectory) -> Iterator[tuple[str, str]]:
-    """Yield what lies beside the weights and was not read."""
+    """Yield (name, reason) of each file and folder beside the weights that was not read."""
     above = ""
     for segment in os.path.relpath(recognised.weights, path).split(os.sep):
         names = listing(os.path.join(path, above))

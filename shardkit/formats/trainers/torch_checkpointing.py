@@ -1,10 +1,10 @@
 """torch_checkpointing: a file of `torch.save` for each item of the checkpoint and each rank.
 
-    metadata.pkl             which items have tensors, how many ranks there were
+    metadata.pkl             the items with tensors, the number of ranks
     model_0.pt, model_1.pt   DTensors
     step_0.pt ...            items without tensors, which metadata.pkl does not name
 
-`metadata.pkl` holds plain dicts; shardkit interprets it, and executes nothing.
+`metadata.pkl` consists of plain dicts; shardkit interprets the pickle, and executes nothing.
 
 Source: torch_checkpointing 0.1.1, metadata_serialization.py and checkpoint_layout.py.
 """
@@ -43,7 +43,7 @@ def is_torch_checkpointing(path: str) -> bool:
 
 
 def open_torch_checkpointing(path: str) -> Checkpoint:
-    """Open all items that have tensors. If there are several, names begin with the item's name.
+    """Open all items that have tensors. If there are several, each name begins with its item's name.
 
     Raises:
         SourceError: damaged, not saved with `torch.save`, or files of ranks are missing or contradict each other.
@@ -103,7 +103,7 @@ def _file_of(path: str, name: str, item: object, rank: int) -> str:
     """Return the name of a rank's file of an item.
 
     Raises:
-        ValueError: it is missing, lies elsewhere, or is not a file of torch.save.
+        ValueError: the file is missing, is outside the checkpoint, or is not a file of torch.save.
     """
     infos = item.get("rank_to_layout_info") if isinstance(item, dict) else None
     info = infos.get(rank) if isinstance(infos, dict) else None

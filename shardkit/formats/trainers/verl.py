@@ -1,11 +1,11 @@
-"""verl with FSDP: a file of `torch.save` for each rank, with what a Hub model needs beside them.
+"""Checkpoints of verl with FSDP: a file of `torch.save` for each rank, and a folder with config and tokenizer.
 
     global_step_100/
         actor/                                   (and critic/)
             model_world_size_8_rank_0.pt ...     DTensors (FSDP2, or FSDP1 with a mesh) or ShardedTensors
             optim_world_size_8_rank_0.pt ...
             fsdp_config.json                     FSDP_version, world_size (verl 0.5 and later)
-            huggingface/                         config, tokenizer; the model too if verl was told to save it
+            huggingface/                         config, tokenizer; the model too if verl's settings ask for it
 
 Source: verl 0.9, utils/checkpoint/fsdp_checkpoint_manager.py and model_merger/fsdp_model_merger.py.
 """
@@ -44,16 +44,16 @@ class _RankDirectory(NamedTuple):
 
     path: str
     role: str | None
-    """Its name below the given path, None if it is that path."""
+    """Its name below the path that the user gave; None if it is that path."""
 
 
 def is_verl(path: str) -> bool:
-    """True for a directory with `model_world_size_W_rank_R.pt` in it, or in its `actor/` or `critic/`."""
+    """True for a directory with files `model_world_size_W_rank_R.pt`, or whose `actor/` or `critic/` has such files."""
     return _find_home(path) is not None
 
 
 def open_verl(path: str) -> Checkpoint:
-    """Open the model of a verl checkpoint, the actor if there is a critic too. Its optimizer is opened on demand.
+    """Open the model of a verl checkpoint: the actor, if there is a critic too. Its optimizer is opened on demand.
 
     Raises:
         SourceError: files of ranks are missing, damaged or contradict each other.
@@ -91,7 +91,7 @@ def _find_home(path: str) -> _RankDirectory | None:
 
 
 def _read_config(directory: str, name: str) -> dict[str, object]:
-    """Return a JSON file of the directory, {} if there is none."""
+    """Return the content of a JSON file in the directory, or {} if there is no such file."""
     if name not in listing(directory):
         return {}
     return parse_object(read_inside(directory, name, _MAX_CONFIG), name)
@@ -101,7 +101,8 @@ def _choose_files(directory: str, world_size: object) -> list[str]:
     """Return the model's files in the order of the ranks.
 
     Args:
-        world_size: from `fsdp_config.json`; None if that does not say.
+        directory: with the files.
+        world_size: from `fsdp_config.json`; None if it is not recorded there.
 
     Raises:
         SourceError: some are missing, or the files of several world sizes are complete.
@@ -112,7 +113,7 @@ def _choose_files(directory: str, world_size: object) -> list[str]:
     sizes = sorted(by_size)
     if type(world_size) is int and world_size in by_size:
         sizes = [world_size]
-    elif len(sizes) > 1:  # two runs saved into one directory; of one there may be only leftovers
+    elif len(sizes) > 1:  # two runs saved into one directory, and one of them may be incomplete
         sizes = [size for size in sizes if by_size[size] >= set(range(size))] or sizes[-1:]
     if len(sizes) > 1:
         raise SourceError(
