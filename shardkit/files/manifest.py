@@ -123,9 +123,9 @@ class RecordedSource:
     """The identity of the source weights."""
 
     repo: str | None = None
-    """Commit on the Hub; None for local files."""
+    """Repo id on the Hub; None for local files."""
     commit: str | None = None
-    """Of that repo."""
+    """Commit of that repo."""
     files: tuple[RecordedSourceFile, ...]
 
 
@@ -544,7 +544,7 @@ def format_of(manifest: Manifest) -> int:
 
 
 def to_json(record: Any) -> dict[str, Any]:
-    """Return a record of this module as a dict or list, with nested records unchanged; a `default` for `json.dumps`."""
+    """Return a record of this module as a dict with nested records unchanged, for use as `default` of `json.dumps`."""
     kind: Any = type(record)
     head, keys, values_of, optional = _spelling(kind)
     content = {**head, **dict(zip(keys, values_of(record), strict=True))}
@@ -649,7 +649,7 @@ def read_file(
 
 
 def read_bytes(directory: str) -> bytes:
-    """Return the bytes of a directory's manifest, which must not be a link that leaves the directory.
+    """Return the bytes of a directory's manifest, unparsed. It must not be a link that leaves the directory.
 
     Raises:
         SourceError: the manifest does not exist, or is not a regular file.

@@ -1,4 +1,4 @@
-"""Read and write checkpoints of every format: `open` reads one to a catalog, and images describe the files to write.
+"""Checkpoints of every format: `open` reads one to a catalog, and images describe the files to write.
 
 Internal: import from `shardkit`.
 """
