@@ -114,7 +114,7 @@ def refuse_warnings(warnings: Iterable[str]) -> None:
     SourceError.raise_for(
         problems,
         f"{len(problems)} warning{'s' * (len(problems) != 1)}, and --strict makes each an error",
-        hint="mend what they name, or leave --strict out",
+        hint="fix what they name, or leave --strict out",
     )
 
 

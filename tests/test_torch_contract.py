@@ -266,7 +266,9 @@ def test_a_newer_torch_without_a_name_is_refused_by_name(monkeypatch: pytest.Mon
     with pytest.raises(AttributeError):  # of a torch that was tried it is our fault
         _torch.non_persistent_buffers(object())  # type: ignore[arg-type]
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    message = r"torch 2\.99\.0 is newer .* 2\.6 to 2\.15, and {} does not work with it: .* has no attribute '{}'"
+    message = (
+        r"torch 2\.99\.0 is newer .* 2\.6 to 2\.15, and {} does not work with it: .* has no attribute '{}'"
+    )
     with pytest.raises(
         ResourceError, match=message.format("non_persistent_buffers", "_non_persistent_buffers_set")
     ):

@@ -244,7 +244,7 @@ def find_foreign(path: str, kind: OutputKind, run_files: Made | None) -> list[st
             foreign += [f"{escape(inside + folder)}/" for folder in other_folders]
             foreign += _foreign_files(path, [inside + name for name in sorted(names)], claim, run_files)
     except OSError as error:
-        raise ResourceError(f"{escape(path)} cannot be looked through: {error.strerror}") from error
+        raise ResourceError(f"{escape(path)} cannot be searched: {error.strerror}") from error
     return foreign
 
 

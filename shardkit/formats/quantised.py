@@ -291,10 +291,10 @@ def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, w
         except ValueError as error:
             problems.append(f"{escape(name)}: {error}")
     twice = [name for name in scaled if name in tensors and scaled[name].names.numbers != name]
-    problems += [f"{escape(name)}: it is there both plain and quantised" for name in twice]
+    problems += [f"{escape(name)}: stored both plain and quantised" for name in twice]
     LayoutError.raise_for(
         problems,
-        f"quantised: {escape(where)}: it is not known what the values of {count(len(problems), 'tensor')} are",
+        f"quantised: {escape(where)}: the values of {count(len(problems), 'tensor')} are unknown",
         hint="weights, scales and config.json must be of one revision; for fp8, weight_block_size in config.json must "
         "be the size of these blocks",
     )

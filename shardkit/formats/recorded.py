@@ -51,7 +51,7 @@ class SourceManifests:
             if crc is not None and (recorded := self.crc_of(path)) not in (None, crc)
         ]
         IntegrityError.raise_for(
-            problems, "files beside the weights are not what the source's manifest says", hint=_WAYS_OUT
+            problems, "files beside the weights differ from the source's manifest", hint=_WAYS_OUT
         )
 
 

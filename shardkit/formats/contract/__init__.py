@@ -171,7 +171,9 @@ class DifferentCopies(NamedTuple):
     def line(self) -> str:
         """Return a line with tensor, ranks and files that is safe to print."""
         more = f" and {count(self.num_files - 1, 'more file')}" if self.num_files > 1 else ""
-        return f"{escape(self.tensor)}: {_of_rank(self.first_file)} is taken, {_of_rank(self.file)}{more} differs"
+        return (
+            f"{escape(self.tensor)}: {_of_rank(self.first_file)} is used, {_of_rank(self.file)}{more} differs"
+        )
 
 
 def _of_rank(file: str) -> str:
@@ -183,7 +185,7 @@ def copies_message(differing: Collection[DifferentCopies]) -> str:
     """Return a message about tensors that differ between ranks; the lines of `DifferentCopies.line` follow it."""
     return (
         f"{count(len(differing), 'tensor differs', 'tensors differ')} between the files of ranks, and one rank's "
-        "alone can be taken (each rank's own part of a tensor, such as its experts, has to be saved as a DTensor)"
+        "alone can be used (each rank's own part of a tensor, such as its experts, has to be saved as a DTensor)"
     )
 
 
@@ -339,7 +341,7 @@ def absent(path: str, *, hint: str | None = None) -> SourceError:
             hint += f"; a model on the Hub is read as {SCHEME}{escape(path)}"
     closest, where = _closest(path), storage.absolute(path)
     if _is_under_way(where):
-        closest, hint = None, f"it is not committed: `shardkit status {in_shell(where)}` says how far it is"
+        closest, hint = None, f"it is not committed: `shardkit status {in_shell(where)}` shows how far it is"
     elif path.startswith("~") or set("*?") & set(path):
         closest, hint = None, "no shell has expanded it: give the whole path, or leave quotes out"
     near = f"  (closest name: {closest})" if closest else ""
@@ -366,7 +368,7 @@ def refuse_unfinished(path: str) -> None:
     if output is not None:
         raise SourceError(
             f"{escape(path)} is no checkpoint: a job of shardkit writes there that is not committed",
-            hint=f"`shardkit status {in_shell(output)}` says how far it is",
+            hint=f"`shardkit status {in_shell(output)}` shows how far it is",
         )
 
 

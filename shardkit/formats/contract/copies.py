@@ -67,7 +67,7 @@ class Copies:
         if buffers := [name for name in self._different if _is_of_rank(name)]:
             yield (
                 f"{count(len(buffers), 'buffer differs', 'buffers differ')} between the files of ranks, and the first "
-                f"file's are taken: {listed(buffers)}"
+                f"file's are used: {listed(buffers)}"
             )
         if self._uncompared:
             yield (

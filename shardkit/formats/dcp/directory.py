@@ -357,7 +357,7 @@ def refuse_flat(path: str, catalog: Catalog) -> None:
     SourceError.raise_for(
         [f"{escape(entry.fqn)}: {entry.num_elements} elements" for entry in flat],
         f"{escape(path)} holds {len(flat)} flat parameters of FSDP1 (LOCAL_STATE_DICT): the names and shapes "
-        "of what is in them are not recorded",
+        "of the parameters in them are not recorded",
         hint="load it into the model that was wrapped the same way, and save it with SHARDED_STATE_DICT",
     )
 

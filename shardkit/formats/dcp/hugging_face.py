@@ -303,7 +303,7 @@ def point_at_parts(metadata: DcpMetadata, files: list[SourceFile]) -> None:
     SourceError.raise_for(
         problems,
         f"{len(problems)} chunks that {metadata.where} lists are missing from their files",
-        hint="torch keeps one chunk of a tensor in each safetensors file: what is lost cannot be recovered",
+        hint="torch stores one chunk of a tensor in each safetensors file: the others are lost",
     )
     metadata.encoding = "raw"
 

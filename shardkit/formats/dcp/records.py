@@ -372,7 +372,7 @@ class _RecordOpener:
         """Raise an error with all problems of one kind, if there are any."""
         hint = "the checkpoint is damaged, or its files are from different saves: use another copy"
         SourceError.raise_for(self._damaged, f"{len(self._damaged)} records cannot be read", hint=hint)
-        message = f"{len(self._different)} records are not what .metadata says"
+        message = f"{len(self._different)} records differ from .metadata"
         IntegrityError.raise_for(self._different, message, hint=hint)
         refuse_classes(self._of_classes, self.chosen.directory)
 

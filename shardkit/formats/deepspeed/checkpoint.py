@@ -312,7 +312,7 @@ def _notes_on_masters(state: ModelStates, optimizers: Sequence[OptimizerStates])
         return []
     master_dtypes, ran = (", ".join(sorted(map(short_dtype, names))) for names in (masters, module))
     return [
-        f"the weights are the optimizer's {master_dtypes} masters; the model ran in {ran}, which a cast gives again"
+        f"the weights are the optimizer's {master_dtypes} masters; the model ran in {ran}, which a cast restores"
     ]
 
 

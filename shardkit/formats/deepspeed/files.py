@@ -226,7 +226,7 @@ def survey(tag: Tag) -> StateFiles:
 
 def _refuse_splits(tag: Tag, names: Sequence[str], split: Sequence[str], hint: str) -> None:
     for what, files in (
-        ("was trained with tensor parallelism: its matrices are cut, and the files do not say how", split),
+        ("was trained with tensor parallelism: its matrices are cut, and the files do not record how", split),
         (
             "was trained as a pipeline: its layers are in files of their own",
             filter(_PIPELINE.fullmatch, names),

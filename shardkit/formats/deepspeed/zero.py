@@ -96,7 +96,7 @@ def group_params(groups: Sequence[Group], names: Sequence[Sequence[str]]) -> lis
     flat = [number for params in numbers for number in params]
     if all(type(number) is int for number in flat) and sorted(flat) == list(range(len(names))):
         return [[name for number in params for name in names[number]] for params in numbers]
-    return f"which parameters its {len(groups)} groups have cannot be told"
+    return f"nothing shows which parameters its {len(groups)} groups have"
 
 
 def pieces_of(model: ModelStates, optimizers: Sequence[OptimizerStates], directory: str) -> Pieces:

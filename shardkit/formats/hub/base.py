@@ -459,7 +459,7 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
         except ShardkitError as error:
             if is_given:
                 raise
-            notes.append(f"the weights in {escape(label)} were not looked at: {error.message}")
+            notes.append(f"the weights in {escape(label)} were not read: {error.message}")
     assets, refused = list_assets(directory)
     base = _describe(label, directory, model, assets, is_given=is_given)
     if is_given and base.config is None and ADAPTER_CONFIG not in storage.listdir(directory):
@@ -472,7 +472,7 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
         notes.append(
             f"{count(len(refused), 'file')} of {escape(label)} not copied, as links that leave it, or lead to nothing, are not followed: "
             + ", ".join(map(escape, refused))
-            + "; --follow-links copies what they lead to"
+            + "; --follow-links copies their targets"
         )
     unread = unread_weights(list_weights(directory)) if is_given and model is None else []
     settings = unknown_settings(storage.listdir(directory)) if is_given else []

@@ -158,7 +158,7 @@ def part_notes(name: str) -> tuple[str, ...]:
     return (
         ()
         if part is None
-        else (f"{escape(name)} is {part} of a model: what the other files hold is not here",)
+        else (f"{escape(name)} is {part} of a model: the tensors of the other files are not here",)
     )
 
 
@@ -287,7 +287,7 @@ def _only_variant(names: Collection[str], label: str) -> WeightFiles | None:
     weights = _with_variant(names, variants[0]) if variants else None
     if weights is None:
         return None
-    note = f"no default weights in {escape(label)}: took its only variant, {escape(variants[0])}"
+    note = f"no default weights in {escape(label)}: opened its only variant, {escape(variants[0])}"
     return replace(weights, notes=(note,))
 
 

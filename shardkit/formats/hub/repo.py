@@ -42,7 +42,9 @@ _SMALL_FILES = ("config.json", "generation_config.json", "*.py")
 _REPO_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _MAX_REPO_ID = 96
 _NUM_CONNECTIONS = 8
-_DOWNLOADED = "{name}: what a legacy file holds can be told only once it is here: the weights were downloaded into the cache"
+_DOWNLOADED = (
+    "{name}: a legacy file can be read only once it is here, so the weights were downloaded into the cache"
+)
 # Patterns of weight files. Those of an earlier upload with other names would be a second model beside the new one.
 _REPLACED = tuple(
     f"{stem}{end}"
@@ -357,7 +359,7 @@ def read_remote_header(repo_id: str, commit: str, name: str) -> SafetensorsHeade
     if size is None:
         size = get_hf_file_metadata(url).size
     if size is None:
-        raise _senseless(name, "it does not tell the size of the file")
+        raise _senseless(name, "it does not report the file's size")
     length = text_length(start, size, name)
     text = _get(url, LENGTH_BYTES, LENGTH_BYTES + length, name)[0] if length else b""
     if (len(start), len(text)) != (LENGTH_BYTES, length):

@@ -140,8 +140,8 @@ def _behind_records(fd: int, size: int, name: str) -> SafetensorsHeader:
     text = read_exactly(fd, base + LENGTH_BYTES, length, name)
     header = check_header(text, size - base, name, stamp_of(fd))
     note = (
-        f"{escape(name)} begins with {count(num_records, 'record')} of torch.save, of what is no tensor: not read, and "
-        "torch itself cannot open such a file"
+        f"{escape(name)} begins with {count(num_records, 'record')} of torch.save, for values that are not tensors: they "
+        "are not read, and torch itself cannot open such a file"
     )
     tensors = tuple(tensor._replace(start=base + tensor.start) for tensor in header.tensors)
     return replace(header, tensors=tensors, size=size, notes=(note,), num_records=num_records)

@@ -354,7 +354,7 @@ class TensorCollector:
         SourceError.raise_for(
             [f"{escape(name)}: {escape(why)}" for name, why in self._different.items()],
             f"{len(self._different)} tensors are different in the files of other ranks",
-            hint="files from different saves, or local parts that do not say where they belong",
+            hint="the files are from different saves, or hold local parts without a record of their place",
         )
 
 

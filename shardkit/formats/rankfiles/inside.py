@@ -127,7 +127,7 @@ def _why_not(file: TorchFile, state: StateInside, unreadable: Collection[str]) -
         return "it is not in the form of a state dict of torch"
     keys = [*read.states, *(key for group in read.groups or () for key in group[PARAMS])]
     if any(type(key) is int for key in keys):
-        return "its parameters are numbered, and only by their names can a state be resharded"
+        return "its parameters are numbered, and a state can be resharded only by name"
     return why_unusable(read, {key: str(key) for key in keys}, None)
 
 

@@ -54,10 +54,10 @@ _ADAPTER = re.compile(r"(.*\.)?(lora_\w+|modules_to_save)\..*")
 _NAMES = "param_names"  # torch 2.6 and later: beside `params`, in its order
 _NO_FIT = "the shapes of its states are not those of the model's parameters, in their order"
 _UNKNOWN = (
-    "its states are flat parameters of FSDP1, and which parameters they are made of cannot be told from their sizes; load "
-    "it with the training script that saved it, and save by torch.distributed.checkpoint.state_dict"
+    "its states are flat parameters of FSDP1, and their sizes do not show which parameters they consist of; load "
+    "it with the training script that saved it, and save it with torch.distributed.checkpoint.state_dict"
 )
-_SEVERAL_GROUPS = "its states are flat parameters of FSDP1 in {} groups: nothing tells which of them come first in the model"
+_SEVERAL_GROUPS = "its states are flat parameters of FSDP1 in {} groups, whose order in the model is unknown"
 
 
 class Parameter(NamedTuple):
@@ -168,7 +168,7 @@ def _names(state: RankStateDict, parameters: Sequence[Parameter]) -> dict[_Key, 
     named = names_in_groups(groups, shapes, parameters)
     if named is None and (factored := _factored(state)):
         return (
-            f"{listed(factored)} do not have a parameter's shape, which would tell which one they belong to"
+            f"{listed(factored)} do not have a parameter's shape, so nothing shows which one they belong to"
         )
     if named is None:
         named = name_numbers([group[PARAMS] for group in groups], shapes, parameters)
@@ -213,7 +213,7 @@ def why_unusable(
             if shapes is None or not isinstance(value, TensorRef) or prod(value.shape) == 1:
                 continue
             if shapes.get(named[key]) != value.shape:  # a whole leaf would have the parameter's shape
-                return f"{where} is a rank's own part, which does not say where it belongs"
+                return f"{where} is a rank's own part, without a record of its place"
     return None
 
 
@@ -221,7 +221,7 @@ def _notes(first: RankStateDict, named: Mapping[_Key, str]) -> Iterator[str]:
     numbered = [key for key in _in_groups(first) if type(key) is int]
     if numbered and not all(map(has_names, first.groups or ())):
         yield (
-            "the optimizer has only numbered its parameters: they were taken to be the model's in its order, and their "
+            "the optimizer only numbered its parameters: they were matched with the model's in order, and their "
             "shapes agree"
         )
     lost = [key for key in numbered if key not in named]

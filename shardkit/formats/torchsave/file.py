@@ -501,7 +501,7 @@ def _dtensor(fields: Fields) -> object:
         return UnreadableTensor(f"a DTensor of {what}", cls)
     shape = fields.args[2] if len(fields.args) > 2 else None  # (class, dtype, shape, stride, ...)
     if not isinstance(spec, Fields) or not is_extent(shape):
-        return UnreadableTensor("a DTensor that does not say what it is part of")
+        return UnreadableTensor("a DTensor without the shape or the placements of the whole tensor")
     if (padded := padding(local, shape)) is not None:
         return UnreadableTensor(f"a DTensor of {padded.why}", padded.class_name)
     try:
@@ -530,7 +530,7 @@ def _dtensor_region(shape: Shape, spec: Fields) -> Region | None:
         return None
     mesh_shape = _mesh_shape(mesh)
     if not _are_ints(coord) or mesh_shape is None or not len(coord) == len(mesh_shape) == len(placements):
-        raise ValueError("its mesh does not say where the rank is")
+        raise ValueError("its mesh lacks the rank's position")
     stored, order = [_placement(placement) for placement in placements], spec.items.get("shard_order")
     if any(placement.split_factor != 1 for placement in stored):
         if spec.items.get("use_strided_shard_as_shard_order") is False:
@@ -575,7 +575,7 @@ def _placement(value: object) -> StoredPlacement:
         return StoredPlacement(dim)
     if kind == "_StridedShard" and dim is not None and split_factor is not None:
         return StoredPlacement(dim, split_factor)
-    raise ValueError(f"its placement {kind} does not say which elements a rank holds")
+    raise ValueError(f"its placement {kind} does not show which elements a rank has")
 
 
 class StoredPlacement(NamedTuple):
@@ -672,14 +672,14 @@ def _sharded_tensor(fields: Fields) -> object:
     shape = metadata.items.get("size") if isinstance(metadata, Fields) else None
     dtype = fields.args[1] if len(fields.args) > 1 else None
     if type(shards) is not list or not is_extent(shape) or type(dtype) is not DType:
-        return UnreadableTensor("a ShardedTensor that does not say what it is part of")
+        return UnreadableTensor("a ShardedTensor without the shape or dtype of the whole tensor")
     parts = []
     for shard in shards:
         items = shard.items if isinstance(shard, Fields) else {}
         local, where = items.get("tensor"), items.get("metadata")
         offsets = where.items.get("shard_offsets") if isinstance(where, Fields) else None
         if not isinstance(local, TensorRef) or not _are_ints(offsets) or len(offsets) != len(local.shape):
-            return UnreadableTensor("a ShardedTensor whose shards do not say where they lie")
+            return UnreadableTensor("a ShardedTensor whose shards have no offsets")
         parts.append(HeldShard(Region(tuple(offsets), local.shape), local))
     return DistributedRef(dtype=dtype, shape=tuple(shape), parts=tuple(parts))
 

@@ -99,7 +99,7 @@ def _read_meta(path: str) -> _Meta:
     try:
         tree = open_torch_file(locate(path, _META), _META).tree
     except SourceError as error:
-        return _Meta(problem=f"not looked into: {error.message}")
+        return _Meta(problem=f"not read: {error.message}")
     if not isinstance(tree, Mapping):
         return _Meta()
     is_trainer = VERSION in tree

@@ -43,7 +43,7 @@ def open_megatron(path: str) -> Checkpoint:
     if backend != _BACKEND or not is_dcp(path):
         actual = f"the backend {escape(str(backend))}" if backend != _BACKEND else "no .metadata"
         raise SourceError(
-            f"{escape(path)}: a Megatron checkpoint with {actual}; {_BACKEND} can be read",
+            f"{escape(path)}: a Megatron checkpoint with {actual}; only {_BACKEND} can be read",
             hint=f"convert it with Megatron to {_BACKEND} (--ckpt-format torch_dist)",
         )
     checkpoint = open_dcp_checkpoint(path)

@@ -142,7 +142,7 @@ def _skipped(path: str, home: _RankDirectory, read_names: list[str]) -> Iterator
 
 def _notes(path: str, home: _RankDirectory) -> Iterator[str]:
     if home.role == "actor" and inner(path, "critic") is not None:
-        yield "the actor was taken; give the directory critic to take the critic"
+        yield "the actor was opened; give the directory critic to open the critic"
     lora = _read_config(home.path, _LORA)
     if lora:
         facts = ", ".join(f"{key}={value}" for key, value in lora.items())

@@ -421,7 +421,7 @@ class TestDistributed:
             rezipped(Path(file.path), replaced(b"torch.distributed.tensor", b"torch.distributed._tensor"))
         (found,) = opened(tmp_path).tree
         if kind == "nothing":
-            assert "where the rank is" in found.problem
+            assert "the rank's position" in found.problem
         else:
             assert [part.region for part in found.parts] == [Region((2, 0), (2, 4))]
 
@@ -430,7 +430,7 @@ class TestDistributed:
         [
             (b"placement_types\nShard\n", b"placement_types\nOther\n", "placement Other"),
             (b"device_mesh\nDeviceMesh\n", b"device_mesh\nOtherMesh\n", None),
-            (b"_coordinate_on_dim", b"_coordinate_on_dix", "where the rank is"),
+            (b"_coordinate_on_dim", b"_coordinate_on_dix", "the rank's position"),
         ],
     )
     def test_what_is_not_understood(self, save, tmp_path, old, new, problem):
