@@ -38,7 +38,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _known(function: Callable[P, R]) -> Callable[P, R]:
+def _explains_new_torch(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function: if a private name is gone in a torch newer than the tested ones, its error explains that.
 
     Raises:
@@ -75,7 +75,7 @@ def _known(function: Callable[P, R]) -> Callable[P, R]:
     return guarded
 
 
-@_known
+@_explains_new_torch
 def init_fake_world(world_size: int) -> None:
     """Make this process rank 0 of a fake world, in which meshes work and collectives do nothing.
 
@@ -90,7 +90,7 @@ def init_fake_world(world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
-@_known
+@_explains_new_torch
 def shard_of(placement: object) -> tuple[int, int] | None:
     """Return (dim, split factor) of a placement that cuts a dim; None for any other placement.
 
@@ -106,7 +106,7 @@ def shard_of(placement: object) -> tuple[int, int] | None:
     return (placement.dim, 1) if isinstance(placement, Shard) else None
 
 
-@_known
+@_explains_new_torch
 def describe_as_before(metadata: Metadata) -> None:
     """Let `.metadata` be pickled without the unused `strides` of torch 2.15, as earlier versions could not read them.
 
@@ -120,7 +120,7 @@ def describe_as_before(metadata: Metadata) -> None:
             properties.__getstate__ = lambda five=five: five
 
 
-@_known
+@_explains_new_torch
 def flattened(
     mesh: DeviceMesh, names: tuple[str, ...], into: str, before: tuple[str, ...] = ()
 ) -> DeviceMesh:
@@ -162,7 +162,7 @@ class FSDPShard(NamedTuple):
     """Set the padded memory that is all-gathered; the parameter must be a view of its beginning."""
 
 
-@_known
+@_explains_new_torch
 def fsdp_shards(model: nn.Module) -> Iterator[FSDPShard]:
     """Yield the parameters that `fully_shard` manages, unit by unit.
 
@@ -200,14 +200,14 @@ def class_before_sharding(module: object) -> type[Any]:
     return next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
 
 
-@_known
+@_explains_new_torch
 def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
     """Return the names of a module's own buffers that its state dict leaves out."""
     return frozenset(module._non_persistent_buffers_set)
 
 
 @contextmanager
-@_known
+@_explains_new_torch
 def swappable(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Within this context, the parameters of LSTM, GRU and RNN modules can be swapped (`torch.utils.swap_tensors`).
 
@@ -225,13 +225,13 @@ def swappable(modules: Iterable[nn.Module]) -> Iterator[None]:
             module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
 
 
-@_known
+@_explains_new_torch
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if two tensors are views of the same memory; works on the meta device too, which has no memory."""
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
-@_known
+@_explains_new_torch
 def checkpointed(module: nn.Module) -> nn.Module:
     """Return a module that recomputes `module` in backward (activation checkpointing); names in its state dict stay.
 
@@ -244,7 +244,7 @@ def checkpointed(module: nn.Module) -> nn.Module:
     return wrapper
 
 
-@_known
+@_explains_new_torch
 def is_checkpointed(module: nn.Module) -> bool:
     """True for a module that `checkpointed` returned."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -269,7 +269,7 @@ class Fsdp2Unit(NamedTuple):
     parameter has all its attributes."""
 
 
-@_known
+@_explains_new_torch
 def fsdp2_units(module: FSDPModule, *, is_root: bool) -> Iterator[Fsdp2Unit]:
     """Yield the parameter groups of a module that `fully_shard` was called on.
 
@@ -335,7 +335,7 @@ class Fsdp1Unit(NamedTuple):
     """True if it consists of local parts of DTensors, which tensor parallelism has cut before."""
 
 
-@_known
+@_explains_new_torch
 def fsdp1_unit(module: FullyShardedDataParallel) -> Fsdp1Unit | None:
     """Return an FSDP1 module's flat parameter; None if modules inside it have all parameters.
 
@@ -369,7 +369,7 @@ def fsdp1_unit(module: FullyShardedDataParallel) -> Fsdp1Unit | None:
     )
 
 
-@_known
+@_explains_new_torch
 def is_fsdp1_part(tensor: torch.Tensor) -> bool:
     """True for a tensor that FSDP1 registered as a parameter, which is a flat parameter or a view of one.
 
@@ -378,7 +378,7 @@ def is_fsdp1_part(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
-@_known
+@_explains_new_torch
 def foreach_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the norm of each tensor, accumulated and returned in `dtype`, with a few kernels for all tensors.
 
@@ -388,7 +388,7 @@ def foreach_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dt
     return norms
 
 
-@_known
+@_explains_new_torch
 def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors of one device in place by a 0-d tensor on the same device.
 
@@ -397,7 +397,7 @@ def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-@_known
+@_explains_new_torch
 def times_written(tensor: torch.Tensor) -> int:
     """Return the number of times that a tensor was written in place; works on the meta device too.
 
@@ -406,7 +406,7 @@ def times_written(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-@_known
+@_explains_new_torch
 def wrap_policy_classes(policy: object) -> frozenset[type]:
     """Return the classes that a ModuleWrapPolicy of FSDP1 wraps; none for any other policy.
 

@@ -51,7 +51,7 @@ def home_of(directory: str) -> str:
     """
     if storage.lexists(os.path.join(directory, MANIFEST)):
         return directory
-    names = _listed(directory)
+    names = _list_names(directory)
     if METADATA not in names or not any(map(is_data_folder, names)):
         return directory
     folder = _named_folder(directory)
@@ -68,7 +68,7 @@ def home_of(directory: str) -> str:
 def root_of(directory: str) -> str:
     """Return the directory for users: the one above a home, or any other directory unchanged."""
     above, name = os.path.split(directory.rstrip("/"))
-    if not is_data_folder(name) or METADATA in _listed(directory):
+    if not is_data_folder(name) or METADATA in _list_names(directory):
         return directory
     above = above or os.curdir
     return above if home_of(above) == os.path.join(above, name) else directory
@@ -105,7 +105,7 @@ def learn(entries: Iterable[tuple[Sequence[str | int], str | None]]) -> None:
     _folders.update((tuple(state), folder) for state, folder in entries)
 
 
-def _listed(directory: str) -> list[str]:
+def _list_names(directory: str) -> list[str]:
     try:
         return storage.listdir(directory)
     except (OSError, ValueError):  # ValueError: a NUL in the path

@@ -83,7 +83,7 @@ def plain_checkpoint(checkpoint: Checkpoint, plain: PlainWeights) -> Checkpoint:
     if plain.by_content and why_scaled(checkpoint, is_claimed_known=True) is not None:
         raise refuse_quantised(why, checkpoint.path, is_tried=True)
     quantised = find_scaled(tensors, config, checkpoint.path)
-    return _plain(checkpoint, quantised, plain.dtype, method_of(config))
+    return _dequantize(checkpoint, quantised, plain.dtype, method_of(config))
 
 
 def plain_base(base: Base) -> Base:
@@ -99,20 +99,20 @@ def plain_base(base: Base) -> Base:
     if not is_quantised or not can_dequantize(base.config):
         return base
     quantised = find_scaled(tensors, base.config, base.label)
-    plain = derive_base(base, _products(quantised, PLAIN), quantised.gone)
+    plain = derive_base(base, _codecs(quantised, PLAIN), quantised.gone)
     return plain if plain.config is None else replace(plain, config=plain_config(plain.config))
 
 
-def _products(quantised: Quantised, dtype: DType) -> dict[str, Product]:
+def _codecs(quantised: Quantised, dtype: DType) -> dict[str, Product]:
     return {name: scaled.method.codec(scaled, dtype) for name, scaled in quantised.scaled.items()}
 
 
-def _plain(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: str | None) -> Checkpoint:
+def _dequantize(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: str | None) -> Checkpoint:
     number = len(quantised.scaled)
     notes = [f"dequantised to {dtype.name}: {count(number, 'tensor')}; the scales are gone"] if number else []
     if checkpoint.hub is not None and method is not None:
         notes.append(f"quantization_config ({escape(method)}) is no longer in the config")
-    plain = derive_checkpoint(checkpoint, _products(quantised, dtype), quantised.gone)
+    plain = derive_checkpoint(checkpoint, _codecs(quantised, dtype), quantised.gone)
     hub = plain.hub
     if hub is not None:
         plain.catalog.notes = (*plain.catalog.notes, *notes)

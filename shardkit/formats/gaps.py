@@ -35,7 +35,7 @@ def cut_modules(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a line if modules of an adapter have other shapes than its settings call for."""
     if is_whole_model(checkpoint) or not any(".lora_" in name for name in checkpoint.catalog.tensors):
         return
-    shapes = _shapes_in(checkpoint)
+    shapes = _shapes_of_model(checkpoint)
     try:
         peft = classify_peft(shapes)
         settings = find_settings((*checkpoint.contents.assets, checkpoint.catalog.directory, checkpoint.path))
@@ -59,7 +59,7 @@ def is_whole_model(checkpoint: Checkpoint) -> bool:
     return not (is_chosen or is_adapter_file(files[0]))
 
 
-def _shapes_in(checkpoint: Checkpoint) -> Mapping[str, Shape]:
+def _shapes_of_model(checkpoint: Checkpoint) -> Mapping[str, Shape]:
     """Return the shapes of a checkpoint's model by name; an empty dict if only its trainer can load these names."""
     catalog = checkpoint.catalog
     if checkpoint.hub is not None:

@@ -202,7 +202,7 @@ def written_in(path: str) -> tuple[OutputKind, Made]:
     """Return the kind of shardkit's output in a directory, and its files, which are read only when they are compared."""
     kind, files = None, dict[str, Callable[[], bytes]]()
     with suppress(ShardkitError, OSError):
-        kind = _said(os.path.join(path, manifest.NAME)).kind
+        kind = _summary_of(os.path.join(path, manifest.NAME)).kind
     for here, folders, names in storage.walk(path):
         inside = "" if here == path else f"{os.path.relpath(here, path)}/"
         files |= {inside + name: content_of(os.path.join(here, name)) for name in names}
@@ -224,7 +224,7 @@ def find_foreign(path: str, kind: OutputKind, run_files: Made | None) -> list[st
     """
     if storage.lexists(path) and (storage.islink(path) or not storage.isdir(path)):
         return [escape(os.path.basename(path))]
-    claim, foreign = _claim(path, kind, run_files or {}), list[str]()
+    claim, foreign = _find_claim(path, kind, run_files or {}), list[str]()
     try:
         for here, folders, names in storage.walk(path, onerror=_unless_gone):
             inside = os.path.relpath(here, path)
@@ -266,12 +266,12 @@ def _foreign_files(path: str, names: Sequence[str], claim: Claim, run_files: Mad
         elif (
             to is Whose.OURS_UNCHANGED
             and run_files is not None
-            and not _is_made(os.path.join(path, name), run_files.get(name))
+            and not _is_run_content(os.path.join(path, name), run_files.get(name))
         ):
             yield f"{escape(name)}: it is not what this run writes there"
 
 
-def _is_made(place: str, make: Callable[[], bytes] | None) -> bool:
+def _is_run_content(place: str, make: Callable[[], bytes] | None) -> bool:
     """True if the file at `place` equals what the run writes there."""
     try:
         return make is not None and content_of(place)() == make()
@@ -294,10 +294,10 @@ def _raise_failed(error: ShardkitError | OSError, path: str) -> None:
         raise ResourceError(f"{escape(path)} cannot be read: {error.strerror}") from error
 
 
-def _claim(path: str, kind: OutputKind, run_files: Made) -> Claim:
+def _find_claim(path: str, kind: OutputKind, run_files: Made) -> Claim:
     """Return which files of a directory are ours, by its manifests and its names."""
     names, is_stored = _listdir(path), not location_of(path).renames
-    listed, lists_all = _listed(path, kind)
+    listed, lists_all = _listed_files(path, kind)
     if kind is OutputKind.HUB:
         is_output = any(map(_WEIGHTS.fullmatch, names))
         folders = {name for name in names if is_asset_folder(name)}
@@ -307,7 +307,7 @@ def _claim(path: str, kind: OutputKind, run_files: Made) -> Claim:
         is_output = METADATA in names
         folders = set() if is_stored else {name for name in names if is_data_folder(name)}
         for folder in sorted(folders):
-            listed |= {f"{folder}/{name}" for name in _listed(os.path.join(path, folder), kind)[0]}
+            listed |= {f"{folder}/{name}" for name in _listed_files(os.path.join(path, folder), kind)[0]}
     folders |= {name.rstrip("/") for name in run_files if name.endswith("/")}
     parents = {parent for name in (*listed, *folders) for parent in folders_above(name)}
     return Claim(
@@ -321,10 +321,10 @@ def _claim(path: str, kind: OutputKind, run_files: Made) -> Claim:
     )
 
 
-def _listed(path: str, kind: OutputKind) -> tuple[set[str], bool]:
+def _listed_files(path: str, kind: OutputKind) -> tuple[set[str], bool]:
     """Return the files that the manifests of a directory and its folders list, and whether these are all of the output."""
     try:
-        summary = _said(os.path.join(path, manifest.NAME))
+        summary = _summary_of(os.path.join(path, manifest.NAME))
     except (ShardkitError, OSError) as error:
         _raise_failed(error, os.path.join(path, manifest.NAME))
         return set(), False
@@ -332,12 +332,12 @@ def _listed(path: str, kind: OutputKind) -> tuple[set[str], bool]:
         return set(), False
     files = {*summary.files}
     for folder in summary.folders:
-        inside = _listed(os.path.join(path, folder), kind)[0]
+        inside = _listed_files(os.path.join(path, folder), kind)[0]
         files |= {f"{folder}/{name}" for name in (*inside, manifest.NAME)}
     return files, summary.lists_all
 
 
-class _Said(NamedTuple):
+class _ManifestSummary(NamedTuple):
     """The part of a manifest that decides which files are ours."""
 
     kind: OutputKind | None
@@ -349,11 +349,11 @@ class _Said(NamedTuple):
     """False for a manifest of an early version, which listed the weights alone."""
 
 
-_summaries: dict[FileStamp, _Said] = {}
+_summaries: dict[FileStamp, _ManifestSummary] = {}
 """A cache by file stamp: a run needs each manifest three times, and one of many tensors takes a second to parse."""
 
 
-def _said(path: str) -> _Said:
+def _summary_of(path: str) -> _ManifestSummary:
     """Return the summary of a manifest file, from the cache if the file has not changed.
 
     Raises:
@@ -364,15 +364,15 @@ def _said(path: str) -> _Said:
         content = manifest.read(os.path.dirname(path))
         if len(_summaries) >= _MAX_KNOWN:
             _summaries.clear()
-        _summaries[stamp] = _Said(None, (), (), False) if content is None else _summed_up(content)
+        _summaries[stamp] = _ManifestSummary(None, (), (), False) if content is None else _summarise(content)
     return _summaries[stamp]
 
 
-def _summed_up(content: manifest.Manifest) -> _Said:
+def _summarise(content: manifest.Manifest) -> _ManifestSummary:
     files = {file.name for file in manifest.every_file(content)}
     if isinstance(content, manifest.HubModel):
-        return _Said(OutputKind.HUB, files, (), content.others is not None)
+        return _ManifestSummary(OutputKind.HUB, files, (), content.others is not None)
     if isinstance(content, manifest.FileList):
         is_ours = content.folders is not None or content.writer == "shardkit"
-        return _Said(OutputKind.SHARDED if is_ours else None, files, content.folders or (), True)
-    return _Said(OutputKind.SHARDED, {*files, METADATA}, (), True)
+        return _ManifestSummary(OutputKind.SHARDED if is_ours else None, files, content.folders or (), True)
+    return _ManifestSummary(OutputKind.SHARDED, {*files, METADATA}, (), True)

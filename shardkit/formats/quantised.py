@@ -89,7 +89,7 @@ def unclaimed(tensors: Mapping[str, Held]) -> dict[str, Held]:
 
 def method_of(config: Mapping[str, Any] | None) -> str | None:
     """Return the method of quantising that a config names, such as "fp8"; None if the config has no such section."""
-    described = _described(config)
+    described = _quantization_section(config)
     if described is None:
         return None
     method = described.get("quant_method") if isinstance(described, Mapping) else None
@@ -98,24 +98,24 @@ def method_of(config: Mapping[str, Any] | None) -> str | None:
 
 def can_dequantize(config: Mapping[str, Any] | None) -> bool:
     """True if the method that a config names can be dequantised here, or if it names none: names of tensors decide then."""
-    return method_of(config) is None or _said(config) is not None
+    return method_of(config) is None or _config_method(config) is not None
 
 
-def _said(config: Mapping[str, Any] | None) -> Method | None:
+def _config_method(config: Mapping[str, Any] | None) -> Method | None:
     """Return the method that a config declares, or None if it declares none that can be dequantised here."""
-    named, described = str(method_of(config)), _described(config)
+    named, described = str(method_of(config)), _quantization_section(config)
     return next((method for method in METHODS if method.is_declared(named, described)), None)
 
 
-def _described(config: Mapping[str, Any] | None) -> Any:
-    for part in _parts(config or {}):
+def _quantization_section(config: Mapping[str, Any] | None) -> Any:
+    for part in _config_parts(config or {}):
         described = next((part[key] for key in QUANTIZATION_CONFIGS if part.get(key)), None)
         if described is not None:
             return described
     return None
 
 
-def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _config_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield a config and the configs inside it, at any depth: `text_config`, `thinker_config.text_config`."""
     parts = [config]
     for part in parts:
@@ -146,13 +146,13 @@ def why_quantised(tensors: Mapping[str, Held], config: Mapping[str, Any] | None 
         tensors: by stored name.
         config: config.json, or None.
     """
-    named, config_method = method_of(config), _said(config)
+    named, config_method = method_of(config), _config_method(config)
     if named is not None:
         kind = f" {config_method.name}" if config_method is not None and config_method.name != named else ""
         return f"config.json has a {_CONFIG} ({escape(named)}{kind})"
     claims = find_claims(tensors).values()
     scales = [claim.scales for method, claim in claims if method.shows and claim.scales]
-    return _why([*scales, *_packed(tensors)], tensors)
+    return _evidence_of([*scales, *_packed_names(tensors)], tensors)
 
 
 def _is_of_cache(name: str, tensor: Held) -> bool:
@@ -162,15 +162,15 @@ def _is_of_cache(name: str, tensor: Held) -> bool:
 
 def may_be_quantised(tensors: Mapping[str, Held]) -> bool:
     """True if some tensors may be the numbers of quantised weights, so that a config's section about them is still valid."""
-    return bool(find_claims(tensors)) or holds_narrow(tensors) or bool(_packed(tensors))
+    return bool(find_claims(tensors)) or holds_narrow(tensors) or bool(_packed_names(tensors))
 
 
 def holds_narrow(tensors: Mapping[str, Held]) -> bool:
     """True if some tensor may hold the packed or narrow numbers of a quantised weight."""
-    return any(_narrow(tensors))
+    return any(_narrow_names(tensors))
 
 
-def _narrow(tensors: Mapping[str, Held]) -> Iterator[str]:
+def _narrow_names(tensors: Mapping[str, Held]) -> Iterator[str]:
     return (
         name
         for name, tensor in tensors.items()
@@ -193,13 +193,15 @@ def why_narrow(tensors: Mapping[str, Held], exported: Mapping[str, Any] | None =
     method = _exported_method(exported)
     shown = {name for name, its in _methods(tensors).items() if its.shows}
     narrow = [
-        name for name in _narrow(tensors) if _scale_beside(name, tensors) or (method and name not in shown)
+        name
+        for name in _narrow_names(tensors)
+        if _scale_beside(name, tensors) or (method and name not in shown)
     ]
     if not narrow:
         return None
     prefix = f"{EXPORT_CONFIG} says {escape(method)}, and " if method else ""
     dtypes = " and ".join(sorted({tensors[name].dtype.name for name in narrow}))
-    kind = _kind(narrow, tensors)
+    kind = _method_text(narrow, tensors)
     return f"{prefix}{count(len(narrow), 'tensor')} of {dtypes} {_WITH_SCALES}{kind}: {listed(narrow)}"
 
 
@@ -221,23 +223,23 @@ def _scale_beside(name: str, tensors: Mapping[str, Held]) -> bool:
 
 def why_scales(unused: Iterable[str]) -> str | None:
     """Return the evidence that names which a model lacks belong to quantised weights, or None; their endings suffice."""
-    return _why([name for name in unused if name.endswith(_SCALES)], {})
+    return _evidence_of([name for name in unused if name.endswith(_SCALES)], {})
 
 
-def _why(names: list[str], tensors: Mapping[str, Held]) -> str | None:
+def _evidence_of(names: list[str], tensors: Mapping[str, Held]) -> str | None:
     if not names:
         return None
-    return f"{count(len(names), 'tensor')} of scales or packed values{_kind(names, tensors)}: {listed(names)}"
+    return f"{count(len(names), 'tensor')} of scales or packed values{_method_text(names, tensors)}: {listed(names)}"
 
 
-def _kind(names: list[str], tensors: Mapping[str, Held]) -> str:
+def _method_text(names: list[str], tensors: Mapping[str, Held]) -> str:
     """Return e.g. " (nvfp4)" if the names of all these tensors do not show their method, else an empty string."""
     methods = {name: method.name for name, method in _methods(tensors).items() if not method.shows}
     kinds = sorted({methods.get(name, "") for name in names})
     return f" ({', '.join(kinds)})" if all(kinds) else ""
 
 
-def _packed(names: Collection[str]) -> list[str]:
+def _packed_names(names: Collection[str]) -> list[str]:
     tables = {name.removesuffix("centroids.weight") + "indices" for name in names}  # VPTQ
     return [name for name in names if name.endswith(_PACKED) or name in tables]
 
@@ -277,9 +279,9 @@ def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, w
     Raises:
         LayoutError: the method is unknown here, or scales are missing or do not fit their tensors; lists all.
     """
-    rest, config_method, described = unclaimed(tensors), _said(config), _described(config)
+    rest, config_method, described = unclaimed(tensors), _config_method(config), _quantization_section(config)
     is_mixed = config_method is not None and why_narrow(rest) is not None
-    if _packed(rest) or is_mixed or not can_dequantize(config):
+    if _packed_names(rest) or is_mixed or not can_dequantize(config):
         why = why_quantised(tensors, config)
         assert why is not None
         raise refuse_quantised(why, where, is_tried=True)

@@ -76,7 +76,7 @@ def add_checksums(catalog: Catalog, path: str) -> None:
         IntegrityError: files have the recorded sizes but other tensors.
         ResourceError: a manifest may not be read.
     """
-    if any(_lacks(catalog.files[number]) for number in set(catalog.chunks.file)):
+    if any(_lacks_checksums(catalog.files[number]) for number in set(catalog.chunks.file)):
         find_manifests([catalog], path)
 
 
@@ -115,21 +115,21 @@ def find_manifests(
     homes = [home_of(directory_of(path)), *(catalog.directory for catalog in catalogs if catalog.directory)]
     homes = list(dict.fromkeys(storage.realpath(home) for home in homes))
     if manifest_path is not None:
-        read = _read_given(os.fspath(manifest_path), homes.pop(0))
+        read = _read_named(os.fspath(manifest_path), homes.pop(0))
         _check_fits(read, catalogs)
-        _take(read, catalogs, manifests)
+        _use_manifest(read, catalogs, manifests)
     for home in homes:
         try:
-            home_manifest = _read_beside(home)
+            home_manifest = _read_own(home)
         except SourceError as error:
             manifests.warnings.append(f"the source is not compared with its manifest: {error.message}")
             continue
         if home_manifest is not None:
-            _take(home_manifest, catalogs, manifests)
+            _use_manifest(home_manifest, catalogs, manifests)
     return manifests
 
 
-def _read_given(path: str, source: str) -> _ReadManifest:
+def _read_named(path: str, source: str) -> _ReadManifest:
     if not storage.lexists(path):
         raise SourceError(f"{escape(path)}: no such file", hint=_ANOTHER)
     content = manifest.read_file(path, path)
@@ -138,7 +138,7 @@ def _read_given(path: str, source: str) -> _ReadManifest:
     )
 
 
-def _read_beside(home: str) -> _ReadManifest | None:
+def _read_own(home: str) -> _ReadManifest | None:
     """Return the manifest in a directory, or else the one beside it; for a file the order is reversed."""
     is_directory = storage.isdir(home)
     inside = os.path.join(home if is_directory else os.path.dirname(home), manifest.NAME)
@@ -151,7 +151,7 @@ def _read_beside(home: str) -> _ReadManifest | None:
     return None
 
 
-def _listed(read: _ReadManifest) -> dict[str, manifest.SavedFile]:
+def _listed_files(read: _ReadManifest) -> dict[str, manifest.SavedFile]:
     """Return the files that a manifest lists, by real path."""
     files = manifest.all_files(read.content)
     return {storage.realpath(os.path.join(read.home, file.name)): file for file in files}
@@ -159,7 +159,7 @@ def _listed(read: _ReadManifest) -> dict[str, manifest.SavedFile]:
 
 def _check_fits(read: _ReadManifest, catalogs: Iterable[Catalog]) -> None:
     """Refuse a manifest that the user named if it describes other files."""
-    sizes, home = {path: file.size for path, file in _listed(read).items()}, storage.realpath(read.home)
+    sizes, home = {path: file.size for path, file in _listed_files(read).items()}, storage.realpath(read.home)
     problems = dict[str, None]()
     for catalog in catalogs:
         for file in catalog.files:
@@ -174,9 +174,9 @@ def _check_fits(read: _ReadManifest, catalogs: Iterable[Catalog]) -> None:
     SourceError.raise_for(list(problems), message, hint=_ANOTHER)
 
 
-def _take(read: _ReadManifest, catalogs: Iterable[Catalog], manifests: SourceManifests) -> None:
+def _use_manifest(read: _ReadManifest, catalogs: Iterable[Catalog], manifests: SourceManifests) -> None:
     """Give files of the catalogs the checksums of a manifest, and add it to `manifests`."""
-    listed, tensors = _listed(read), manifest.all_tensors(read.content)
+    listed, tensors = _listed_files(read), manifest.all_tensors(read.content)
     for path, file in listed.items():
         crc = manifest.crc_of(file)
         if crc is not None and storage.isfile(path) and storage.getsize(path) == file.size:
@@ -229,7 +229,7 @@ def _check_headers(
     )
 
 
-def _lacks(file: SourceFile) -> bool:
+def _lacks_checksums(file: SourceFile) -> bool:
     """True for a file that is read as stored, and that lacks a recorded CRC-32 for some storage."""
     return file.is_raw and (file.checksums is None or 0 in file.checksums.crcs)
 
@@ -244,7 +244,7 @@ def _add_checksums(
     # Files without chunks of this catalog are read, and so checked, by other processes.
     for number in sorted({*catalog.chunks.file}):
         file = catalog.files[number]
-        if _lacks(file):
+        if _lacks_checksums(file):
             entry = listed.get(storage.realpath(file.path))
             if entry is not None and entry.size == file.size:
                 lacking[number] = entry

@@ -170,10 +170,10 @@ def recognise(path: str) -> Format | None:
     Args:
         path: a directory, a file that is a checkpoint, or a file that stands for its directory.
     """
-    row, recognised = _look(home_of(directory_of(path)))
+    row, recognised = _find_format(home_of(directory_of(path)))
     if recognised is None:
         return row
-    inside, _ = _look(home_of(recognised.weights))
+    inside, _ = _find_format(home_of(recognised.weights))
     name = recognised.structure.format
     if name is None:
         return inside
@@ -222,15 +222,15 @@ def _open_local(source: str, format: str | None) -> Checkpoint:
             ) from None
     if format is not None:
         return _open(_FORMATS[format], directory)
-    row, recognised = _look(directory)
+    row, recognised = _find_format(directory)
     if recognised is not None:
         weights = home_of(recognised.weights)
-        inside, _ = _look(weights)
+        inside, _ = _find_format(weights)
         if inside is None:
-            raise _nothing(recognised.weights)
+            raise _no_checkpoint(recognised.weights)
         return plain_dcp.inside(_open(inside, weights), recognised, directory)
     if row is None:
-        raise _nothing(source)
+        raise _no_checkpoint(source)
     return _open(row, directory)
 
 
@@ -294,7 +294,7 @@ def directory_of(path: str) -> str:
     return os.path.dirname(path) or os.curdir
 
 
-def _look(path: str) -> tuple[Format | None, plain_dcp.RecognisedDirectory | None]:
+def _find_format(path: str) -> tuple[Format | None, plain_dcp.RecognisedDirectory | None]:
     """Return (format, None), or (None, the trainer's structure) for a directory around a checkpoint."""
     if not storage.isdir(path):
         return next((row for row in (_HUB, _FULL_FILE) if _opener(row).matches(path)), None), None
@@ -321,7 +321,7 @@ def _open(row: Format, path: str) -> Checkpoint:
     return replace(_opener(row).open(path), path=path)
 
 
-def _nothing(path: str) -> SourceError:
+def _no_checkpoint(path: str) -> SourceError:
     """Return the error for a path without a checkpoint: it lists the marker files, and what the directory holds."""
     if not storage.isdir(path):
         refuse_pointers({path: path})

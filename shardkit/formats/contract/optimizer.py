@@ -263,7 +263,7 @@ class OptimizerComparison:
             return
         differences = [key for key, value in counts.items() if self._counts.get(key, value) != value]
         if settings is not None and self._groups is not None:
-            differences += _other_settings(self._groups, settings)
+            differences += _differing_settings(self._groups, settings)
         if differences:
             self._problems.append(f"{escape(name)}: not as in {escape(self._first)}: {listed(differences)}")
 
@@ -304,7 +304,7 @@ def _settings(group: Group) -> dict[str, str]:
     return settings
 
 
-def _other_settings(
+def _differing_settings(
     groups: Sequence[Mapping[str, str]], other_groups: Sequence[Mapping[str, str]]
 ) -> Iterator[str]:
     if len(groups) != len(other_groups):

@@ -270,12 +270,12 @@ def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
         SourceError, ResourceError: as `open_dcp`.
     """
     if metadata.where != METADATA:  # first, as ranks left by another save may name files that are gone
-        check_tiling(metadata, partial(_other_ranks, directory))
+        check_tiling(metadata, partial(_hint_for_ranks, directory))
     described = path_in(directory, METADATA)
-    files = _told_files(directory, metadata, described)
+    files = _shared_files(directory, metadata, described)
     if files is None:
         stamp = stamp_at(described)  # None for rank-local metadata
-        files = _stat_files(directory, metadata)
+        files = _check_files(directory, metadata)
         if stamp is not None:
             shared_reads.note(SIZES, described, json.dumps([file.size for file in files]).encode(), stamp)
     if _holds_bare_bytes(metadata):
@@ -323,7 +323,7 @@ def _compare(catalog: Catalog, copies: Sequence[Copy]) -> Copies:
     return compared
 
 
-def _other_ranks(directory: str, problems: Sequence[str]) -> str:
+def _hint_for_ranks(directory: str, problems: Sequence[str]) -> str:
     """Return the hint for ranks' files that do not make up the tensors: a rank is missing, or some are of an older save.
 
     Only overlapping chunks show an older save: with pipeline stages the first ranks have whole tensors too.
@@ -368,7 +368,9 @@ def _read_metadata(directory: str) -> DcpMetadata:
     if storage.lexists(path):
         data = shared_reads.read(path, METADATA, MAX_METADATA)
         metadata = replace(parse_metadata(data, where=METADATA), crc32=int(crc32(data)))
-        return metadata if path == os.path.join(directory, METADATA) else _at_home(metadata, directory)
+        return (
+            metadata if path == os.path.join(directory, METADATA) else _with_home_names(metadata, directory)
+        )
     names = _listing(directory)
     if not rank_files(names):
         is_begun = f"{METADATA}.tmp" in names
@@ -377,7 +379,7 @@ def _read_metadata(directory: str) -> DcpMetadata:
     return read_rank_metadata(directory, names, MAX_METADATA)
 
 
-def _at_home(metadata: DcpMetadata, home: str) -> DcpMetadata:
+def _with_home_names(metadata: DcpMetadata, home: str) -> DcpMetadata:
     """Return metadata that is in the parent directory, with names of files relative to `home` instead."""
     folder = os.path.join(os.path.basename(home.rstrip("/")), "")
     strays = [escape(name) for name in metadata.files if not name.startswith(folder)]
@@ -394,7 +396,7 @@ def _listing(directory: str) -> set[str]:
         raise SourceError(f"{escape(directory)} cannot be listed: {error.strerror}") from None
 
 
-def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
+def _check_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
     """Return all files with their sizes, after checking that each file with bytes of an entry is there.
 
     Raises:
@@ -412,7 +414,7 @@ def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
             size, problem = (0, reason) if path and reason else _file_size(path)
             if problem:
                 owner = _owner_of_file(metadata, index)
-                problems[name] = f"{problem} ({_named(owner)} there)"
+                problems[name] = f"{problem} ({_owners_text(owner)} there)"
         files.append(SourceFile(name=name, path=path, size=size))
     if problems:
         are_links = all(FOLLOW in problem for problem in problems.values())
@@ -425,7 +427,7 @@ def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
     return files
 
 
-def _told_files(directory: str, metadata: DcpMetadata, described: str) -> list[SourceFile] | None:
+def _shared_files(directory: str, metadata: DcpMetadata, described: str) -> list[SourceFile] | None:
     """Return the files of a `.metadata` with the sizes that another process shared after checking them, or None."""
     shared_sizes = shared_reads.take(SIZES, described)
     if shared_sizes is None:
@@ -480,7 +482,7 @@ def _owner_of_file(metadata: DcpMetadata, file: int) -> list[str]:
     return owners + [fqn for fqn, place in metadata.objects.items() if place and place.file == file]
 
 
-def _named(names: Sequence[str]) -> str:
+def _owners_text(names: Sequence[str]) -> str:
     shown = ", ".join(escape(name) for name in names[:_SHOWN_NAMES])
     return f"{shown} and others lie" if len(names) > _SHOWN_NAMES else f"{shown} would lie"
 

@@ -105,7 +105,7 @@ def open_dcp_hf(path: str) -> Checkpoint:
         ResourceError: a file may not be read.
     """
     directory = _shard_directory(path) or path
-    home = _ShardDirectory(path=path, directory=directory, config=_config(path, directory))
+    home = _ShardDirectory(path=path, directory=directory, config=_read_config(path, directory))
     assets = asset_directories(
         inner(directory, _HF_METADATA), inner(path, _HF_METADATA), path, inner(path, "consolidated")
     )
@@ -131,7 +131,7 @@ def _shard_directory(path: str) -> str | None:
     return None
 
 
-def _config(path: str, directory: str) -> Mapping[str, object]:
+def _read_config(path: str, directory: str) -> Mapping[str, object]:
     places = (
         (home, name) for name in (f"{_HF_METADATA}/config.json", "config.json") for home in (directory, path)
     )
@@ -142,14 +142,14 @@ def _open_shards(home: _ShardDirectory) -> Catalog:
     """Open the shards, and compare their tensors with the lists of names beside them."""
     catalog = _read_shards(home.directory, f"{_SHARDED}/" if home.directory != home.path else "")
     SourceError.raise_for(
-        list(_absent(home, catalog)),
+        list(_absent_tensors(home, catalog)),
         f"the shards in {escape(home.directory)} are not all of the model: files of the last ranks may be missing",
         hint=_COPY,
     )
     return catalog
 
 
-def _absent(home: _ShardDirectory, catalog: Catalog) -> Iterator[str]:
+def _absent_tensors(home: _ShardDirectory, catalog: Catalog) -> Iterator[str]:
     """Yield a line for each tensor that a list of names beside the shards has, but the shards lack."""
     is_tied = ties_embeddings(home.config)
     for name, fqns in _lists_of_names(home):
@@ -218,7 +218,7 @@ def _read_shards(directory: str, prefix: str) -> Catalog:
     for name in shards:
         _read_shard(catalog, parts, locate(directory, name), prefix + name, problems)
     for fqn, tensor_parts in parts.items():
-        _add(catalog, fqn, tensor_parts, problems)
+        _add_tensor(catalog, fqn, tensor_parts, problems)
     SourceError.raise_for(
         problems,
         f"the shards in {escape(directory)} do not make up {count(len(problems), 'tensor')}",
@@ -238,13 +238,13 @@ def _check_numbers(shards: Mapping[str, _ShardName], prefix: str) -> None:
         )
     ranks = {shard.rank for shard in shards.values()}
     numbers = {shard.number for shard in shards.values()}
-    missing_names = [f"shard-{rank:05d}-model-*" for rank in _gaps(ranks, max(ranks))]
-    missing_names += [f"shard-*-model-{number:05d}" for number in _gaps(numbers, totals[0])]
+    missing_names = [f"shard-{rank:05d}-model-*" for rank in _missing_numbers(ranks, max(ranks))]
+    missing_names += [f"shard-*-model-{number:05d}" for number in _missing_numbers(numbers, totals[0])]
     problems = [f"{prefix}{name}-of-{totals[0]:05d}.safetensors: no such file" for name in missing_names]
     SourceError.raise_for(problems, f"{count(len(problems), 'shard')} missing", hint=_COPY)
 
 
-def _gaps(present: Collection[int], last: int) -> list[int]:
+def _missing_numbers(present: Collection[int], last: int) -> list[int]:
     """Return the first few of the numbers from 1 to `last` that are absent."""
     return list(islice((number for number in range(1, last + 1) if number not in present), _MAX_LISTED))
 
@@ -273,7 +273,7 @@ def _read_shard(
             tensor_parts.chunks.setdefault(region, _PartExtent(file, tensor.start, tensor.nbytes))
 
 
-def _add(catalog: Catalog, fqn: str, parts: _PartsOfTensor, problems: list[str]) -> None:
+def _add_tensor(catalog: Catalog, fqn: str, parts: _PartsOfTensor, problems: list[str]) -> None:
     regions, chunks = list(parts.chunks), list(parts.chunks.values())
     shape: Shape = tuple(map(max, zip(*(region.stops for region in regions), strict=True)))
     reason = find_tiling_error(shape, regions)
@@ -384,7 +384,7 @@ def saved_offsets(header: SafetensorsHeader, name: str) -> dict[str, Shape] | No
     for tensor in header.tensors:
         fields = info.get(tensor.fqn)
         offsets = fields.get(_OFFSETS) if isinstance(fields, dict) else None
-        corner = _corner(offsets, len(tensor.shape))
+        corner = _parse_offsets(offsets, len(tensor.shape))
         if corner is None:
             problems.append(
                 f"{escape(tensor.fqn)}: expected {len(tensor.shape)} offsets, found {escape(repr(offsets))}"
@@ -399,7 +399,7 @@ def saved_offsets(header: SafetensorsHeader, name: str) -> dict[str, Shape] | No
     return corners
 
 
-def _corner(offsets: object, num_dims: int) -> Shape | None:
+def _parse_offsets(offsets: object, num_dims: int) -> Shape | None:
     if not isinstance(offsets, list) or len(offsets) != num_dims:
         return None
     if any(type(offset) is not int or not 0 <= offset < _MAX_OFFSET for offset in offsets):

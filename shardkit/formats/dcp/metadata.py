@@ -135,7 +135,7 @@ def join_fields(fields: Mapping[str, object], where: str) -> DcpMetadata:
     """
     entries, storage = _main_fields(fields, where)
     _check_number(entries, storage, where)
-    join = _Join(storage, where)
+    join = _FieldJoiner(storage, where)
     join.add(entries)
     join.result.paths = _planner_paths(fields.get("planner_data"), where, join.problems)
     SourceError.raise_for(
@@ -178,7 +178,7 @@ def _main_fields(fields: Mapping[str, object], where: str) -> tuple[dict[str, ob
     return entries, table
 
 
-class _Join:
+class _FieldJoiner:
     """Gives every entry its place in `storage_data`, in the order of the file."""
 
     def __init__(self, storage: StorageTable, where: str) -> None:
@@ -403,10 +403,10 @@ def read_rank_metadata(directory: str, names: Collection[str], max_bytes: int) -
         f"{escape(directory)} has rank-local metadata, but not of every rank",
         hint=_MISSING_RANK,
     )
-    return _Merge(_parts(directory, names, max_bytes)).result()
+    return _RankMerger(_read_parts(directory, names, max_bytes)).result()
 
 
-def _parts(directory: str, names: Collection[str], max_bytes: int) -> list[DcpMetadata]:
+def _read_parts(directory: str, names: Collection[str], max_bytes: int) -> list[DcpMetadata]:
     return [
         parse_metadata(read_small(os.path.join(directory, name), name, max_bytes, follow=False), where=name)
         for name in rank_files(names).values()
@@ -422,7 +422,7 @@ def num_enough(directory: str, names: Collection[str], max_bytes: int) -> int:
         directory, names, max_bytes: as for `read_rank_metadata`.
     """
     enough, seen, lacking = 0, set[tuple[str, Region]](), dict[str, int]()
-    for number, part in enumerate(_parts(directory, names, max_bytes)[:-1], 1):
+    for number, part in enumerate(_read_parts(directory, names, max_bytes)[:-1], 1):
         for fqn, entry in part.tensors.items():
             regions = {(fqn, region) for region in part.chunks.regions(entry.chunk_ids)} - seen
             seen |= regions
@@ -433,7 +433,7 @@ def num_enough(directory: str, names: Collection[str], max_bytes: int) -> int:
     return enough
 
 
-class _Merge:
+class _RankMerger:
     """Merges the metadata of all ranks."""
 
     def __init__(self, parts: Sequence[DcpMetadata]) -> None:

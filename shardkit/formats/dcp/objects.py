@@ -62,11 +62,11 @@ def objects_with_tensors(opened: DcpFolder) -> dict[str, Holds]:
                     members = read_directory(reader)
                     if "data.pkl" in members and any(member.startswith("data/") for member in members):
                         data = reader.content("data.pkl", members["data.pkl"], _MAX_PICKLE)
-                        kinds[name] = _kind(data, members)
+                        kinds[name] = _content_of(data, members)
     return {name: kinds[name] for name in opened.objects if name in kinds}
 
 
-def _kind(data: bytes, members: Mapping[str, ZipEntry]) -> Holds:
+def _content_of(data: bytes, members: Mapping[str, ZipEntry]) -> Holds:
     if not _OF_MESH.search(data):
         return "tensors"
     names = TensorNames({key[5:]: entry for key, entry in members.items() if key.startswith("data/")})
@@ -125,13 +125,13 @@ def object_lines(opened: DcpFolder) -> ObjectLines:
     bound = [name for name, kind in kinds.items() if kind == "distributed"]
     return ObjectLines(
         (
-            f"{_entries(lost)} sharded tensors in an object, such as a tuple, of which torch saves the rows of one rank; "
+            f"{_entry_count(lost)} sharded tensors in an object, such as a tuple, of which torch saves the rows of one rank; "
             f"those of the others are in no file: {listed(lost)}",
         )
         if lost
         else (),
         (
-            f"{_entries(bound)} distributed tensors in an object, such as a tuple, which fit the mesh of this save alone: "
+            f"{_entry_count(bound)} distributed tensors in an object, such as a tuple, which fit the mesh of this save alone: "
             f"{listed(bound)}",
         )
         if bound
@@ -139,7 +139,7 @@ def object_lines(opened: DcpFolder) -> ObjectLines:
     )
 
 
-def _entries(names: Collection[str]) -> str:
+def _entry_count(names: Collection[str]) -> str:
     return count(len(names), "byte entry has", "byte entries have")
 
 

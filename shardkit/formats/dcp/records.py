@@ -101,7 +101,7 @@ def select_raw(
             _ask_for_ends(fd, chosen, rows)
             rows_left, checksums = pointer.point(fd, rows)
         for row, record in scan.records_of_file(fd, source, rows_left):
-            _point(chosen, scan.tensor_of[row], row, record)
+            _point_at_data(chosen, scan.tensor_of[row], row, record)
             stored.append((record.data_start, record.data_nbytes, record.crc32 or 0))
         if stored or checksums is None:
             stored_checksums = Checksums.of(stored)
@@ -110,7 +110,7 @@ def select_raw(
         chosen.files[number] = replace(source, checksums=checksums)
     scan.raise_problems()
     for row, chunk in scan.packed.items():
-        _attach(chosen, row, packed_file(scan.stamped(chosen.chunks.file[row]), chunk))
+        _attach_file(chosen, row, packed_file(scan.stamped(chosen.chunks.file[row]), chunk))
     chosen.encoding = "raw"
     if num_unrecorded:
         chosen.notes = (f"{num_unrecorded} of {len(chosen.chunks)} records have no CRC-32 to check them by",)
@@ -141,7 +141,7 @@ def open_late(catalog: Catalog, names: Collection[str]) -> Catalog:
     """
     chosen = subset(catalog, names)
     table, rows = chosen.chunks, dict[int, dict[int, list[int]]]()
-    for row in _in_order(chosen):
+    for row in _rows_in_order(chosen):
         rows.setdefault(table.file[row], {}).setdefault(table.start[row], []).append(row)
     for file, of_file in rows.items():
         checksums = Checksums.of((start, table.nbytes[row], UNSEEN) for start, (row, *_) in of_file.items())
@@ -207,7 +207,7 @@ class _LateDcpRecords:
                 select_raw(self._closed, {}, tuple(catalog.tensors))  # its error lists all wrong records
                 raise
             with self._appending:
-                _point(catalog, entry, row, record)
+                _point_at_data(catalog, entry, row, record)
         checksums = source.checksums
         assert checksums is not None  # `open_late`
         checksums.starts[index] = record.data_start
@@ -260,16 +260,16 @@ def difference(entry: TensorEntry, sizes: Shape, record: TensorRecord) -> str | 
     return None
 
 
-def _point(catalog: Catalog, entry: TensorEntry, row: int, record: TensorRecord) -> None:
+def _point_at_data(catalog: Catalog, entry: TensorEntry, row: int, record: TensorRecord) -> None:
     """Replace the extent of a chunk, which is its record, by the bytes of its data."""
     chunks = catalog.chunks
     if record.is_contiguous:
         chunks.start[row], chunks.nbytes[row] = record.start, record.nbytes
     else:
-        _attach(catalog, row, strided_file(catalog.files[chunks.file[row]], entry, record))
+        _attach_file(catalog, row, strided_file(catalog.files[chunks.file[row]], entry, record))
 
 
-def _attach(catalog: Catalog, row: int, file: SourceFile) -> None:
+def _attach_file(catalog: Catalog, row: int, file: SourceFile) -> None:
     """Add a file to the catalog, and make the chunk all of its bytes."""
     catalog.files.append(file)
     catalog.chunks.file[row], catalog.chunks.start[row] = len(catalog.files) - 1, 0
@@ -292,7 +292,7 @@ class _RecordOpener:
         check_transforms(self.packed)
         self.scanner = RecordScanner()
         self.tensor_of = [entry for entry in self.chosen.tensors.values() for _ in entry.chunk_ids]
-        self._rows = _in_order(self.chosen)
+        self._rows = _rows_in_order(self.chosen)
         if self.packed:
             self._rows = [row for row in self._rows if row not in self.packed]
         self._damaged: list[str] = []
@@ -377,7 +377,7 @@ class _RecordOpener:
         refuse_classes(self._of_classes, self.chosen.directory)
 
 
-def _in_order(catalog: Catalog) -> list[int]:
+def _rows_in_order(catalog: Catalog) -> list[int]:
     """Return the chunks in the order of their bytes, file by file."""
     table = catalog.chunks
     if len(table) >= MIN_TOTAL:

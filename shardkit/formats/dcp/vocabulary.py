@@ -310,10 +310,10 @@ def metadata_vocabulary(nbytes: int) -> Vocabulary:
 
 def metadata_names(nbytes: int) -> dict[tuple[str, str], object]:
     """Return (module, name) -> class for one parse of a `.metadata` of `nbytes` bytes; it may use no other names."""
-    return {**_NAMES, (_METADATA, "TensorStorageMetadata"): Global("Tensor", new=_counted(nbytes))}
+    return {**_NAMES, (_METADATA, "TensorStorageMetadata"): Global("Tensor", new=_limited_tensor(nbytes))}
 
 
-def _counted(nbytes: int) -> Callable[[], Record]:
+def _limited_tensor(nbytes: int) -> Callable[[], Record]:
     """Return a subclass of `Tensor` that refuses more chunks in all than a file of `nbytes` bytes can place.
 
     Many tensors may refer to the same list of chunks, and each copies it into its columns. Without a limit, memory
@@ -413,7 +413,7 @@ def _make_path(args: tuple[Any, ...]) -> None:
         raise Refusal("a path that is not text")
 
 
-def _unused(name: str, *field_names: str) -> Global:
+def _ignored_class(name: str, *field_names: str) -> Global:
     return Global(name, new=lambda: Ignored(name, frozenset(field_names)))
 
 
@@ -429,7 +429,9 @@ _NAMES: dict[tuple[str, str], object] = {
     (_OLD_METADATA, "TensorProperties"): Global("TensorProperties", new=Properties),
     (_METADATA, "BytesStorageMetadata"): Global("BytesStorageMetadata", new=BytesEntry),
     (_METADATA, "Metadata"): Global("Metadata", new=Metadata),
-    (_METADATA, "StorageMeta"): _unused("StorageMeta", "checkpoint_id", "save_id", "load_id", "modules"),
+    (_METADATA, "StorageMeta"): _ignored_class(
+        "StorageMeta", "checkpoint_id", "save_id", "load_id", "modules"
+    ),
     ("torch", "Size"): Global("torch.Size", call=_make_size),
     ("torch.serialization", "_get_layout"): Global("_get_layout", call=_make_layout),
     (_METADATA, "_MEM_FORMAT_ENCODING"): Global("_MEM_FORMAT_ENCODING", call=_make_enum),
@@ -441,10 +443,10 @@ _NAMES: dict[tuple[str, str], object] = {
         for name in _PATH_CLASSES
     },
     # Megatron-Core keeps every rank's plan in `all_local_plans`.
-    (_PLANNER, "SavePlan"): _unused("SavePlan", "items", "storage_data", "planner_data", "usable"),
-    (_PLANNER, "WriteItem"): _unused("WriteItem", "index", "type", "bytes_io_data", "tensor_data"),
-    (_PLANNER, "TensorWriteData"): _unused("TensorWriteData", "chunk", "properties", "size"),
-    (_PLANNER, "BytesIOWriteData"): _unused("BytesIOWriteData", "nbytes"),
+    (_PLANNER, "SavePlan"): _ignored_class("SavePlan", "items", "storage_data", "planner_data", "usable"),
+    (_PLANNER, "WriteItem"): _ignored_class("WriteItem", "index", "type", "bytes_io_data", "tensor_data"),
+    (_PLANNER, "TensorWriteData"): _ignored_class("TensorWriteData", "chunk", "properties", "size"),
+    (_PLANNER, "BytesIOWriteData"): _ignored_class("BytesIOWriteData", "nbytes"),
     (_PLANNER, "WriteItemType"): Global("WriteItemType", call=_make_enum),
 }
 

@@ -207,7 +207,7 @@ def _open_without_optimizer(path: str, tag: Tag, files: StateFiles) -> Checkpoin
         notes.append(
             "the optimizer's files are missing: these are the module's weights, not the fp32 masters"
         )
-    elif _dtypes(state) != {"float32"}:
+    elif _module_dtypes(state) != {"float32"}:
         notes.append(
             "without ZeRO, DeepSpeed saves the fp32 masters without their names: these are the module's weights"
         )
@@ -229,7 +229,7 @@ def _open_universal(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
     names = [files.models[rank] for rank in range(1, num_ranks or 1)]
     states = [main, *open_states(tag, names, partial(read_model_states, first=main))]
     notes = ["the weights are the fp32 masters of the optimizer"]
-    if _is_cut(tag):
+    if _is_model_parallel(tag):
         states = [replace(main, module={}, frozen={}, shared={})]
         notes.append(
             "the model was trained with model parallelism: its buffers are not in the checkpoint as a whole"
@@ -295,7 +295,7 @@ def _check_same_save(tag: Tag, states: Sequence[ModelStates], num_ranks: int) ->
     )
 
 
-def _dtypes(state: ModelStates) -> set[str]:
+def _module_dtypes(state: ModelStates) -> set[str]:
     """Return the floating dtypes of a module's parameters."""
     return {
         value.dtype.name
@@ -307,7 +307,7 @@ def _dtypes(state: ModelStates) -> set[str]:
 def _notes_on_masters(state: ModelStates, optimizers: Sequence[OptimizerStates]) -> list[str]:
     """Return a note that the weights are the masters if the module has other dtypes, else an empty list."""
     masters = {ref.dtype.name for ref in optimizers[0].flat}
-    module = _dtypes(state) - masters
+    module = _module_dtypes(state) - masters
     if not module:
         return []
     master_dtypes, ran = (", ".join(sorted(map(short_dtype, names))) for names in (masters, module))
@@ -378,11 +378,15 @@ def _assemble(
     def weight_of(name: str) -> Weight | None:
         """Return the parameter stored under a name, always as the same object, so that ties share it."""
         if name not in cache:
-            cache[name] = masters.get(name) or whole.get(name) or _untrained(name, states, numbers)
+            cache[name] = masters.get(name) or whole.get(name) or _frozen_weight(name, states, numbers)
         return cache[name]
 
     for name in dict.fromkeys(chain(main.module, whole, masters, main.frozen, main.shared)):
-        weight = weight_of(name) or weight_of(_target(name, main.shared)) or _as_stored(name, main, numbers)
+        weight = (
+            weight_of(name)
+            or weight_of(_stored_name(name, main.shared))
+            or _module_weight(name, main, numbers)
+        )
         stored = main.module.get(name)
         if weight is not None:
             weights.by_name[name] = weight
@@ -395,7 +399,7 @@ def _assemble(
     return weights
 
 
-def _target(name: str, shared: Mapping[str, str]) -> str:
+def _stored_name(name: str, shared: Mapping[str, str]) -> str:
     """Return the stored name of a shared parameter; any other name unchanged."""
     for _ in range(_MAX_HOPS):
         if name not in shared:
@@ -404,7 +408,7 @@ def _target(name: str, shared: Mapping[str, str]) -> str:
     return name
 
 
-def _untrained(name: str, states: Sequence[ModelStates], numbers: Mapping[int, int]) -> Weight | None:
+def _frozen_weight(name: str, states: Sequence[ModelStates], numbers: Mapping[int, int]) -> Weight | None:
     """Return a frozen parameter, or None if it is not frozen or incomplete. With ZeRO-3 every rank has a part of it."""
     shape = states[0].frozen.get(name)
     if shape is None:
@@ -422,7 +426,7 @@ def _untrained(name: str, states: Sequence[ModelStates], numbers: Mapping[int, i
     return Weight(dtype=pieces[0].tensor.dtype, shape=shape, pieces=pieces)
 
 
-def _as_stored(name: str, state: ModelStates, numbers: Mapping[int, int]) -> Weight | None:
+def _module_weight(name: str, state: ModelStates, numbers: Mapping[int, int]) -> Weight | None:
     """Return a buffer or unpartitioned parameter from the module; None for others, which ZeRO-3 stores as empty tensors."""
     stored = state.module.get(name)
     if not isinstance(stored, TensorRef):
@@ -461,11 +465,13 @@ def _open_parameters(
         f"{escape(tag.directory)}: {len(missing)} of {len(shapes)} parameters have no {_WEIGHTS}",
         hint=f"copy the whole directory, or {_AGAIN}",
     )
-    opened = open_states(tag, [f"zero/{name}/{_WEIGHTS}" for name in shapes], _read)
+    opened = open_states(tag, [f"zero/{name}/{_WEIGHTS}" for name in shapes], _read_value)
     weights: dict[str, Weight] = {}
     problems = []
     for number, (name, (file, value)) in enumerate(zip(shapes, opened, strict=True), start=num_states):
-        weight = _weight(number, value, shapes[name], num_states) if isinstance(value, TensorRef) else None
+        weight = (
+            _shaped_weight(number, value, shapes[name], num_states) if isinstance(value, TensorRef) else None
+        )
         if weight is None:
             problems.append(f"{escape(name)}: {escape(file.name)} does not hold {list(shapes[name] or ())}")
         else:
@@ -484,7 +490,7 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> O
         IntegrityError, ResourceError: as `open_each`.
     """
     shapes = _shapes(tag, state)
-    by_parameter = {name: _leaves(tag, name) for name in shapes}
+    by_parameter = {name: _leaf_names(tag, name) for name in shapes}
     kinds = sorted(set().union(*by_parameter.values()))
     if not kinds:
         return Unmapped([f"{tag.prefix}zero"], "no parameter has a state of the optimizer beside its weights")
@@ -501,11 +507,11 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> O
     settings = open_states(tag, [_SETTINGS], _read_settings)[0]
     files, state_leaves = [settings.file], Leaves()
     pairs = [(name, leaf) for name in shapes for leaf in kinds]
-    opened = open_states(tag, [f"zero/{name}/{leaf}{_SUFFIX}" for name, leaf in pairs], _read)
+    opened = open_states(tag, [f"zero/{name}/{leaf}{_SUFFIX}" for name, leaf in pairs], _read_value)
     for (name, leaf), (file, value) in zip(pairs, opened, strict=True):
         if isinstance(value, TensorRef):
             shape = shapes[name] if value.shape else ()
-            content: Weight | float | None = _weight(len(files), value, shape, num_ranks)
+            content: Weight | float | None = _shaped_weight(len(files), value, shape, num_ranks)
         else:
             content = value
         if content is None:
@@ -528,7 +534,7 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> O
     return write_state(tag.directory, files, state_leaves, settings.groups, params)
 
 
-def _is_cut(tag: Tag) -> bool:
+def _is_model_parallel(tag: Tag) -> bool:
     """True if the model files are parts of a model-parallel model, so that no file has whole tensors."""
     return any(
         name.startswith("mp_rank_") and not name.startswith("mp_rank_00_") for name in listing(tag.directory)
@@ -537,7 +543,7 @@ def _is_cut(tag: Tag) -> bool:
 
 def _shapes(tag: Tag, state: ModelStates) -> dict[str, Shape | None]:
     """Return the names of the parameters with their shapes; a shape is None if only the parameter's file has it."""
-    if state.groups is not None and not _is_cut(tag):
+    if state.groups is not None and not _is_model_parallel(tag):
         trained = {name: shape for group in state.groups for name, shape in group.items()}
         stacked = {
             name: (number, *trained[name][1:]) if name in trained else None
@@ -556,20 +562,20 @@ def _has_weights(tag: Tag, name: str) -> bool:
     return directory is not None and storage.lexists(os.path.join(directory, _WEIGHTS))
 
 
-def _leaves(tag: Tag, name: str) -> set[str]:
+def _leaf_names(tag: Tag, name: str) -> set[str]:
     """Return the leaves in a parameter's directory: the names of its files without `.pt`, except the weights."""
     directory = inner(tag.directory, f"zero/{name}")
     names = listing(directory) if directory is not None else frozenset()
     return {file.removesuffix(_SUFFIX) for file in names if file.endswith(_SUFFIX) and file != _WEIGHTS}
 
 
-def _read(file: TorchFile) -> tuple[TorchFile, TensorRef | float | None]:
+def _read_value(file: TorchFile) -> tuple[TorchFile, TensorRef | float | None]:
     """Return the file and its value; the value is None if it is neither a tensor nor a number."""
     value = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
     return without_tree(file, [value]), value if isinstance(value, TensorRef) or is_number(value) else None
 
 
-def _weight(number: int, stored: TensorRef, shape: Shape | None, num_ranks: int) -> Weight | None:
+def _shaped_weight(number: int, stored: TensorRef, shape: Shape | None, num_ranks: int) -> Weight | None:
     """Return a stored tensor as a parameter of a shape, or None if it does not fit. From ZeRO-3 the stored one is flat."""
     if shape in (None, stored.shape):
         return Weight.whole(number, stored)

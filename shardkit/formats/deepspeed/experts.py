@@ -64,8 +64,8 @@ def open_experts(tag: Tag, files: StateFiles, main: ModelStates) -> list[ExpertS
             f"{escape(main.file.name)}: its experts are placed on ranks by rules of their own (AutoEP)",
             hint="convert it with DeepSpeed's ds_to_universal.py, and give the directory that this makes",
         )
-    keys = _wanted(files, main)
-    missing = [_name(*key) for key in keys if key not in files.experts]
+    keys = _required_keys(files, main)
+    missing = [_file_name(*key) for key in keys if key not in files.experts]
     if missing:
         raise DamagedFiles(
             f"{escape(tag.directory)}: {len(missing)} of {len(keys)} files of experts are missing",
@@ -77,11 +77,11 @@ def open_experts(tag: Tag, files: StateFiles, main: ModelStates) -> list[ExpertS
 
 def stale_experts(files: StateFiles, main: ModelStates) -> list[str]:
     """Return the names of files of experts that the model does not have."""
-    keys = set(_wanted(files, main))
+    keys = set(_required_keys(files, main))
     return [name for key, name in files.experts.items() if key not in keys]
 
 
-def _wanted(files: StateFiles, main: ModelStates) -> list[tuple[int, int]]:
+def _required_keys(files: StateFiles, main: ModelStates) -> list[tuple[int, int]]:
     """Return (layer, expert) of every file that must exist; the layer is -1 if a file is for all layers."""
     counts = dict(enumerate(main.num_experts))
     if counts and files.experts and all(layer < 0 for layer, _ in files.experts):
@@ -92,7 +92,7 @@ def _wanted(files: StateFiles, main: ModelStates) -> list[tuple[int, int]]:
     return [(layer, expert) for layer, number in sorted(counts.items()) for expert in range(number)]
 
 
-def _name(layer: int, expert: int) -> str:
+def _file_name(layer: int, expert: int) -> str:
     return f"{f'layer_{layer}_' if layer >= 0 else ''}expert_{expert}_mp_rank_00_model_states.pt"
 
 
@@ -112,7 +112,7 @@ def place_experts(
     """
     main = replace(main, groups=_whole_groups(tag, main, optimizers, experts))
     orders = [replace(main, is_data_first=first) for first in (main.is_data_first, not main.is_data_first)]
-    compared = [_compare(tag, order, optimizers, experts) for order in orders]
+    compared = [_compare_experts(tag, order, optimizers, experts) for order in orders]
     best = min(range(len(orders)), key=lambda number: (bool(compared[number][0]), compared[number][1]))
     IntegrityError.raise_for(
         compared[best][0],
@@ -131,7 +131,7 @@ def _whole_groups(
         if match := _EXPERT.fullmatch(name):
             numbers[match[1]].add(match[2])
     groups, problems = list[Mapping[str, Shape]](), list[str]()
-    for number, group in enumerate(map(partial(_one_by_one, main.stacked), main.groups or ())):
+    for number, group in enumerate(map(partial(_unstack, main.stacked), main.groups or ())):
         ep_size = optimizers[0].ep_size_of(number, len(optimizers))
         whole: dict[str, Shape] = {}
         for ep_rank in range(ep_size if ep_size > 1 else 0):
@@ -152,7 +152,7 @@ def _whole_groups(
     return groups
 
 
-def _one_by_one(stacked: Mapping[str, int], group: Mapping[str, Shape]) -> dict[str, Shape]:
+def _unstack(stacked: Mapping[str, int], group: Mapping[str, Shape]) -> dict[str, Shape]:
     """Return a group in which each of AutoEP's stacked tensors is replaced by one tensor for each expert."""
     unstacked: dict[str, Shape] = {}
     for name, shape in group.items():
@@ -163,7 +163,7 @@ def _one_by_one(stacked: Mapping[str, int], group: Mapping[str, Shape]) -> dict[
     return unstacked
 
 
-def _compare(
+def _compare_experts(
     tag: Tag, main: ModelStates, optimizers: Sequence[OptimizerStates], experts: Sequence[ExpertStates]
 ) -> tuple[list[str], float]:
     """Compare masters of experts with their files: all shapes, and some values of one parameter for each set of ranks.
@@ -191,15 +191,15 @@ def _compare(
             continue
         piece = masters[name].pieces[0]
         length = min(piece.length, _MAX_COMPARED)
-        trained = _read(files[piece.file], piece.tensor, piece.start, length)
-        pairs = list(zip(trained, _read(file, ref, 0, length), strict=True))
+        trained = _read_elements(files[piece.file], piece.tensor, piece.start, length)
+        pairs = list(zip(trained, _read_elements(file, ref, 0, length), strict=True))
         distance += sum(abs(a - b) for a, b in pairs if abs(a - b) < inf)
         if any(abs(a - b) > _ROUNDING * abs(a) + _SMALLEST for a, b in pairs):
             problems.append(f"{escape(name)}: {escape(file.name)} holds other values")
     return problems, distance
 
 
-def _read(file: TorchFile, ref: TensorRef, first: int, count: int) -> tuple[float, ...]:
+def _read_elements(file: TorchFile, ref: TensorRef, first: int, count: int) -> tuple[float, ...]:
     """Return elements of a contiguous tensor."""
     size = ref.dtype.itemsize
     with open_regular(file.path, file.name) as (fd, _):

@@ -165,13 +165,13 @@ def find_tag(path: str) -> Tag | None:
         if not tag or os.path.basename(tag) != tag or tag in (os.curdir, os.pardir) or "\0" in tag:
             continue
         directory = inner(path, tag)
-        if directory is not None and _has_states(directory) and (gone is None or _is_of(tag, gone)):
+        if directory is not None and _has_states(directory) and (gone is None or _belongs_to(tag, gone)):
             return Tag(directory, f"{tag}/")
         gone = tag
     return None
 
 
-def _is_of(name: str, tag: str) -> bool:
+def _belongs_to(name: str, tag: str) -> bool:
     """True if a name is a tag with an ending: `global_step10_universal` belongs to `global_step10`, not to `global_step1`."""
     return name.startswith(tag) and not name[len(tag) :][:1].isdigit()
 
@@ -284,24 +284,24 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
     tree = _tree(file)
     if "module" not in tree:
         raise _refusal(file, "it has no entry 'module'")
-    module = _strings(tree["module"])
+    module = _string_items(tree["module"])
     if first is not None:
         module = {name: module[name] for name in first.buffers if name in module}
     shapes = tree.get("param_shapes")
-    groups = None if shapes is None else [_shapes(file, group) for group in _list(shapes)]
-    layers = _list(tree.get("ds_autoep_layers") or tree.get("autoep_layers") or [])
-    stacked = _stacked(layers)
-    num_experts = [count for count in map(_count, _list(tree.get("num_experts"))) if count]
+    groups = None if shapes is None else [_shapes(file, group) for group in _as_list(shapes)]
+    layers = _as_list(tree.get("ds_autoep_layers") or tree.get("autoep_layers") or [])
+    stacked = _stacked_experts(layers)
+    num_experts = [count for count in map(_as_count, _as_list(tree.get("num_experts"))) if count]
     if max(sum(num_experts), sum(stacked.values())) > _MAX_EXPERTS:
         raise _refusal(file, "it has more experts than any model")
     frozen = _shapes(file, tree.get("frozen_param_shapes") or {})
     frozen = {name: shape for name, shape in frozen.items() if name not in stacked}
     fragments = {
         name: value
-        for name, value in _strings(tree.get("frozen_param_fragments")).items()
+        for name, value in _string_items(tree.get("frozen_param_fragments")).items()
         if isinstance(value, TensorRef)
     }
-    shared = {**_aliases(layers, module), **_strings(tree.get("shared_params"))}
+    shared = {**_aliases(layers, module), **_string_items(tree.get("shared_params"))}
     buffers = tree.get("buffer_names")
     return ModelStates(
         file=without_tree(file, (*module.values(), *fragments.values())),
@@ -312,21 +312,21 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
         frozen=frozen if first is None or frozen != first.frozen else first.frozen,
         fragments=fragments,
         shared={name: value for name, value in shared.items() if isinstance(value, str)},
-        num_ranks=_count(tree.get("dp_world_size")),
-        step=_count(tree.get("global_steps")),
+        num_ranks=_as_count(tree.get("dp_world_size")),
+        step=_as_count(tree.get("global_steps")),
         is_lightning="pytorch-lightning_version" in tree,
         num_experts=num_experts,
-        is_data_first=_strings(tree.get("ds_config")).get(_DATA_FIRST) is True,
+        is_data_first=_string_items(tree.get("ds_config")).get(_DATA_FIRST) is True,
         stacked=stacked,
         has_own_places=not all(map(_is_in_order, layers)),
     )
 
 
-def _stacked(layers: Sequence[object]) -> dict[str, int]:
+def _stacked_experts(layers: Sequence[object]) -> dict[str, int]:
     """Return the parameters in which AutoEP stacks a layer's experts, with the number of experts."""
     num_experts: dict[str, int] = {}
-    for layer in map(_strings, layers):
-        prefix, number = layer.get("expert_key_prefix"), _count(layer.get("num_experts"))
+    for layer in map(_string_items, layers):
+        prefix, number = layer.get("expert_key_prefix"), _as_count(layer.get("num_experts"))
         if isinstance(prefix, str) and number:
             num_experts |= {f"{prefix}.{name}": number for name in _AUTOEP}
     return num_experts
@@ -335,7 +335,7 @@ def _stacked(layers: Sequence[object]) -> dict[str, int]:
 def _aliases(layers: Sequence[object], module: Mapping[str, object]) -> dict[str, str]:
     """Return the second name of each of AutoEP's routers -> the first: `gate.gate.weight` -> `router.gate.weight`."""
     aliases: dict[str, str] = {}
-    for path in (_strings(layer).get("module_path") for layer in layers):
+    for path in (_string_items(layer).get("module_path") for layer in layers):
         for name in module:
             child, _, rest = name.removeprefix(f"{path}.").partition(".")
             first = f"{path}.router.{rest}"
@@ -346,9 +346,9 @@ def _aliases(layers: Sequence[object], module: Mapping[str, object]) -> dict[str
 
 def _is_in_order(layer: object) -> bool:
     """True if AutoEP wrote a file for each expert of a layer, and the ranks have the experts in order."""
-    entries = _strings(layer)
-    ranks = _list(_strings(entries.get("expert_placement")).get("ranks", []))
-    experts = [expert for rank in ranks for expert in _list(_strings(rank).get("experts"))]
+    entries = _string_items(layer)
+    ranks = _as_list(_string_items(entries.get("expert_placement")).get("ranks", []))
+    experts = [expert for rank in ranks for expert in _as_list(_string_items(rank).get("experts"))]
     in_order = not ranks or (experts, len(experts)) == (list(range(len(experts))), entries.get("num_experts"))
     return in_order and entries.get("checkpoint_format", _PER_EXPERT) == _PER_EXPERT
 
@@ -384,7 +384,7 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
         raise _refusal(
             file, f"{len(flat) - len(refs)} of its {len(flat)} fp32 partitions are not flat tensors"
         )
-    counts = [count for count in map(_count, _list(state.get("partition_count"))) if count]
+    counts = [count for count in map(_as_count, _as_list(state.get("partition_count"))) if count]
     if counts and max(counts) > _MAX_RANKS:
         raise _refusal(file, f"it is one of {max(counts)} partitions")
     if is_partitioned and (len(set(counts)) > 1 or _other_groups(state, counts)):
@@ -399,7 +399,7 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
         stage=3 if is_partitioned else _stage(state),
         counts=counts,
         flat=refs,
-        paddings=None if paddings is None else [_ints(file, group) for group in _list(paddings)],
+        paddings=None if paddings is None else [_as_sizes(file, group) for group in _as_list(paddings)],
         steps={number: step for number, step in steps.items() if step is not None},
         inner=_inner_state(file, state, len(refs)),
     )
@@ -407,18 +407,18 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
 
 def _inner_state(file: TorchFile, state: Mapping[str, Any], num_flat: int) -> RankStateDict:
     """Return the inner optimizer's state dict, with an entry for each of `num_flat` flat tensors."""
-    base, states = _inner(state), _inner_leaves(state)
+    base, states = _inner_optimizer(state), _inner_leaves(state)
     groups = read_groups(file.name, base.get(GROUPS)) if isinstance(base, dict) else None
     return RankStateDict(file, {n: states.get(n, {}) for n in range(num_flat)}, groups).without_tree()
 
 
-def _inner(state: Mapping[str, Any]) -> object:
+def _inner_optimizer(state: Mapping[str, Any]) -> object:
     return state.get("base_optimizer_state", state.get("optimizer_state_dict"))
 
 
 def _inner_leaves(state: Mapping[str, Any]) -> dict[object, dict[str, object]]:
     """Return the leaves of each flat tensor, by number."""
-    base, step = _inner(state), None
+    base, step = _inner_optimizer(state), None
     states = base.get(STATE) if isinstance(base, dict) else None
     if isinstance(base, list):  # "elastic": states of flat tensors without settings, and one step count
         states, step = dict(enumerate(base)), state.get("base_optimizer_state_step")
@@ -447,34 +447,34 @@ def _other_groups(state: Mapping[str, Any], counts: Sequence[int]) -> bool:
 def _tree(file: TorchFile) -> Mapping[str, Any]:
     if not isinstance(file.tree, dict):
         raise _refusal(file, "it is not a dict")
-    return _strings(file.tree)
+    return _string_items(file.tree)
 
 
 def _refusal(file: TorchFile, reason: str) -> SourceError:
     return SourceError(f"{escape(file.name)} is not a file of DeepSpeed: {reason}", hint=_NOT_DEEPSPEED)
 
 
-def _strings(value: object) -> dict[str, Any]:
+def _string_items(value: object) -> dict[str, Any]:
     """Return the entries of a dict whose keys are strings; an empty dict for any other value."""
     return {key: item for key, item in value.items() if type(key) is str} if isinstance(value, dict) else {}
 
 
-def _list(value: object) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     """Return a list unchanged, and any other value as a list of one item."""
     return value if isinstance(value, list) else [value]
 
 
-def _count(value: object) -> int | None:
+def _as_count(value: object) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
 
 def _shapes(file: TorchFile, value: object) -> dict[str, Shape]:
     if not isinstance(value, dict):
         raise _refusal(file, "its shapes are not a dict")
-    return {str(name): tuple(_ints(file, shape)) for name, shape in value.items()}
+    return {str(name): tuple(_as_sizes(file, shape)) for name, shape in value.items()}
 
 
-def _ints(file: TorchFile, value: object) -> Sequence[int]:
+def _as_sizes(file: TorchFile, value: object) -> Sequence[int]:
     if not isinstance(value, (tuple, list)) or any(type(size) is not int or size < 0 for size in value):
         raise _refusal(file, "a shape or padding that is not made of sizes")
     return value

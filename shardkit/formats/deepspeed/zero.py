@@ -121,7 +121,7 @@ def pieces_of(model: ModelStates, optimizers: Sequence[OptimizerStates], directo
         collect(partitioned_pieces, _shapes(model), lengths)
     elif not problems:
         for number, group in enumerate(groups):
-            for ranks, part in _shares(model, optimizers, number, group):
+            for ranks, part in _sharing_ranks(model, optimizers, number, group):
                 group_lengths = [lengths[rank][number] for rank in ranks]
                 collect(joined_pieces, number, part, group_lengths, paddings.get(number), ranks)
     IntegrityError.raise_for(
@@ -135,7 +135,7 @@ def _shapes(model: ModelStates) -> dict[str, Shape]:
     return {name: shape for group in model.groups or () for name, shape in group.items()}
 
 
-def _shares(
+def _sharing_ranks(
     model: ModelStates, optimizers: Sequence[OptimizerStates], number: int, group: Mapping[str, Shape]
 ) -> Iterator[tuple[Sequence[int], dict[str, Shape]]]:
     """Yield (ranks, parameters): the ranks over which these parameters of a group are cut.

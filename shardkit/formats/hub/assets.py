@@ -198,11 +198,11 @@ def may_hold_weights(name: str) -> bool:
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return _any_of(patterns).match(os.path.basename(name).lower()) is not None
+    return _combined_pattern(patterns).match(os.path.basename(name).lower()) is not None
 
 
 @cache
-def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+def _combined_pattern(patterns: tuple[str, ...]) -> re.Pattern[str]:
     """Return one expression that matches if any of the patterns does: a directory may hold thousands of names."""
     return re.compile("|".join(map(translate, patterns)))
 
@@ -214,10 +214,10 @@ def modules(directory: str) -> dict[str, str]:
         SourceError: a module's folder is outside of the model's directory.
     """
     name_of = dict[str, str]()
-    for module in _json(directory, MODULES, list):
+    for module in _read_small_json(directory, MODULES, list):
         if isinstance(module, dict) and isinstance(module.get("path"), str):
             name_of[module["path"]] = str(module.get("name", ""))
-    for name in _json(directory, _ROUTER, dict).get("types", ()):
+    for name in _read_small_json(directory, _ROUTER, dict).get("types", ()):
         name_of.setdefault(str(name), "")
     unsafe = [path for path in name_of if "\0" in path or not is_unicode(path)]
     folders = {os.path.normpath(path): name for path, name in name_of.items() if path not in unsafe}
@@ -235,7 +235,7 @@ def module_folders(directory: str) -> list[str]:
     return [folder for folder in modules(directory) if folder != os.curdir]
 
 
-def _json(directory: str, name: str, kind: type) -> Any:
+def _read_small_json(directory: str, name: str, kind: type) -> Any:
     """Return the content of a small JSON file, or an empty `kind` if the file is missing, unreadable or of another kind."""
     if not storage.lexists(os.path.join(directory, name)):
         return kind()
@@ -265,23 +265,23 @@ def weights_beside(
         folder, _, rest = name.partition("/")
         is_module = fnmatchcase(folder, _FOLDERS[1]) or any(name.startswith(f"{path}/") for path in folders)
         if not rest or is_module:
-            yield name, "weights of a module of its own" if is_module else _what(name)
+            yield name, "weights of a module of its own" if is_module else _description(name)
         else:
             inside.setdefault(folder, []).append(name)
     for folder, members in inside.items():
-        what = {_what(os.path.basename(name)) for name in members}
+        what = {_description(os.path.basename(name)) for name in members}
         which = members[0].removeprefix(f"{folder}/") if len(members) == 1 else count(len(members), "file")
         yield f"{folder}/", f"{which}: {what.pop() if len(what) == 1 else _NOT_NAMED}"
 
 
 def may_be_model(name: str) -> bool:
     """True for the name of a file with weights that may be a model's: not an adapter's, a trainer's, or another format's."""
-    return is_weights(name) and _what(name) == _NOT_NAMED and not _matches(name, _COPIES)
+    return is_weights(name) and _description(name) == _NOT_NAMED and not _matches(name, _COPIES)
 
 
 def unread_weights(names: Iterable[str]) -> list[str]:
     """Return those names, sorted, whose endings are those of weights and that are not an adapter's or a trainer's."""
-    return [name for name in sorted(names) if is_weights(name) and _what(name) == _NOT_NAMED]
+    return [name for name in sorted(names) if is_weights(name) and _description(name) == _NOT_NAMED]
 
 
 def unknown_settings(names: Iterable[str]) -> list[str]:
@@ -293,7 +293,7 @@ def unknown_settings(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _what(name: str) -> str:
+def _description(name: str) -> str:
     return next(
         (what for patterns, what in _BESIDE if any(fnmatchcase(name, each) for each in patterns)), _NOT_NAMED
     )

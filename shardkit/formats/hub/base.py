@@ -461,7 +461,7 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
                 raise
             notes.append(f"the weights in {escape(label)} were not read: {error.message}")
     assets, refused = list_assets(directory)
-    base = _describe(label, directory, model, assets, is_given=is_given)
+    base = _make_base(label, directory, model, assets, is_given=is_given)
     if is_given and base.config is None and ADAPTER_CONFIG not in storage.listdir(directory):
         raise SourceError(
             f"--base {escape(label)} has no {CONFIG}",
@@ -482,11 +482,11 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
         base,
         catalog=model.catalog if model else None,
         notes=tuple(notes),
-        warnings=tuple(_not_compared(label, unread)),
+        warnings=tuple(_comparison_warnings(label, unread)),
     )
 
 
-def _not_compared(label: str, unread: Collection[str]) -> Iterator[str]:
+def _comparison_warnings(label: str, unread: Collection[str]) -> Iterator[str]:
     if unread:
         yield (
             f"names were not compared: {listed(unread)}: nothing in {escape(label)} is named as the weights of a model; "
@@ -494,7 +494,7 @@ def _not_compared(label: str, unread: Collection[str]) -> Iterator[str]:
         )
 
 
-def _describe(
+def _make_base(
     label: str, directory: str, model: OpenedHubModel | None, assets: Mapping[str, str], *, is_given: bool
 ) -> Base:
     tensors = model.catalog.tensors.values() if model else ()
@@ -548,10 +548,10 @@ def _fetch(repo_id: str, revision: str | None) -> Base:
     if not any(storage.isfile(os.path.join(folder, name)) for name in (CONFIG, ADAPTER_CONFIG)):
         raise SourceError(f"--base {escape(repo_id)} has no {CONFIG}", hint="name the repo of a model")
     model = open_headers(repo_id, os.path.basename(folder))
-    base = _describe(repo_id, folder, model, list_assets(folder)[0], is_given=True)
+    base = _make_base(repo_id, folder, model, list_assets(folder)[0], is_given=True)
     if model is not None:
         return base
     unread = unread_weights(list_files(repo_id, os.path.basename(folder)))
     note = f"{escape(repo_id)} has no safetensors weights: names and shapes were not compared with it"
-    warnings = tuple(_not_compared(repo_id, unread))
+    warnings = tuple(_comparison_warnings(repo_id, unread))
     return replace(base, notes=() if warnings else (note,), warnings=warnings)

@@ -143,7 +143,7 @@ def open_weights(
     """
     names, index = weight_files(directory, weights, chosen_by_hand=chosen_by_hand)
     paths = _locate_all(directory, names, weights.index, elsewhere)
-    contents = dict(_read_all(paths, weights.kind, elsewhere))
+    contents = dict(_read_headers(paths, weights.kind, elsewhere))
     if index is not None and weights.index is not None:
         _check_index(index, contents, weights.index)
     _refuse_unreadable(contents, paths)
@@ -160,7 +160,9 @@ def open_weights(
         stem=weights.stem,
         index=weights.index,
         settings={
-            name: file_settings for name, content in contents.items() if (file_settings := _settings(content))
+            name: file_settings
+            for name, content in contents.items()
+            if (file_settings := _header_settings(content))
         },
         identity=manifest.RecordedSource(
             files=tuple(
@@ -174,7 +176,7 @@ def open_weights(
     )
 
 
-def _settings(content: Content) -> dict[str, str]:
+def _header_settings(content: Content) -> dict[str, str]:
     metadata = content.metadata if isinstance(content, SafetensorsHeader) else {}
     return {key: value for key, value in metadata.items() if key != "format"}
 
@@ -277,12 +279,12 @@ def _locate_all(
     return paths
 
 
-def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[tuple[str, Content]]:
+def _read_headers(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[tuple[str, Content]]:
     """Read every file's header; damaged files are reported together."""
 
     def read(name: str) -> Content | SourceError:
         try:
-            return elsewhere[name]() if name in elsewhere else _read(paths[name], name, kind)
+            return elsewhere[name]() if name in elsewhere else _read_content(paths[name], name, kind)
         except SourceError as error:
             return error
 
@@ -307,7 +309,7 @@ def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[t
     return contents
 
 
-def _read(path: str, name: str, kind: Kind) -> Content:
+def _read_content(path: str, name: str, kind: Kind) -> Content:
     if kind == "safetensors":
         return read_header(path, name)
     from shardkit.formats.torchsave.bin import read_bin  # few models need it
@@ -334,7 +336,7 @@ def _check_index(index: HubIndex, contents: dict[str, Content], index_name: str)
     closest = suggestions(
         [fqn for fqn, _ in lacking], (fqn for fqn in holders if fqn not in index.weight_map)
     )
-    problems = [_lacking(fqn, listed, holders) + closest.get(fqn, "") for fqn, listed in lacking]
+    problems = [_lacking_line(fqn, listed, holders) + closest.get(fqn, "") for fqn, listed in lacking]
     for fqn, names in holders.items():
         if len(names) > 1:
             problems.append(f"{escape(fqn)}: in {len(names)} files: {', '.join(map(escape, names))}")
@@ -347,7 +349,7 @@ def _check_index(index: HubIndex, contents: dict[str, Content], index_name: str)
     )
 
 
-def _lacking(fqn: str, listed: str, holders: dict[str, list[str]]) -> str:
+def _lacking_line(fqn: str, listed: str, holders: dict[str, list[str]]) -> str:
     files = holders.get(fqn)
     if files:
         return f"{escape(fqn)}: listed in {escape(listed)}, found in {escape(files[0])}"
@@ -361,10 +363,12 @@ def _refuse_unreadable(contents: Mapping[str, Content], paths: Mapping[str, str]
     if reasons:
         from shardkit.formats.torchsave.classes import refuse_objects
 
-        refuse_objects(reasons, [_source(name, paths[name], content) for name, content in contents.items()])
+        refuse_objects(
+            reasons, [_source_file(name, paths[name], content) for name, content in contents.items()]
+        )
 
 
-def _source(name: str, path: str, content: Content) -> SourceFile:
+def _source_file(name: str, path: str, content: Content) -> SourceFile:
     stamp, checksums = content.stamp, content.checksums
     return SourceFile(name=name, path=path, size=content.size, stamp=stamp, checksums=checksums)
 
@@ -376,7 +380,7 @@ def _catalog(
     catalog = Catalog(format=kind, directory=directory)
     places = {}
     for name, content in contents.items():
-        whole = _source(name, paths[name], content)
+        whole = _source_file(name, paths[name], content)
         number = len(catalog.files)
         catalog.files.append(whole)
         catalog.objects += content.objects
@@ -515,13 +519,13 @@ def as_checkpoint(path: str, model: OpenedHubModel) -> Checkpoint:
         select=lambda names: subset(catalog, names),
         hub=model,
         contents=Contents(
-            roots={"model": ()}, assets=asset_directories(model.directory) or _with_config(path, model)
+            roots={"model": ()}, assets=asset_directories(model.directory) or _config_directory(path, model)
         ),
         remarks=Remarks(skipped=model.other_weights, notes=catalog.notes),
     )
 
 
-def _with_config(path: str, model: OpenedHubModel) -> tuple[str, ...]:
+def _config_directory(path: str, model: OpenedHubModel) -> tuple[str, ...]:
     """Return a model's directory if it has a config.json, which is then the model's, whatever library reads it."""
     return (model.directory,) if model.config is not None and storage.isdir(path) else ()
 

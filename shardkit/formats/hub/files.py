@@ -217,10 +217,10 @@ def select_weights(
         if weights is None:
             raise _no_such_variant(names, label, variant)
     else:
-        weights = _default(names, "safetensors", label) or _other_index(names, label)
-        weights = weights or _default(names, "torch-bin", label) or _only_variant(names, label)
+        weights = _default_weights(names, "safetensors", label) or _only_index(names, label)
+        weights = weights or _default_weights(names, "torch-bin", label) or _only_variant(names, label)
         if weights is None:
-            raise _nothing_found(names, label, adapted, is_repo=is_repo)
+            raise _no_weights(names, label, adapted, is_repo=is_repo)
     return replace(weights, numbered=tuple(filter(_OF_A_SET.fullmatch, names)))
 
 
@@ -255,19 +255,19 @@ def _is_sharded(names: Collection[str]) -> bool:
     return ".metadata" in names or any(fnmatchcase(name, "model_world_size_*_rank_*.pt") for name in names)
 
 
-def _default(names: Collection[str], kind: Kind, label: str) -> WeightFiles | None:
+def _default_weights(names: Collection[str], kind: Kind, label: str) -> WeightFiles | None:
     sets = list[WeightFiles]()
     for form in (form for of, form in _FORMS if of == kind):
         single, index = (name if name in names else None for name in map(str.format, form[:2], ("", "")))
         if single is not None or index is not None:
             sets.append(WeightFiles(kind=kind, index=index, single=single))
     if len(sets) > 1:
-        raise _ambiguous(label, [weights.single or weights.index or "" for weights in sets])
+        raise _ambiguous_weights(label, [weights.single or weights.index or "" for weights in sets])
     return sets[0] if sets else None
 
 
-def _other_index(names: Collection[str], label: str) -> WeightFiles | None:
-    variants = {name for _, name, _ in _variants(names)}
+def _only_index(names: Collection[str], label: str) -> WeightFiles | None:
+    variants = {name for _, name, _ in _variant_files(names)}
     indexes = sorted(
         name
         for name in names
@@ -276,14 +276,14 @@ def _other_index(names: Collection[str], label: str) -> WeightFiles | None:
         and not any(fnmatchcase(name, pattern) for pattern in _NOT_THE_MODEL)
     )
     if len(indexes) > 1:
-        raise _ambiguous(label, indexes)
+        raise _ambiguous_weights(label, indexes)
     return WeightFiles(kind="safetensors", index=indexes[0], single=None) if indexes else None
 
 
 def _only_variant(names: Collection[str], label: str) -> WeightFiles | None:
-    variants = sorted({variant for variant, _, _ in _variants(names)})
+    variants = sorted({variant for variant, _, _ in _variant_files(names)})
     if len(variants) > 1:
-        raise _ambiguous(label, sorted(name for _, name, _ in _variants(names)))
+        raise _ambiguous_weights(label, sorted(name for _, name, _ in _variant_files(names)))
     weights = _with_variant(names, variants[0]) if variants else None
     if weights is None:
         return None
@@ -296,14 +296,14 @@ def _with_variant(names: Collection[str], variant: str) -> WeightFiles | None:
     for kind, forms in _FORMS:
         matching = [name for form in forms if (name := form.format(f".{variant}")) in names]
         if len(matching) > 1:
-            raise _ambiguous(f"variant {variant}", matching)
+            raise _ambiguous_weights(f"variant {variant}", matching)
         if matching:
             single, index = (None, matching[0]) if matching[0].endswith(".json") else (matching[0], None)
             return WeightFiles(kind=kind, index=index, single=single)
     return None
 
 
-def _variants(names: Collection[str]) -> Iterator[tuple[str, str, Kind]]:
+def _variant_files(names: Collection[str]) -> Iterator[tuple[str, str, Kind]]:
     """Yield (variant, file name, kind) for every file with a variant in its name."""
     for kind, form in ((kind, form) for kind, forms in _FORMS for form in forms):
         before, after = (re.escape(part) for part in form.split("{}"))
@@ -315,7 +315,7 @@ def _variants(names: Collection[str]) -> Iterator[tuple[str, str, Kind]]:
 
 
 def _no_such_variant(names: Collection[str], label: str, variant: str) -> SourceError:
-    variants = sorted({name for name, _, _ in _variants(names)})
+    variants = sorted({name for name, _, _ in _variant_files(names)})
     return SourceError(
         f"{escape(label)} has no weights of variant {escape(variant)!r}{suggestion(variant, variants)}",
         hint=f"give --variant {' or '.join(map(repr, variants))}"
@@ -324,7 +324,7 @@ def _no_such_variant(names: Collection[str], label: str, variant: str) -> Source
     )
 
 
-def _ambiguous(label: str, names: list[str]) -> SourceError:
+def _ambiguous_weights(label: str, names: list[str]) -> SourceError:
     return SourceError(
         f"{escape(label)}: {len(names)} files could be the weights",
         problems=map(escape, names),
@@ -340,7 +340,7 @@ def empty_directory(path: str) -> SourceError:
     )
 
 
-def _nothing_found(names: Collection[str], label: str, adapted: str | None, *, is_repo: bool) -> SourceError:
+def _no_weights(names: Collection[str], label: str, adapted: str | None, *, is_repo: bool) -> SourceError:
     """Return the error for a directory without a model's weights: it names what is there instead.
 
     Args:

@@ -127,16 +127,16 @@ def fetch_model(
         SourceError: the repo, revision or weights do not exist, the repo is gated, or weights are damaged.
         ResourceError: no network; offline, and files are missing in the cache; or a full disk.
     """
-    with _explained(repo_id, revision):
+    with _explaining_errors(repo_id, revision):
         folder = _download(repo_id, revision, _SMALL_FILES)
         commit = os.path.basename(folder)
-        weights, repo_files = _choose(repo_id, commit, folder, variant)
+        weights, repo_files = _choose_among(repo_id, commit, folder, variant)
         names, absent = _weight_files(repo_id, commit, folder, weights)
         elsewhere: Elsewhere = {}
         if headers_only and weights.kind == "safetensors":
             elsewhere = _read_headers(repo_id, commit, absent)
         else:
-            _download(repo_id, commit, _literal(names))
+            _download(repo_id, commit, _literal_patterns(names))
     model = with_beside(open_weights(folder, weights, elsewhere=elsewhere), repo_files)
     if headers_only and absent and weights.kind != "safetensors":
         model.catalog.notes += (_DOWNLOADED.format(name=escape(absent[0])),)
@@ -170,7 +170,7 @@ def _weight_files(
 ) -> tuple[tuple[str, ...], list[str]]:
     """Download the index, and return the names of all weight files and of those that are not in the cache."""
     if weights.index:
-        _download(repo_id, commit, _literal([weights.index]))
+        _download(repo_id, commit, _literal_patterns([weights.index]))
     names, _ = weight_files(folder, weights)
     return names, [name for name in names if not storage.exists(os.path.join(folder, name))]
 
@@ -204,7 +204,7 @@ def fetch_files(repo_id: str, patterns: Iterable[str], *, revision: str | None =
     Raises:
         SourceError, ResourceError: as `fetch_model`.
     """
-    with _explained(repo_id, revision):
+    with _explaining_errors(repo_id, revision):
         return _download(repo_id, revision, patterns)
 
 
@@ -218,10 +218,10 @@ def open_headers(repo_id: str, commit: str) -> OpenedHubModel | None:
     Raises:
         SourceError, ResourceError: as `fetch_model`.
     """
-    with _explained(repo_id, commit):
+    with _explaining_errors(repo_id, commit):
         folder = _download(repo_id, commit, _SMALL_FILES)
         try:
-            weights, repo_files = _choose(repo_id, commit, folder, None)
+            weights, repo_files = _choose_among(repo_id, commit, folder, None)
         except SourceError:  # an adapter's repo, or one of configs alone
             return None
         if weights.kind != "safetensors":
@@ -268,7 +268,7 @@ def list_repo(repo_id: str, *, revision: str | None = None) -> tuple[str, dict[s
 
     if constants.HF_HUB_OFFLINE:
         raise UsageError("the Hub must be asked, but HF_HUB_OFFLINE is set", hint="unset it")
-    with _explained(repo_id, revision):
+    with _explaining_errors(repo_id, revision):
         api = HfApi()
         commit = str(api.model_info(repo_id, revision=revision).sha)
         files = [
@@ -288,12 +288,14 @@ def _download(repo_id: str, revision: str | None, patterns: Iterable[str]) -> st
     return folder
 
 
-def _literal(names: Iterable[str]) -> list[str]:
+def _literal_patterns(names: Iterable[str]) -> list[str]:
     """Return patterns that match these names and nothing else."""
     return [glob.escape(name) for name in names]
 
 
-def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tuple[WeightFiles, list[str]]:
+def _choose_among(
+    repo_id: str, commit: str, folder: str, variant: str | None
+) -> tuple[WeightFiles, list[str]]:
     """Choose the weights among the repo's files, or among the cached files if the Hub does not answer.
 
     Returns:
@@ -315,7 +317,7 @@ def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tupl
 
 
 @contextmanager
-def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
+def _explaining_errors(repo_id: str, revision: str | None) -> Iterator[None]:
     """Replace errors of huggingface_hub by errors of ours, whose message is one clear line."""
     try:
         yield
@@ -355,30 +357,32 @@ def read_remote_header(repo_id: str, commit: str, name: str) -> SafetensorsHeade
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(repo_id, name, revision=commit)
-    start, size = _get(url, 0, LENGTH_BYTES, name)
+    start, size = _get_range(url, 0, LENGTH_BYTES, name)
     if size is None:
         size = get_hf_file_metadata(url).size
     if size is None:
-        raise _senseless(name, "it does not report the file's size")
+        raise _senseless_answer(name, "it does not report the file's size")
     length = text_length(start, size, name)
-    text = _get(url, LENGTH_BYTES, LENGTH_BYTES + length, name)[0] if length else b""
+    text = _get_range(url, LENGTH_BYTES, LENGTH_BYTES + length, name)[0] if length else b""
     if (len(start), len(text)) != (LENGTH_BYTES, length):
-        raise _senseless(name, f"{len(start) + len(text)} bytes came of a header of {LENGTH_BYTES + length}")
+        raise _senseless_answer(
+            name, f"{len(start) + len(text)} bytes came of a header of {LENGTH_BYTES + length}"
+        )
     return check_header(text, size, name)
 
 
-def _get(url: str, start: int, stop: int, name: str) -> tuple[bytes, int | None]:
+def _get_range(url: str, start: int, stop: int, name: str) -> tuple[bytes, int | None]:
     """Return bytes `start` to `stop` of a file, and its size; None if the server does not report the size."""
     with _stream(url, f"bytes={start}-{stop - 1}") as (response, pieces):
         try:
-            return _read(response, pieces, start, stop, name)
+            return _read_response(response, pieces, start, stop, name)
         except Exception as error:
             # Raised outside the context: inside, http_stream_backoff would mistake it for a failed attempt.
             failure = error
     raise failure
 
 
-def _read(
+def _read_response(
     response: Response, pieces: Iterable[bytes], start: int, stop: int, name: str
 ) -> tuple[bytes, int | None]:
     """Return the same from a response, whose body may be the requested range or the whole file."""
@@ -388,15 +392,15 @@ def _read(
         return b"", 0
     utils.hf_raise_for_status(response)  # type: ignore[attr-defined, arg-type]
     if response.status_code != _PARTIAL:  # the server ignores ranges: take the beginning, leave the rest
-        return _take(pieces, stop)[start:], _content_length(response.headers)
+        return _first_bytes(pieces, stop)[start:], _content_length(response.headers)
     content_range = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
     if content_range is None or int(content_range[1]) != start:
-        raise _senseless(name, "it answers with another range than it was asked for")
+        raise _senseless_answer(name, "it answers with another range than it was asked for")
     size = None if content_range[2] == "*" else int(content_range[2])
-    return _take(pieces, stop - start), size
+    return _first_bytes(pieces, stop - start), size
 
 
-def _take(pieces: Iterable[bytes], nbytes: int) -> bytes:
+def _first_bytes(pieces: Iterable[bytes], nbytes: int) -> bytes:
     """Return the first bytes of a body, and read little more than these."""
     body = bytearray()
     for piece in pieces:
@@ -433,7 +437,7 @@ def _stream(url: str, byte_range: str) -> Iterator[tuple[Response, Iterable[byte
             yield response, response.iter_content(_PIECE_BYTES)
 
 
-def _senseless(name: str, reason: str) -> ResourceError:
+def _senseless_answer(name: str, reason: str) -> ResourceError:
     return ResourceError(
         f"{escape(name)}: the server cannot be understood: {reason}",
         hint="check HF_ENDPOINT and any proxy; without --dry-run the whole file is downloaded",
@@ -514,12 +518,12 @@ def push(
             delete_patterns=[*_REPLACED, *_QUANTISED_CONFIGS],  # removes those that are not uploaded anew
         )
     except Exception as error:  # also whatever the HTTP client and the Xet client raise
-        raise _refused(error, directory, repo_id) from None
+        raise _upload_error(error, directory, repo_id) from None
     removed = repo_files.intersection(_QUANTISED_CONFIGS).difference(storage.listdir(directory))
     return Pushed(url if branch is None else f"{url}/tree/{branch}", tuple(kept), tuple(sorted(removed)))
 
 
-def _refused(error: Exception, directory: str, repo_id: str) -> ResourceError:
+def _upload_error(error: Exception, directory: str, repo_id: str) -> ResourceError:
     status = status_of(error)
     first = (str(error).strip().splitlines() or [""])[0]
     reason = f"{f'HTTP {status}' if status else type(error).__name__}: {escape(first)}"

@@ -115,7 +115,7 @@ def read_header(path: str, name: str) -> SafetensorsHeader:
     if stamped_text is None:
         with open_regular(path, name) as (fd, size):
             if read_exactly(fd, 0, min(size, len(ZIP)), name) == ZIP:
-                return _behind_records(fd, size, name)
+                return _read_after_records(fd, size, name)
             length = text_length(read_exactly(fd, 0, min(size, LENGTH_BYTES), name), size, name)
             stamped_text = read_exactly(fd, LENGTH_BYTES, length, name), stamp_of(fd)
         shared_reads.note(HEADER, path, *stamped_text)
@@ -123,7 +123,7 @@ def read_header(path: str, name: str) -> SafetensorsHeader:
     return check_header(text, stamp.size, name, stamp)
 
 
-def _behind_records(fd: int, size: int, name: str) -> SafetensorsHeader:
+def _read_after_records(fd: int, size: int, name: str) -> SafetensorsHeader:
     """Read a header that follows records of `torch.save`; its places are relative to the start of the file."""
     # Imported here, as other files of a Hub model do not need torch.save's format.
     from shardkit.formats.torchsave.archive import record_length
@@ -245,7 +245,7 @@ def _check_entry(fqn: str, fields: object, base: int) -> StoredTensor:
     if not isinstance(fields, dict):
         raise ValueError(f"expected an object, found {type(fields).__name__}")
     if fields.keys() != _FIELDS:
-        raise ValueError(f"expected the fields {_list(_FIELDS)}, found {_list(fields) or 'none'}")
+        raise ValueError(f"expected the fields {_names_text(_FIELDS)}, found {_names_text(fields) or 'none'}")
     shape = _check_integers("shape", fields["shape"])
     offsets = _check_integers("data_offsets", fields["data_offsets"])
     if len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -255,7 +255,7 @@ def _check_entry(fqn: str, fields: object, base: int) -> StoredTensor:
     expected, nbytes = prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
     if expected != nbytes:
         raise ValueError(
-            f"{dtype.safetensors} of shape {_show(shape)} takes {expected} bytes, data_offsets give {nbytes}"
+            f"{dtype.safetensors} of shape {_value_text(shape)} takes {expected} bytes, data_offsets give {nbytes}"
         )
     return StoredTensor(fqn, dtype, shape, base + offsets[0], nbytes)
 
@@ -263,9 +263,9 @@ def _check_entry(fqn: str, fields: object, base: int) -> StoredTensor:
 def _check_integers(field: str, value: object) -> tuple[int, ...]:
     # `type` and not isinstance: a bool is an int to Python.
     if not isinstance(value, list) or any(type(item) is not int for item in value):
-        raise ValueError(f"{field}: expected a list of integers, found {_show(value)}")
+        raise ValueError(f"{field}: expected a list of integers, found {_value_text(value)}")
     if any(not 0 <= item < _LIMIT for item in value):
-        raise ValueError(f"{field}: expected integers from 0 to 2^63 - 1, found {_show(value)}")
+        raise ValueError(f"{field}: expected integers from 0 to 2^63 - 1, found {_value_text(value)}")
     return tuple(value)
 
 
@@ -274,7 +274,7 @@ def _check_count(shape: Shape) -> None:
     for size in shape:  # not prod(): a hostile shape has millions of dims, and the product never ends
         count *= size or 1
         if count >= _LIMIT:
-            raise ValueError(f"shape: {_show(shape)} has more elements than 63 bits can count")
+            raise ValueError(f"shape: {_value_text(shape)} has more elements than 63 bits can count")
 
 
 def _check_dtype(tag: object, shape: Shape) -> tuple[DType, Shape]:
@@ -290,7 +290,7 @@ def _check_dtype(tag: object, shape: Shape) -> tuple[DType, Shape]:
         return dtype, shape
     # safetensors counts 4-bit values, torch's float4_e2m1fn_x2 pairs of them along the last dim.
     if not shape or shape[-1] % 2:
-        raise ValueError(f"shape: {_show(shape)} of F4, torch needs an even last dim")
+        raise ValueError(f"shape: {_value_text(shape)} of F4, torch needs an even last dim")
     return dtype, (*shape[:-1], shape[-1] // 2)
 
 
@@ -331,11 +331,11 @@ def _damaged(name: str, reason: str) -> SourceError:
     return SourceError(f"{escape(name)}: {reason}", hint=DOWNLOAD_AGAIN)
 
 
-def _list(names: set[str] | dict[str, object]) -> str:
+def _names_text(names: set[str] | dict[str, object]) -> str:
     return ", ".join(sorted(escape(name) for name in names))
 
 
-def _show(value: object) -> str:
+def _value_text(value: object) -> str:
     """Return a value from a header for a message, cut and escaped."""
     if isinstance(value, tuple):
         value = list(value)
@@ -450,7 +450,7 @@ class SafetensorsImages(ImageList[SafetensorsImage]):
                 for name, fqns in files.items()
             ]
         else:
-            groups = _split(tensors, max_shard_bytes)
+            groups = _split_tensors(tensors, max_shard_bytes)
             self.images = [
                 _make_image(_file_name(stem, number, len(groups)), group, settings)
                 for number, group in enumerate(groups)
@@ -508,7 +508,7 @@ def _file_name(stem: str, number: int, total: int) -> str:
     return f"{stem}.safetensors" if total == 1 else f"{stem}-{number + 1:05d}-of-{total:05d}.safetensors"
 
 
-def _split(tensors: Sequence[OutputTensor], limit: int | None) -> list[list[OutputTensor]]:
+def _split_tensors(tensors: Sequence[OutputTensor], limit: int | None) -> list[list[OutputTensor]]:
     """Divide tensors over files in the way that the module's docstring describes."""
     if limit is None or not tensors:
         return [list(tensors)]

@@ -61,7 +61,7 @@ def open_tokenizer(directory: str) -> Tokenizer:
 def read_tokenizer(label: str, files: Mapping[str, str]) -> Tokenizer:
     """Read a tokenizer's files, name -> path; errors as for `open_tokenizer`."""
     refuse_pointers(files)
-    return Tokenizer(label=label, files=files, tokens=_count(files))
+    return Tokenizer(label=label, files=files, tokens=_count_rows(files))
 
 
 def tokenizer_files(directory: str) -> dict[str, str]:
@@ -73,7 +73,7 @@ def tokenizer_files(directory: str) -> dict[str, str]:
     return {name: path for name, path in list_assets(directory)[0].items() if is_tokenizer_file(name)}
 
 
-def _count(files: Mapping[str, str]) -> int | None:
+def _count_rows(files: Mapping[str, str]) -> int | None:
     """Return the highest id in a tokenizer's files plus one; None if no file lists its tokens."""
     listed = [
         ids
@@ -99,7 +99,7 @@ def token_ids(files: Files) -> dict[str, int]:
         lines = files[name]().decode("utf-8", "replace").splitlines()
         ids = {line: number for number, line in enumerate(lines)}
     elif name is not None:
-        content = _object(files[name](), name)
+        content = _parse_dict(files[name](), name)
         model = content.get("model") if name == "tokenizer.json" else {"vocab": content}
         vocab = model.get("vocab") if isinstance(model, dict) else None
         if isinstance(vocab, list):  # pieces, each with its score
@@ -109,7 +109,7 @@ def token_ids(files: Files) -> dict[str, int]:
         entries = content.get("added_tokens")
         added += entries if isinstance(entries, list) else []
     if "added_tokens.json" in files:
-        ids |= _object(files["added_tokens.json"](), "added_tokens.json")
+        ids |= _parse_dict(files["added_tokens.json"](), "added_tokens.json")
     decoder = _settings(files).get("added_tokens_decoder")
     for key, token in decoder.items() if isinstance(decoder, dict) else ():
         added += [{**token, "id": int(key)}] if key.isdecimal() and isinstance(token, dict) else []
@@ -120,7 +120,7 @@ def token_ids(files: Files) -> dict[str, int]:
 def special_tokens(files: Files) -> dict[str, str]:
     """Return role -> text of the special tokens; a role is a key such as `eos_token`."""
     name, settings = "special_tokens_map.json", _settings(files)
-    tokens = {**(_object(files[name](), name) if name in files else {}), **settings}
+    tokens = {**(_parse_dict(files[name](), name) if name in files else {}), **settings}
     plain = {
         role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()
     }
@@ -136,7 +136,9 @@ def chat_template(files: Files) -> object:
     name = "chat_template.json"
     template = _settings(files).get("chat_template")
     template = (
-        _object(files[name](), name).get("chat_template") if template is None and name in files else template
+        _parse_dict(files[name](), name).get("chat_template")
+        if template is None and name in files
+        else template
     )
     return template.strip() if isinstance(template, str) else template
 
@@ -175,10 +177,10 @@ def tokenizer_differences(files: Files, base: Files) -> Iterator[tuple[str, str,
 
 
 def _settings(files: Files) -> dict[str, Any]:
-    return _object(files[SETTINGS](), SETTINGS) if SETTINGS in files else {}
+    return _parse_dict(files[SETTINGS](), SETTINGS) if SETTINGS in files else {}
 
 
-def _object(data: bytes, name: str) -> dict[str, Any]:
+def _parse_dict(data: bytes, name: str) -> dict[str, Any]:
     try:
         content = json.loads(data, parse_int=parse_integer)
     except (ValueError, RecursionError) as error:
@@ -186,35 +188,35 @@ def _object(data: bytes, name: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _ids(values: object) -> Iterator[int]:
+def _integers(values: object) -> Iterator[int]:
     for value in values if isinstance(values, (list, tuple)) else ():
         if isinstance(value, int) and not isinstance(value, bool):
             yield value
 
 
-def _fast(data: bytes, name: str) -> Iterator[int]:
-    content = _object(data, name)
+def _ids_of_fast(data: bytes, name: str) -> Iterator[int]:
+    content = _parse_dict(data, name)
     model = content.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    yield from _ids([*vocab.values()]) if isinstance(vocab, dict) else range(len(vocab or ()))
+    yield from _integers([*vocab.values()]) if isinstance(vocab, dict) else range(len(vocab or ()))
     added = content.get("added_tokens")
-    yield from _ids([token.get("id") for token in added or () if isinstance(token, dict)])
+    yield from _integers([token.get("id") for token in added or () if isinstance(token, dict)])
 
 
-def _table(data: bytes, name: str) -> Iterator[int]:
-    yield from _ids([*_object(data, name).values()])
+def _ids_of_table(data: bytes, name: str) -> Iterator[int]:
+    yield from _integers([*_parse_dict(data, name).values()])
 
 
-def _lines(data: bytes, _name: str) -> Iterator[int]:
+def _ids_of_lines(data: bytes, _name: str) -> Iterator[int]:
     yield from range(len(data.splitlines()))
 
 
-def _decoder(data: bytes, name: str) -> Iterator[int]:
-    added = _object(data, name).get("added_tokens_decoder")
-    yield from _ids([int(key) for key in added if key.isdecimal()] if isinstance(added, dict) else ())
+def _ids_of_decoder(data: bytes, name: str) -> Iterator[int]:
+    added = _parse_dict(data, name).get("added_tokens_decoder")
+    yield from _integers([int(key) for key in added if key.isdecimal()] if isinstance(added, dict) else ())
 
 
-def _pieces(data: bytes, name: str) -> Iterator[int]:
+def _ids_of_pieces(data: bytes, name: str) -> Iterator[int]:
     """Yield the ids of a SentencePiece model's pieces by counting them; a piece is field 1 of the protobuf message."""
     offset = number = 0
     while offset < len(data):
@@ -242,11 +244,11 @@ def _varint(data: bytes, offset: int, name: str) -> tuple[int, int]:
 
 # The first of these files that exists is read; the others are older forms of the same list.
 _LISTS = {
-    "tokenizer.json": _fast,
-    "vocab.json": _table,
-    "vocab.txt": _lines,
-    "tokenizer.model": _pieces,
-    "spiece.model": _pieces,
-    "sentencepiece.bpe.model": _pieces,
+    "tokenizer.json": _ids_of_fast,
+    "vocab.json": _ids_of_table,
+    "vocab.txt": _ids_of_lines,
+    "tokenizer.model": _ids_of_pieces,
+    "spiece.model": _ids_of_pieces,
+    "sentencepiece.bpe.model": _ids_of_pieces,
 }
-_ADDED = {"added_tokens.json": _table, "tokenizer_config.json": _decoder}
+_ADDED = {"added_tokens.json": _ids_of_table, "tokenizer_config.json": _ids_of_decoder}

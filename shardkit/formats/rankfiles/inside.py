@@ -71,7 +71,9 @@ def open_states(
     names = [path_name(state.path) for state in states]
     for state, name in zip(states, names, strict=True):
         prefix = f"{name}." if name else ""
-        if (reason := _why_not(file, state, [odd for odd in unreadable if odd.startswith(prefix)])) is None:
+        if (
+            reason := _why_unusable(file, state, [odd for odd in unreadable if odd.startswith(prefix)])
+        ) is None:
             continue
         if not name:
             raise SourceError(
@@ -116,7 +118,7 @@ def _is_flat(tree: Mapping[str | int, Any]) -> bool:
     return GROUPS not in tree
 
 
-def _why_not(file: TorchFile, state: StateInside, unreadable: Collection[str]) -> str | None:
+def _why_unusable(file: TorchFile, state: StateInside, unreadable: Collection[str]) -> str | None:
     """Return the reason why a state cannot be used, escaped; None if it can."""
     if unreadable:
         return f"{escape(next(iter(unreadable)))} is not stored as plain values"

@@ -97,7 +97,7 @@ def open_optimizer_files(
         if first is None and len(names) > 1 and _is_flat(state, parameters):
             return _open_flat(directory, names, parameters)
         if first is None:
-            decided = _names(state, parameters)
+            decided = _find_names(state, parameters)
             if isinstance(decided, str):
                 return Unmapped(names, decided)
             first, named = state, decided
@@ -105,7 +105,7 @@ def open_optimizer_files(
         if reason is not None:
             return Unmapped(names, f"{escape(state.file.name)}: {reason}")
         by_name = {named[key]: leaves for key, leaves in state.states.items()}
-        gathering.add(state.file, {STATE: {name: _tensors(leaves) for name, leaves in by_name.items()}})
+        gathering.add(state.file, {STATE: {name: _tensor_leaves(leaves) for name, leaves in by_name.items()}})
         agreement.add(state.file.name, by_name, state.groups)
         for name, leaves in by_name.items():
             for leaf, value in leaves.items():
@@ -151,11 +151,11 @@ def is_tensor(value: object) -> TypeGuard[TensorRef | DistributedRef | Unreadabl
     return isinstance(value, (TensorRef, DistributedRef, UnreadableTensor))
 
 
-def _tensors(leaves: Mapping[str, object]) -> dict[str, object]:
+def _tensor_leaves(leaves: Mapping[str, object]) -> dict[str, object]:
     return {leaf: value for leaf, value in leaves.items() if is_tensor(value)}
 
 
-def _names(state: RankStateDict, parameters: Sequence[Parameter]) -> dict[_Key, str] | str:
+def _find_names(state: RankStateDict, parameters: Sequence[Parameter]) -> dict[_Key, str] | str:
     """Return the FQN of each parameter, or the reason why it is unknown."""
     groups, keys = state.groups or (), [*state.states, *_in_groups(state)]
     if not any(type(key) is int for key in keys):
@@ -163,10 +163,10 @@ def _names(state: RankStateDict, parameters: Sequence[Parameter]) -> dict[_Key, 
     if not all(type(key) is int for key in keys):
         return "some of its parameters are numbered, and some are named"
     shapes: dict[Any, Shape] = {
-        key: shape for key, leaves in state.states.items() if (shape := _shape(leaves)) is not None
+        key: shape for key, leaves in state.states.items() if (shape := _parameter_shape(leaves)) is not None
     }
     named = names_in_groups(groups, shapes, parameters)
-    if named is None and (factored := _factored(state)):
+    if named is None and (factored := _factored_leaves(state)):
         return (
             f"{listed(factored)} do not have a parameter's shape, so nothing shows which one they belong to"
         )
@@ -175,13 +175,13 @@ def _names(state: RankStateDict, parameters: Sequence[Parameter]) -> dict[_Key, 
     return named if isinstance(named, str) else {key: named[key] for key in named}
 
 
-def _factored(state: RankStateDict) -> list[str]:
+def _factored_leaves(state: RankStateDict) -> list[str]:
     """Return the names of factored leaves of those parameters that have no leaf with the parameter's shape."""
-    lone = {leaf for leaves in state.states.values() if _shape(leaves) is None for leaf in leaves}
+    lone = {leaf for leaves in state.states.values() if _parameter_shape(leaves) is None for leaf in leaves}
     return sorted(filter(_FACTORED.fullmatch, lone))
 
 
-def _shape(leaves: Mapping[str, object]) -> Shape | None:
+def _parameter_shape(leaves: Mapping[str, object]) -> Shape | None:
     """Return the shape of a parameter from the leaves of its state; None if none has the parameter's shape."""
     shapes = [
         value.shape
@@ -339,12 +339,14 @@ def _units(
     root = [parameter for place, parameter in enumerate(parameters) if place not in inside]
     if bool(root) != has_root:
         return None
-    if has_root and not _fits(sum(prod(parameter.shape) for parameter in root), sizes[0], num_ranks):
+    if has_root and not _is_padded_size(
+        sum(prod(parameter.shape) for parameter in root), sizes[0], num_ranks
+    ):
         return None
     return [root] * has_root + [list(parameters[run.start : run.stop]) for run in runs]
 
 
-def _fits(num_elements: int, size: int, num_ranks: int) -> bool:
+def _is_padded_size(num_elements: int, size: int, num_ranks: int) -> bool:
     return size == -(-num_elements // num_ranks) * num_ranks
 
 
@@ -355,7 +357,9 @@ def _only_runs(
     bounds = [0, *accumulate(prod(parameter.shape) for parameter in parameters)]
     modules = _modules(parameters)
     fitting = {
-        size: [run for run in modules if _fits(bounds[run.stop] - bounds[run.start], size, num_ranks)]
+        size: [
+            run for run in modules if _is_padded_size(bounds[run.stop] - bounds[run.start], size, num_ranks)
+        ]
         for size in set(sizes)
     }
     first, end = list[_ParameterRange](), 0
@@ -498,7 +502,7 @@ def name_numbers(
         if len(groups) == 1 and state_shapes == [parameter.shape for parameter in adapters]:
             names = [parameter.name for parameter in adapters]
         else:
-            fitting = _only_names(state_shapes, parameters)
+            fitting = _unique_names(state_shapes, parameters)
             if isinstance(fitting, str):
                 return fitting
             names = fitting
@@ -508,7 +512,7 @@ def name_numbers(
     return named
 
 
-def _only_names(shapes: Sequence[Shape], parameters: Sequence[Parameter]) -> list[str] | str:
+def _unique_names(shapes: Sequence[Shape], parameters: Sequence[Parameter]) -> list[str] | str:
     """Return the names of the only subsequence of parameters with these shapes, or a text that none or several fit."""
     first = _first_places(shapes, parameters)
     if first is None:

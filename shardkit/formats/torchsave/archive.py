@@ -169,7 +169,7 @@ def read_directory(
         prefix, reader.prefix = top, top.decode("utf-8", "replace")
         if header_at < free:
             reader.refuse(f"entry {escape(short)} overlaps the one before")
-        entry = _locate(reader, name, header_at, entry._replace(crc_at=start + entry.crc_at))
+        entry = _locate_entry(reader, name, header_at, entry._replace(crc_at=start + entry.crc_at))
         free = entry.start + entry.nbytes
         if free > start:
             reader.refuse(f"entry {escape(short)} reaches into the directory")
@@ -236,7 +236,7 @@ def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, 
     if fields[0] != 0x02014B50 or stop > len(directory):
         reader.refuse("its directory is damaged")
     name = directory[pos + CENTRAL.size : middle]
-    nbytes, packed, header_at = _wide(
+    nbytes, packed, header_at = _wide_values(
         reader, directory[middle : middle + len_extra], nbytes, packed, header_at
     )
     if method or packed != nbytes or flags & ~_FLAGS:
@@ -252,7 +252,7 @@ def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, 
     return name, header_at, ZipEntry(0, nbytes, crc, pos + CRC_AT), stop
 
 
-def _wide(reader: ZipReader, extra: bytes, *values: int) -> list[int]:
+def _wide_values(reader: ZipReader, extra: bytes, *values: int) -> list[int]:
     """Return the values; those that do not fit into 32 bits are taken from the zip64 extra field."""
     wide = b""
     while len(extra) >= 4:
@@ -270,7 +270,7 @@ def _wide(reader: ZipReader, extra: bytes, *values: int) -> list[int]:
     return result
 
 
-def _locate(reader: ZipReader, name: bytes, header_at: int, entry: ZipEntry) -> ZipEntry:
+def _locate_entry(reader: ZipReader, name: bytes, header_at: int, entry: ZipEntry) -> ZipEntry:
     """Return the entry with its first byte, after checking its header, which must agree with the directory."""
     fields = LOCAL.unpack(reader.read(header_at, LOCAL.size))
     local_name = reader.read(header_at + LOCAL.size, fields[9]) if fields[9] == len(name) else b""

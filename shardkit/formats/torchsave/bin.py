@@ -219,11 +219,11 @@ def _content_of(file: TorchFile) -> _BinEntries:
         raise _no_state_dict(name, file.tree)
     tensors, objects, unreadable, problems = list[BinTensor](), list[str](), dict[str, str](), list[str]()
     for key, value in file.tree.items():
-        whole = _whole(value)
+        whole = _whole_tensor(value)
         if not isinstance(key, str):  # the key 1 is not "1", which may be there too
             objects.append(str(key))
         elif isinstance(whole, TensorRef):
-            tensors.append(_of_record(str(key), whole, path, name))
+            tensors.append(_bin_tensor(str(key), whole, path, name))
         elif isinstance(whole, UnreadableTensor) and whole.value:
             unreadable[str(key)] = whole.name
         elif isinstance(whole, (UnreadableTensor, DistributedRef)):
@@ -235,7 +235,7 @@ def _content_of(file: TorchFile) -> _BinEntries:
     return tuple(tensors), tuple(objects), unreadable
 
 
-def _whole(value: object) -> object:
+def _whole_tensor(value: object) -> object:
     """Return the plain tensor for a distributed one whose single part is the whole; return any other value unchanged."""
     if isinstance(value, DistributedRef) and value.problem is None and len(value.parts) == 1:
         part = value.parts[0]
@@ -243,7 +243,7 @@ def _whole(value: object) -> object:
     return value
 
 
-def _of_record(fqn: str, record: TensorRef, path: str, name: str) -> BinTensor:
+def _bin_tensor(fqn: str, record: TensorRef, path: str, name: str) -> BinTensor:
     if record.is_contiguous and record.nbytes:
         return BinTensor(fqn, record.dtype, record.shape, record.start, None)
 

@@ -226,10 +226,10 @@ def refuse_classes(errors: Mapping[str, UnreadableClass], path: str) -> None:
         path: of the directory.
     """
     why = {name: error.why for name, error in errors.items()}
-    hint = f"{_other_model(why)}load it with what saved it, {_REPLACE.format(_DEQUANTISED)}"
+    hint = f"{_original_model_hint(why)}load it with what saved it, {_REPLACE.format(_DEQUANTISED)}"
     is_quantised = any(_QUANTISED in reason for reason in why.values())
     names = {error.class_name for error in errors.values()}
-    _refuse(why, hint if is_quantised else _how_to_unwrap(names, path))
+    _refuse_tensors(why, hint if is_quantised else _how_to_unwrap(names, path))
 
 
 def refuse_objects(reasons: Mapping[str, str], files: Iterable[SourceFile]) -> None:
@@ -243,9 +243,9 @@ def refuse_objects(reasons: Mapping[str, str], files: Iterable[SourceFile]) -> N
     plain = (
         "t.dequantize()" if is_quantised else "torch.empty(t.shape, dtype=t.dtype).copy_(t), or t.to_dense()"
     )
-    _refuse(
+    _refuse_tensors(
         {name: escape(why) for name, why in reasons.items()},
-        f"{_other_model(reasons)}load each file with torch where the class can be imported, {_REPLACE.format(plain)}",
+        f"{_original_model_hint(reasons)}load each file with torch where the class can be imported, {_REPLACE.format(plain)}",
         tuple(files),
     )
 
@@ -277,7 +277,7 @@ def _how_to_save_plain(path: str, named: Collection[str], data: Collection[str])
 
     For a file that names functions there are no such lines, as running them could execute anything.
     """
-    if not all(map(_is_data, named)):
+    if not all(map(_is_class_name, named)):
         return "convert the file if you trust it"
     class_names = sorted({*named, *(name for name in data if not name.startswith(_TORCH_ALLOWS))})
     modules = ", ".join(sorted({"torch", *(name.partition(".")[0] for name in class_names)}))
@@ -293,7 +293,7 @@ def _how_to_save_plain(path: str, named: Collection[str], data: Collection[str])
   torch.save({{k: torch.as_tensor(t) for k, t in held.items() if type(t).__name__ in ({_TENSORS})}}, {escape(f"{stem}-plain{suffix}")!r})"""
 
 
-def _is_data(name: str) -> bool:
+def _is_class_name(name: str) -> bool:
     """True for a name that looks like a class outside the standard library, and for numpy's functions that make arrays."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts) or parts[0] in sys.stdlib_module_names:
@@ -301,7 +301,7 @@ def _is_data(name: str) -> bool:
     return _OF_NUMPY.fullmatch(name) is not None or parts[-1].lstrip("_")[:1].isupper()
 
 
-def _other_model(reasons: Mapping[str, str]) -> str:
+def _original_model_hint(reasons: Mapping[str, str]) -> str:
     """Return the advice to use the original model if some tensor was quantised after training, else an empty string."""
     after = (
         _QUANTISED in why and not why.endswith(_QUANTISERS["transformer_engine"]) for why in reasons.values()
@@ -309,7 +309,7 @@ def _other_model(reasons: Mapping[str, str]) -> str:
     return "take the model that it was quantised from; or " if any(after) else ""
 
 
-def _refuse(reasons: Mapping[str, str], hint: str, files: tuple[SourceFile, ...] = ()) -> None:
+def _refuse_tensors(reasons: Mapping[str, str], hint: str, files: tuple[SourceFile, ...] = ()) -> None:
     if not reasons:
         return
     error = UnreadableClass(

@@ -313,7 +313,7 @@ class TensorNames:
         """Return the object for a name: for most names, an `UnmadeObject`."""
         value = self._values.get((module, name))
         if value is None:
-            value = self._values[module, name] = _NAMES.get((module, name)) or _guess(module, name)
+            value = self._values[module, name] = _NAMES.get((module, name)) or _make_unknown(module, name)
         return value
 
     @property
@@ -341,7 +341,7 @@ class TensorNames:
         return _Storage(key, cls.dtype, entry)
 
 
-def _guess(module: str, name: str) -> object:
+def _make_unknown(module: str, name: str) -> object:
     """Return the object for a name that is not in `_NAMES`, by its module and form.
 
     A torch.distributed class keeps its fields. A function that makes tensors, or a class of parts of them, makes an
@@ -356,22 +356,22 @@ def _guess(module: str, name: str) -> object:
             return Maker(full, lambda args: UnreadableTensor(_WITH_VALUES[kind], full))
         return Maker(full, lambda args: UnreadableTensor(_ON_META if kind.startswith("meta_") else kind))
     if (cls := made_by(module, name)) is not None:
-        return Maker(full, partial(_object_of, cls))
+        return Maker(full, partial(_make_unreadable, cls))
     if name in _PARTS:
         return Maker(full, lambda args: UnreadableTensor(f"{full}, one rank's part of tensors", full))
     return UnmadeObject(full)
 
 
-def _object_of(cls: str, args: tuple[Any, ...]) -> object:
+def _make_unreadable(cls: str, args: tuple[Any, ...]) -> object:
     """Return the unreadable tensor for an object that a class would make from tensors and settings."""
     return UnreadableTensor(describe(cls, sum(isinstance(value, TensorRef) for value in args)), cls)
 
 
-def _attribute(args: tuple[Any, ...]) -> object:
+def _make_attribute(args: tuple[Any, ...]) -> object:
     """Return the object for getattr(class, name), which is how pickles refer to a method of a class."""
     if len(args) == 2 and isinstance(args[0], UnmadeObject) and type(args[1]) is str:
         if made_by(args[0].name, args[1]) is not None:
-            return Maker(args[0].name, partial(_object_of, args[0].name))
+            return Maker(args[0].name, partial(_make_unreadable, args[0].name))
     return UnmadeObject("builtins.getattr")
 
 
@@ -379,7 +379,7 @@ def _without_values(name: str) -> Maker:
     return Maker(name, lambda args: UnreadableTensor(f"{name}, which has no values yet", name))
 
 
-def _plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[Any, ...]) -> object:
+def _make_plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[Any, ...]) -> object:
     """Make a tensor from (storage, offset, shape, stride, ...)."""
     if len(args) < 4 or type(args[0]) is not _Storage or dtype is None:
         raise Refusal("a tensor made from other arguments than torch gives")
@@ -390,7 +390,7 @@ def _plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[An
         raise Refusal("a tensor with an impossible shape or stride")
     if storage.entry is None:
         return UnreadableTensor(_ON_META)
-    flipped = _flipped(dtype, metadata[0] if metadata else None)
+    flipped = _flipped_bytes(dtype, metadata[0] if metadata else None)
     if flipped is None:
         return UnreadableTensor(_LAZY_VIEW, "torch.Tensor")
     entry = storage.entry
@@ -410,7 +410,7 @@ def _plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[An
     return tensor
 
 
-def _flipped(dtype: DType, marks: object) -> tuple[int, ...] | None:
+def _flipped_bytes(dtype: DType, marks: object) -> tuple[int, ...] | None:
     """Return the bytes of each element whose sign bit is stored inverted, for a lazily negated or conjugated view.
 
     None if the dtype has no sign bit that could be inverted.
@@ -436,14 +436,14 @@ def _flipped(dtype: DType, marks: object) -> tuple[int, ...] | None:
 
 def _rebuild_v2(args: tuple[Any, ...]) -> object:
     """(storage, offset, shape, stride, requires_grad, hooks[, metadata])."""
-    return _plain_tensor(args, getattr(args[0], "dtype", None) if args else None, args[6:])
+    return _make_plain_tensor(args, getattr(args[0], "dtype", None) if args else None, args[6:])
 
 
 def _rebuild_v3(args: tuple[Any, ...]) -> object:
     """(storage, offset, shape, stride, requires_grad, hooks, dtype[, metadata]); the storage counts bytes."""
     if len(args) > 6 and isinstance(args[6], UnmadeObject) and args[6].name.startswith("torch."):
         return UnreadableTensor(f"a tensor of dtype {args[6].name}", args[6].name)
-    return _plain_tensor(args, args[6] if len(args) > 6 and type(args[6]) is DType else None, args[7:])
+    return _make_plain_tensor(args, args[6] if len(args) > 6 and type(args[6]) is DType else None, args[7:])
 
 
 def _rebuild_quantised(args: tuple[Any, ...]) -> object:
@@ -472,9 +472,9 @@ def _rebuild_from_type(args: tuple[Any, ...]) -> object:
         fields = Fields(kind.name, inner if type(inner) is tuple else ())
         fields.build(state)
         if kind.name.endswith(".DTensor"):
-            return _dtensor(fields)
+            return _make_dtensor(fields)
         if kind.name.endswith(".ShardedTensor"):
-            return _sharded_tensor(fields)
+            return _make_sharded_tensor(fields)
     if isinstance(function, UnmadeObject) and function.name == _REBUILD_WRAPPER:
         fields = Fields(kind.name, ())
         fields.build(state)
@@ -492,7 +492,7 @@ def _is_plain(name: str) -> bool:
     return name in ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
-def _dtensor(fields: Fields) -> object:
+def _make_dtensor(fields: Fields) -> object:
     """Place a rank's part of a DTensor, from `_local_tensor` and `_spec`."""
     local, spec = fields.items.get("_local_tensor"), fields.items.get("_spec")
     if not isinstance(local, TensorRef):
@@ -570,7 +570,7 @@ def _placement(value: object) -> StoredPlacement:
     kind = value.name.rpartition(".")[2]
     if kind == "Replicate":
         return StoredPlacement()
-    dim, split_factor = _int_of(value, "dim", 0), _int_of(value, "split_factor", 1)
+    dim, split_factor = _int_field(value, "dim", 0), _int_field(value, "split_factor", 1)
     if kind == "Shard" and dim is not None:
         return StoredPlacement(dim)
     if kind == "_StridedShard" and dim is not None and split_factor is not None:
@@ -611,7 +611,7 @@ def local_region(
         if not 0 <= dim < len(shape):
             raise ValueError(f"it is cut along dim {dim}, but has {len(shape)} dims")
         axes = [axis for axis, placement in enumerate(placements) if placement.dim == dim]
-        axes = _decoded_order(axes, placements, mesh_shape) if order is None else list(order.get(dim, axes))
+        axes = _axis_order(axes, placements, mesh_shape) if order is None else list(order.get(dim, axes))
         for axis in axes:
             if not 0 <= axis < len(mesh_shape) or not 0 <= coord[axis] < mesh_shape[axis]:
                 raise ValueError(f"its rank's position {list(coord)} is not in a mesh of {list(mesh_shape)}")
@@ -620,7 +620,7 @@ def local_region(
     return Region(tuple(offsets), tuple(sizes))
 
 
-def _decoded_order(
+def _axis_order(
     axes: Sequence[int], placements: Sequence[StoredPlacement], mesh_shape: Sequence[int]
 ) -> list[int]:
     """Return the order in which axes cut a dim, from their split factors.
@@ -640,7 +640,7 @@ def _decoded_order(
     return order
 
 
-def _int_of(value: Fields, name: str, position: int) -> int | None:
+def _int_field(value: Fields, name: str, position: int) -> int | None:
     """Return an integer field of an object: an attribute, or the argument or state item at `position`; else None."""
     state = value.items.get("")
     for args in (value.args, state if type(state) is tuple else ()):
@@ -665,7 +665,7 @@ def _are_ints(values: object) -> TypeGuard[Sequence[int]]:
     return isinstance(values, (tuple, list)) and all(type(value) is int for value in values)
 
 
-def _sharded_tensor(fields: Fields) -> object:
+def _make_sharded_tensor(fields: Fields) -> object:
     """Return a rank's shards of a ShardedTensor, whose state is (shards, metadata, process group, spec, ...)."""
     state = fields.items.get("")
     shards, metadata = state[:2] if type(state) is tuple and len(state) >= 2 else (None, None)
@@ -684,7 +684,7 @@ def _sharded_tensor(fields: Fields) -> object:
     return DistributedRef(dtype=dtype, shape=tuple(shape), parts=tuple(parts))
 
 
-def _ordered_dict(args: tuple[Any, ...]) -> object:
+def _make_ordered_dict(args: tuple[Any, ...]) -> object:
     """Make a dict from the arguments of OrderedDict: none, or a list of pairs."""
     items: dict[str | int, object] = {}
     for pair in args[0] if args and type(args[0]) in (list, tuple) else ():
@@ -693,7 +693,7 @@ def _ordered_dict(args: tuple[Any, ...]) -> object:
     return items
 
 
-def _size(args: tuple[Any, ...]) -> object:
+def _make_size(args: tuple[Any, ...]) -> object:
     if len(args) != 1 or not _are_ints(args[0]):
         raise Refusal("a torch.Size of something other than integers")
     return tuple(args[0])
@@ -712,12 +712,12 @@ _NAMES: dict[tuple[str, str], object] = {
         "torch.nn.parameter.UninitializedParameter"
     ),
     ("torch.nn.parameter", "UninitializedBuffer"): _without_values("torch.nn.parameter.UninitializedBuffer"),
-    ("builtins", "getattr"): Maker("builtins.getattr", _attribute),
-    ("__builtin__", "getattr"): Maker("builtins.getattr", _attribute),
+    ("builtins", "getattr"): Maker("builtins.getattr", _make_attribute),
+    ("__builtin__", "getattr"): Maker("builtins.getattr", _make_attribute),
     ("argparse", "Namespace"): Maker("argparse.Namespace", partial(Fields, "argparse.Namespace")),
-    ("collections", "OrderedDict"): Maker("collections.OrderedDict", _ordered_dict),
+    ("collections", "OrderedDict"): Maker("collections.OrderedDict", _make_ordered_dict),
     ("collections", "defaultdict"): Maker("collections.defaultdict", lambda args: {}),
-    ("torch", "Size"): Maker("torch.Size", _size),
+    ("torch", "Size"): Maker("torch.Size", _make_size),
     ("torch.storage", "UntypedStorage"): _StorageClass("torch.storage.UntypedStorage", None),
     **{("torch", name): _StorageClass(f"torch.{name}", BY_NAME[dtype]) for name, dtype in STORAGES.items()},
     **{("torch", name): _StorageClass(f"torch.{name}", None, unit) for name, unit in _OF_CODES.items()},

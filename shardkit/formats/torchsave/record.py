@@ -167,7 +167,7 @@ def _rebuild_v2(args: tuple[Any, ...]) -> TensorRecord:
     """(storage, offset, shape, stride, requires_grad, hooks[, metadata])."""
     if len(args) not in (6, 7) or type(args[0]) is not _ViewedStorage or args[0].dtype is None:
         raise Refusal("_rebuild_tensor_v2 with other arguments than torch gives it")
-    return _view(args[0].dtype, args[0].num_units * args[0].dtype.itemsize, args[1:6], args[6:])
+    return _make_view(args[0].dtype, args[0].num_units * args[0].dtype.itemsize, args[1:6], args[6:])
 
 
 def _rebuild_v3(args: tuple[Any, ...]) -> TensorRecord:
@@ -176,10 +176,10 @@ def _rebuild_v3(args: tuple[Any, ...]) -> TensorRecord:
         raise Refusal("_rebuild_tensor_v3 with other arguments than torch gives it")
     if type(args[6]) is not DType:
         raise Refusal("_rebuild_tensor_v3 without a dtype")
-    return _view(args[6], args[0].num_units, args[1:6], args[7:])
+    return _make_view(args[6], args[0].num_units, args[1:6], args[7:])
 
 
-def _view(dtype: DType, nbytes: int, view: tuple[Any, ...], metadata: tuple[Any, ...]) -> TensorRecord:
+def _make_view(dtype: DType, nbytes: int, view: tuple[Any, ...], metadata: tuple[Any, ...]) -> TensorRecord:
     offset, shape, stride, requires_grad, hooks = view
     if metadata and metadata[0] is not None:
         flags = ", ".join(map(escape, metadata[0])) if type(metadata[0]) is dict else "unknown flags"

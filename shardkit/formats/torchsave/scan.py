@@ -92,7 +92,7 @@ def read_entries(
         ResourceError: the device fails.
     """
     reader = ZipReader(pread, offset, length, f"{where}, record at byte {offset}")
-    entries = read_directory(reader, _is_known, max_entries=len(_NAMES) + _MAX_STORAGES)
+    entries = read_directory(reader, _is_known_name, max_entries=len(_NAMES) + _MAX_STORAGES)
     for name in ("data.pkl", _DATA):
         if name not in entries:
             reader.refuse(f"it has no entry {name}: not one tensor")
@@ -103,7 +103,7 @@ def read_entries(
         )
     reader.check_version(small.get("version", b"3"))
     is_plain = not any(mark in small["data.pkl"] for mark in _OF_A_CLASS)
-    record = (_plain_record if is_plain else _value_of)(reader, small["data.pkl"], entries)
+    record = (_plain_record if is_plain else _wrapped_value)(reader, small["data.pkl"], entries)
     for name in filter(_is_storage, entries) if check_crc else ():
         if entries[name].crc and entries[name].nbytes:
             reader.check_crc(name, entries[name])
@@ -114,7 +114,7 @@ def _is_storage(name: str) -> bool:
     return name.startswith(_STORAGE) and name[len(_STORAGE) :].isdigit()
 
 
-def _is_known(name: str) -> bool:
+def _is_known_name(name: str) -> bool:
     return name in _NAMES or _is_storage(name)
 
 
@@ -131,7 +131,7 @@ def _plain_record(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEnt
     return tensor.moved(reader.offset + data.start, data.crc)
 
 
-def _value_of(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEntry]) -> TensorRecord:
+def _wrapped_value(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEntry]) -> TensorRecord:
     """Return the description of the value in a record with an object whose class wraps a tensor."""
     storages = {
         name[len(_STORAGE) :]: entry._replace(start=reader.offset + entry.start)

@@ -156,15 +156,15 @@ def open_accelerate_bin(path: str) -> Checkpoint:
             parameters are flat.
         ResourceError: a file may not be read.
     """
-    models = _find(path, _MODEL_FILE)
-    files = _only(models)
+    models = _find_files(path, _MODEL_FILE)
+    files = _only_files(models)
     if files is None:
         raise SourceError(
             f"{escape(path)} holds {'several models' if len(models) > 1 else 'the model as a whole and in parts'}",
             problems=[escape(name) for model in models.values() for name in model.values()],
             hint="move those that you do not mean into another directory, or give the file of a whole model",
         )
-    names = _in_order(files)
+    names = _files_in_order(files)
     if None in files:
         whole = open_full_file(locate(path, names[0]))
         contents = replace(whole.contents, has_boxes=False)
@@ -175,7 +175,7 @@ def open_accelerate_bin(path: str) -> Checkpoint:
         refuse_flat(path, gathered.catalog)
         checkpoint = gathered.as_checkpoint(path, "accelerate-bin", "accelerate (FSDP, a file for each rank)")
         plain = gathered.plain
-    optimizer = _find(path, _OPTIMIZER_FILE)
+    optimizer = _find_files(path, _OPTIMIZER_FILE)
     return replace(
         checkpoint,
         path=path,
@@ -191,7 +191,7 @@ def open_accelerate_bin(path: str) -> Checkpoint:
     )
 
 
-def _find(path: str, pattern: re.Pattern[str]) -> dict[int, _Files]:
+def _find_files(path: str, pattern: re.Pattern[str]) -> dict[int, _Files]:
     """Return the files of each model or optimizer, by number."""
     by_number: dict[int, _Files] = {}
     for match in filter(None, map(pattern.fullmatch, sorted(listing(path)))):
@@ -200,13 +200,13 @@ def _find(path: str, pattern: re.Pattern[str]) -> dict[int, _Files]:
     return dict(sorted(by_number.items()))
 
 
-def _only(by_number: dict[int, _Files]) -> _Files | None:
+def _only_files(by_number: dict[int, _Files]) -> _Files | None:
     """Return the files of the only model or optimizer; None if there are several, or one is there both whole and in parts."""
     (files, *more_files) = by_number.values()
     return None if more_files or (None in files and len(files) > 1) else files
 
 
-def _in_order(files: _Files) -> list[str]:
+def _files_in_order(files: _Files) -> list[str]:
     """Return the name of the whole file, or the names of all ranks' files in order.
 
     Raises:
@@ -223,12 +223,12 @@ def _in_order(files: _Files) -> list[str]:
 def _open_optimizer(
     path: str, by_number: dict[int, _Files], model: Catalog, plain: frozenset[str]
 ) -> OptimizerState | Unmapped:
-    files = _only(by_number)
+    files = _only_files(by_number)
     if files is None:
         return Unmapped(
             [name for group in by_number.values() for name in group.values()], "there are several of them"
         )
-    state = open_optimizer_files(path, _in_order(files), parameters_of(model, plain))
+    state = open_optimizer_files(path, _files_in_order(files), parameters_of(model, plain))
     return replace(state, has_boxes=False) if None in files and isinstance(state, OptimizerState) else state
 
 

@@ -59,13 +59,13 @@ def open_full_file(path: str) -> Checkpoint:
     name = os.path.basename(path)
     file = open_torch_file(path, name)
     if not isinstance(file.tree, dict):
-        raise _without_tensors(file, "holds no dict at its top, so no state dict either")
+        raise _no_tensors_error(file, "holds no dict at its top, so no state dict either")
     is_lightning = VERSION in file.tree
-    gathering = TensorCollector(parent(path), lambda path: _is_beside(path, is_lightning=is_lightning))
+    gathering = TensorCollector(parent(path), lambda path: _is_outside_model(path, is_lightning=is_lightning))
     gathering.add(file, file.tree)
     gathered = gathering.finish()
     if not gathered.catalog.tensors:
-        raise _without_tensors(file, "holds no tensors")
+        raise _no_tensors_error(file, "holds no tensors")
     states = list(find_states(file.tree))
     unreadable = tuple(gathering.left_out)
     optimizer = partial(open_states, replace(file, tree=None), states, gathered.catalog, unreadable)
@@ -87,7 +87,7 @@ def open_full_file(path: str) -> Checkpoint:
     )
 
 
-def _without_tensors(file: TorchFile, what: str) -> Unsupported:
+def _no_tensors_error(file: TorchFile, what: str) -> Unsupported:
     """Return the error for an intact file without tensors; it names the classes of the objects that are there instead."""
     classes = {
         ".".join(map(str, key)): class_of(value)
@@ -99,7 +99,7 @@ def _without_tensors(file: TorchFile, what: str) -> Unsupported:
     return Unsupported(f"{escape(file.name)}: {what}", hint="save model.state_dict(), not the model itself")
 
 
-def _is_beside(path: tuple[str | int, ...], *, is_lightning: bool) -> bool:
+def _is_outside_model(path: tuple[str | int, ...], *, is_lightning: bool) -> bool:
     """True for a path that is surely outside the model, so that an unreadable 8-bit optimizer does not block the model."""
     return path[0] != "state_dict" if is_lightning else str(path[0]).startswith("optim")
 

@@ -203,21 +203,23 @@ def find_structure(path: str) -> RecognisedDirectory | None:
     if has_any(names, ".metadata", "__*.metadata"):
         return None
     for structure in _STRUCTURES:
-        if structure.neighbours and not any(_lies_in(path, names, name) for name in structure.neighbours):
+        if structure.neighbours and not any(
+            _has_neighbour(path, names, name) for name in structure.neighbours
+        ):
             continue
         for below in structure.weights:
             weights = inner(path, below) if below.partition("/")[0] in names else None
             if weights is not None and has_any(listing(weights), *_WEIGHTS):
                 return RecognisedDirectory(structure, weights)
-    return _pair(path, names)
+    return _find_pair(path, names)
 
 
-def _lies_in(path: str, names: frozenset[str], neighbour: str) -> bool:
+def _has_neighbour(path: str, names: frozenset[str], neighbour: str) -> bool:
     first, _, below = neighbour.partition("/")
     return inner(path, neighbour) is not None if below and first in names else has_any(names, neighbour)
 
 
-def _pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
+def _find_pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
     """Recognise a directory with two DCP folders, one of a model and one of its optimizer, or return None.
 
     Their names may be any that keys.trainer_state pairs. A run's directory that also has folders of other steps is not
@@ -265,7 +267,7 @@ def lacks_last(path: str) -> str | None:
     structure = recognised.structure if recognised is not None else _VEOMNI if _holds_modules(path) else None
     if structure is None or not structure.is_taken_without_last:
         return None
-    return next(_unfinished(path, structure), None)
+    return next(_unfinished_warnings(path, structure), None)
 
 
 def _holds_modules(path: str) -> bool:
@@ -291,10 +293,12 @@ def inside(checkpoint: Checkpoint, recognised: RecognisedDirectory, path: str) -
         path=path,
         format=structure.format or checkpoint.format,
         writer=structure.writer or checkpoint.writer,
-        contents=_with_more(
-            checkpoint.contents, asset_directories(*places), _present(structure.roots, checkpoint)
+        contents=_with_additions(
+            checkpoint.contents, asset_directories(*places), _present_roots(structure.roots, checkpoint)
         ),
-        remarks=checkpoint.remarks.plus(_unfinished(path, structure), _beside(path, recognised)),
+        remarks=checkpoint.remarks.plus(
+            _unfinished_warnings(path, structure), _unread_names(path, recognised)
+        ),
     )
 
 
@@ -314,8 +318,8 @@ def open_plain_dcp(directory: str) -> Checkpoint:
     tops = {head[0] for head in heads}
     checkpoint = replace(
         checkpoint,
-        contents=_with_more(checkpoint.contents, assets, {}),
-        remarks=checkpoint.remarks.plus(_only_optimizer(tops, directory)),
+        contents=_with_additions(checkpoint.contents, assets, {}),
+        remarks=checkpoint.remarks.plus(_optimizer_notes(tops, directory)),
     )
     if manifest.NAME in names and not manifest.lists_files(directory):
         return replace(checkpoint, writer="shardkit")
@@ -324,7 +328,7 @@ def open_plain_dcp(directory: str) -> Checkpoint:
             continue
         if not any(name.endswith(writer.ending) for name in checkpoint.catalog.tensors):
             continue
-        begins = partial(_begins, heads=heads, tops=tops)
+        begins = partial(_have_root, heads=heads, tops=tops)
         if (writer.model is None or begins(writer.model)) and (
             not writer.also or any(map(begins, writer.also))
         ):
@@ -332,12 +336,12 @@ def open_plain_dcp(directory: str) -> Checkpoint:
             candidates = {"model": writer.model, "optimizer": optimizer}
             roots = {kind: root for kind, root in candidates.items() if root is not None}
             return replace(
-                checkpoint, writer=writer.name, contents=_with_more(checkpoint.contents, (), roots)
+                checkpoint, writer=writer.name, contents=_with_additions(checkpoint.contents, (), roots)
             )
     return checkpoint
 
 
-def _with_more(contents: Contents, assets: Iterable[str], roots: Roots) -> Contents:
+def _with_additions(contents: Contents, assets: Iterable[str], roots: Roots) -> Contents:
     """Return contents with further directories of assets in front, and with further roots."""
     return replace(
         contents,
@@ -346,19 +350,19 @@ def _with_more(contents: Contents, assets: Iterable[str], roots: Roots) -> Conte
     )
 
 
-def _begins(head: tuple[str, ...], heads: Collection[tuple[str | int, ...]], tops: set[str | int]) -> bool:
+def _have_root(head: tuple[str, ...], heads: Collection[tuple[str | int, ...]], tops: set[str | int]) -> bool:
     """True if names begin with `head`, which has one or two steps; one step "a.b" also matches the two steps a and b."""
     if len(head) == 2:
         return head in heads
     return head[0] in tops or ("." in head[0] and tuple(head[0].split(".")) in heads)
 
 
-def _present(roots: Roots, checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]]:
+def _present_roots(roots: Roots, checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]]:
     """Return those roots that some name begins with."""
     return {kind: root for kind, root in roots.items() if root in heads_of(checkpoint.catalog, len(root))}
 
 
-def _only_optimizer(tops: set[str | int], directory: str) -> Iterator[str]:
+def _optimizer_notes(tops: set[str | int], directory: str) -> Iterator[str]:
     kinds = {str(top).rpartition("_")[0] if str(top)[-1:].isdigit() else str(top) for top in tops}
     if not kinds or not kinds <= set(_OPTIMIZERS):
         return
@@ -367,7 +371,7 @@ def _only_optimizer(tops: set[str | int], directory: str) -> Iterator[str]:
     yield f"this is the state of an optimizer{where}"
 
 
-def _beside(path: str, recognised: RecognisedDirectory) -> Iterator[tuple[str, str]]:
+def _unread_names(path: str, recognised: RecognisedDirectory) -> Iterator[tuple[str, str]]:
     """Yield (name, reason) of each file and folder beside the weights that was not read."""
     above = ""
     for segment in os.path.relpath(recognised.weights, path).split(os.sep):
@@ -378,7 +382,7 @@ def _beside(path: str, recognised: RecognisedDirectory) -> Iterator[tuple[str, s
         above = os.path.join(above, segment)
 
 
-def _unfinished(path: str, structure: TrainerDirectory) -> Iterator[str]:
+def _unfinished_warnings(path: str, structure: TrainerDirectory) -> Iterator[str]:
     if structure.last is not None and structure.last not in listing(path):
         yield f"{structure.last} is missing, which {structure.writer} writes last: the save may not have finished"
 
