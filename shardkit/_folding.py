@@ -96,7 +96,7 @@ def _fold_group(rows: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]) -> Iter
         alike.setdefault(fixed, []).append(numbers)
     if len(alike) == 1 or len({numbers for _, numbers in rows}) < _MIN_RUN:
         return [each for fixed, places in alike.items() for each in _fold_rows(fixed, Counter(places))]
-    texts = tuple(map(spread, zip(*alike, strict=True)))
+    texts = tuple(map(merge_ranges, zip(*alike, strict=True)))
     rows_folded = _fold_rows(texts, Counter(numbers for _, numbers in rows))
     return [replace(each, pattern=f"{each.pattern}  x{each.count}") for each in rows_folded]
 
@@ -134,7 +134,7 @@ def template(text: str) -> str:
     return _QUANTITY.sub("#", text)
 
 
-def spread(texts: Sequence[str]) -> str:
+def merge_ranges(texts: Sequence[str]) -> str:
     """Merge texts of one `template` into one, with the least and the most of each number: `3 to 5 of 9 elements`."""
     parts = _QUANTITY.split(texts[0])
     ranges = map(_range, zip(*map(_QUANTITY.findall, texts), strict=True))

@@ -107,7 +107,7 @@ def shard_of(placement: object) -> tuple[int, int] | None:
 
 
 @_explains_new_torch
-def describe_as_before(metadata: Metadata) -> None:
+def pickle_without_strides(metadata: Metadata) -> None:
     """Let `.metadata` be pickled without the unused `strides` of torch 2.15, as earlier versions could not read them.
 
     Source: torch 2.15, torch/distributed/checkpoint/metadata.py, TensorProperties.__getstate__; __setstate__
@@ -121,7 +121,7 @@ def describe_as_before(metadata: Metadata) -> None:
 
 
 @_explains_new_torch
-def flattened(
+def flattened_mesh(
     mesh: DeviceMesh, names: tuple[str, ...], into: str, before: tuple[str, ...] = ()
 ) -> DeviceMesh:
     """Return a mesh with the axes `before`, and one further axis that flattens several axes; it has the same root mesh.
@@ -208,7 +208,7 @@ def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
 
 @contextmanager
 @_explains_new_torch
-def swappable(modules: Iterable[nn.Module]) -> Iterator[None]:
+def swappable_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Within this context, the parameters of LSTM, GRU and RNN modules can be swapped (`torch.utils.swap_tensors`).
 
     These modules keep weak references to their parameters, to notice replaced ones (`torch.func.functional_call`), and
@@ -232,7 +232,7 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @_explains_new_torch
-def checkpointed(module: nn.Module) -> nn.Module:
+def checkpointed_module(module: nn.Module) -> nn.Module:
     """Return a module that recomputes `module` in backward (activation checkpointing); names in its state dict stay.
 
     Source: torch 2.13, torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py; torchtitan, accelerate
@@ -246,7 +246,7 @@ def checkpointed(module: nn.Module) -> nn.Module:
 
 @_explains_new_torch
 def is_checkpointed(module: nn.Module) -> bool:
-    """True for a module that `checkpointed` returned."""
+    """True for a module that `checkpointed_module` returned."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
     return isinstance(module, CheckpointWrapper)

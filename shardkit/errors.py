@@ -161,7 +161,7 @@ def signal_of(interrupt: KeyboardInterrupt) -> int:
     return getattr(interrupt, "signum", signal.SIGINT)
 
 
-def without_torch(error: ImportError) -> ResourceError | None:
+def missing_torch_error(error: ImportError) -> ResourceError | None:
     """Return the error to raise instead of an ImportError about torch; None for other imports."""
     if (error.name or "").partition(".")[0] != "torch":
         return None

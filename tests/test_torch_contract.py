@@ -92,12 +92,12 @@ def test_checkpointed_modules_keep_their_names() -> None:
     import torch
     from torch import nn
 
-    from shardkit._torch import checkpointed, is_checkpointed
+    from shardkit._torch import checkpointed_module, is_checkpointed
 
     calls = []
     plain = nn.Linear(2, 2)
     plain.register_forward_pre_hook(lambda *_: calls.append(1))
-    model = nn.Sequential(checkpointed(plain))
+    model = nn.Sequential(checkpointed_module(plain))
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
     assert is_checkpointed(model[0])
     assert not is_checkpointed(plain)
@@ -187,13 +187,13 @@ def test_metadata_is_pickled_with_the_five_fields_that_every_torch_reads() -> No
         TensorStorageMetadata,
     )
 
-    from shardkit._torch import describe_as_before
+    from shardkit._torch import pickle_without_strides
 
     properties = TensorProperties.create_from_tensor(torch.ones(2, 3, dtype=torch.bfloat16).t())
     metadata = Metadata(
         {"a": TensorStorageMetadata(properties, torch.Size([3, 2]), []), "b": BytesStorageMetadata()}
     )
-    describe_as_before(metadata)
+    pickle_without_strides(metadata)
     described = properties.__reduce_ex__(4)
     assert described[0].__name__ == "__newobj__"
     assert len(described[2]) == 5
@@ -218,12 +218,12 @@ def test_parameters_of_an_lstm_can_be_swapped() -> None:
     import torch
     from torch import nn
 
-    from shardkit._torch import swappable
+    from shardkit._torch import swappable_parameters
 
     module, whole = nn.LSTM(3, 2, device="meta"), nn.LSTM(3, 2)
     with pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(module.weight_ih_l0, nn.Parameter(torch.ones(8, 3)))
-    with swappable([nn.Linear(2, 2), module]):
+    with swappable_parameters([nn.Linear(2, 2), module]):
         for name, parameter in module.named_parameters():
             torch.utils.swap_tensors(parameter, nn.Parameter(whole.get_parameter(name).detach().clone()))
     values = torch.randn(4, 1, 3)

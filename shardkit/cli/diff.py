@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from shardkit._folding import fold, spread, template
+from shardkit._folding import fold, merge_ranges, template
 from shardkit.cli import options as opt
 from shardkit.cli.output import Output, PageFile, drawn, facts, first_rows
 from shardkit.core.dtypes import CASTS, short_dtype
@@ -176,7 +176,11 @@ def _rows(tensors: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
     rows = dict[str, _DiffRow]()
     for group in alike.values():
         texts = {_what(tensor) for tensor in group}  # otherwise the minimum and maximum of each number
-        what = texts.pop() if len(texts) == 1 else spread([_what(tensor, is_one=False) for tensor in group])
+        what = (
+            texts.pop()
+            if len(texts) == 1
+            else merge_ranges([_what(tensor, is_one=False) for tensor in group])
+        )
         rows |= dict.fromkeys([tensor.name for tensor in group], _row(group[0])._replace(what=what))
     for line in fold((tensor.name, rows[tensor.name]) for tensor in tensors):
         times = f"x{line.count}" if line.count > 1 else ""

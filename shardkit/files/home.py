@@ -95,12 +95,12 @@ def names_in(directory: str) -> list[str]:
     return [*names, METADATA] if root_of(directory) != directory else names
 
 
-def known() -> list[object]:
-    """Return all homes found so far, as JSON, for `learn` in other processes."""
+def known_homes() -> list[object]:
+    """Return all homes found so far, as JSON, for `learn_homes` in other processes."""
     return [[list(state), folder] for state, folder in _folders.items()]
 
 
-def learn(entries: Iterable[tuple[Sequence[str | int], str | None]]) -> None:
+def learn_homes(entries: Iterable[tuple[Sequence[str | int], str | None]]) -> None:
     """Adopt the homes of another process. They apply if `.metadata` is the same file."""
     _folders.update((tuple(state), folder) for state, folder in entries)
 

@@ -102,7 +102,7 @@ def file_size(directory: str, name: str, *, follow: bool) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def unlike(
+def differing_sizes(
     directory: str, files: Iterable[manifest.SavedFile], *, follow: bool = False
 ) -> dict[str, int | None]:
     """Return the files of a manifest whose size in a directory differs: name -> actual size.

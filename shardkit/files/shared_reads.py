@@ -50,7 +50,7 @@ _noting: list[SharedReads] = []
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[SharedReads]:
+def recording() -> Iterator[SharedReads]:
     """Record reads of files on disk within this context."""
     notes = SharedReads()
     _noting.append(notes)

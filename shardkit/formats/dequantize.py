@@ -15,15 +15,15 @@ from shardkit.formats.derived import derive_base, derive_checkpoint
 from shardkit.formats.hub.base import Base
 from shardkit.formats.hub.directory import read_config, read_json
 from shardkit.formats.quantised import (
-    Quantised,
+    QuantisedTensors,
     can_dequantize,
     find_scaled,
-    hidden,
     holds_narrow,
     method_of,
     plain_config,
     refuse_quantised,
-    unclaimed,
+    unclaimed_tensors,
+    unmarked_tensors,
     why_narrow,
     why_quantised,
 )
@@ -49,7 +49,7 @@ def why_scaled(checkpoint: Checkpoint, *, is_claimed_known: bool = False) -> str
     """
     hub, tensors = checkpoint.hub, dict[str, Held](checkpoint.catalog.tensors)
     if is_claimed_known:
-        tensors = unclaimed(tensors)
+        tensors = unclaimed_tensors(tensors)
     if not holds_narrow(tensors):
         return None
     return why_narrow(tensors, None if hub is None else read_json(hub.directory, EXPORT_CONFIG))
@@ -74,7 +74,7 @@ def plain_checkpoint(checkpoint: Checkpoint, plain: PlainWeights) -> Checkpoint:
     if plain.by_content:
         scaled = why_scaled(checkpoint)
     else:
-        scaled = why_narrow(hidden(tensors)) if plain.dequantize else None
+        scaled = why_narrow(unmarked_tensors(tensors)) if plain.dequantize else None
     why = "; ".join(filter(None, (evidence, scaled)))
     if not why:
         return checkpoint
@@ -95,7 +95,7 @@ def plain_base(base: Base) -> Base:
         LayoutError: its scales do not fit their tensors.
     """
     tensors = base.tensors or {}
-    is_quantised = why_quantised(tensors, base.config) is not None or bool(hidden(tensors))
+    is_quantised = why_quantised(tensors, base.config) is not None or bool(unmarked_tensors(tensors))
     if not is_quantised or not can_dequantize(base.config):
         return base
     quantised = find_scaled(tensors, base.config, base.label)
@@ -103,11 +103,13 @@ def plain_base(base: Base) -> Base:
     return plain if plain.config is None else replace(plain, config=plain_config(plain.config))
 
 
-def _codecs(quantised: Quantised, dtype: DType) -> dict[str, Product]:
+def _codecs(quantised: QuantisedTensors, dtype: DType) -> dict[str, Product]:
     return {name: scaled.method.codec(scaled, dtype) for name, scaled in quantised.scaled.items()}
 
 
-def _dequantize(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: str | None) -> Checkpoint:
+def _dequantize(
+    checkpoint: Checkpoint, quantised: QuantisedTensors, dtype: DType, method: str | None
+) -> Checkpoint:
     number = len(quantised.scaled)
     notes = [f"dequantised to {dtype.name}: {count(number, 'tensor')}; the scales are gone"] if number else []
     if checkpoint.hub is not None and method is not None:

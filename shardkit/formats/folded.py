@@ -44,7 +44,7 @@ def fold_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     return derive_checkpoint(checkpoint, _folds(targets)) if targets else checkpoint
 
 
-def folded_base(base: Base) -> Base:
+def fold_base(base: Base) -> Base:
     """Return the description of a base with dense weights; these have the dtype of most bytes of its other tensors.
 
     Raises:

@@ -11,7 +11,7 @@ from shardkit.errors import ShardkitError
 from shardkit.files import storage
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.adapter import find_settings, is_adapter_file
-from shardkit.formats.hub.files import absent_parts, is_part, is_plain_file
+from shardkit.formats.hub.files import is_part, is_plain_file, missing_parts
 from shardkit.keys.peft import classify_peft, find_cut
 from shardkit.keys.select import select_model
 
@@ -21,17 +21,17 @@ def find_gaps(checkpoint: Checkpoint) -> tuple[str, ...]:
 
     If the user named a single file, there are none: it may be any part of a model.
     """
-    return (*absent_files(checkpoint), *cut_modules(checkpoint))
+    return (*find_absent_files(checkpoint), *find_cut_modules(checkpoint))
 
 
-def absent_files(checkpoint: Checkpoint) -> Iterator[str]:
+def find_absent_files(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a line if a Hub model lacks weight files of a numbered set, and the index does not list them either."""
     if checkpoint.hub is not None and is_whole_model(checkpoint):
-        if files := absent_parts([file.name for file in checkpoint.hub.identity.files]):
+        if files := missing_parts([file.name for file in checkpoint.hub.identity.files]):
             yield f"{count(len(files), 'weight file')} of a numbered set, neither here nor in the index: {listed(files)}"
 
 
-def cut_modules(checkpoint: Checkpoint) -> Iterator[str]:
+def find_cut_modules(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a line if modules of an adapter have other shapes than its settings call for."""
     if is_whole_model(checkpoint) or not any(".lora_" in name for name in checkpoint.catalog.tensors):
         return

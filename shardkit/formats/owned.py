@@ -54,7 +54,7 @@ _CACHE, _OF_HUGGING_FACE = ".cache", ".cache/huggingface"
 _TEXTS = ("*.md", "*.py", "readme*", "license*", "licence*", "notice*", "use_policy*")
 _MAX_TEXT, _MAX_KNOWN = 64 << 20, 16
 
-Made = Mapping[str, Callable[[], bytes]]
+RunFiles = Mapping[str, Callable[[], bytes]]
 """Files that the run writes beside the weights: name -> function that returns the content. A name that ends with "/" is
 an empty folder."""
 
@@ -66,7 +66,7 @@ class OutputKind(Enum):
     HUB = HUB_INDEX
 
 
-class Whose(Enum):
+class Owner(Enum):
     """The owner of a file."""
 
     OURS = "ours"
@@ -92,29 +92,29 @@ class Claim:
     """True if the directory is in a store, where a file is replaced only by one of the same name."""
 
 
-def whose(name: str, claim: Claim) -> Whose:
+def owner_of(name: str, claim: Claim) -> Owner:
     """Return the owner of a file. Pure.
 
     Args:
         name: relative to the directory, with "/".
         claim: which files of the directory are ours.
     """
-    if is_nobodys(name):
-        return Whose.NOBODYS
+    if is_system_leftover(name):
+        return Owner.NOBODYS
     is_ours = name in claim.listed or name == manifest.NAME or (claim.by_format and _has_format(name, claim))
     if not is_ours:
-        return Whose.PERSONS
-    return Whose.OURS_UNCHANGED if is_text(name) else Whose.OURS
+        return Owner.PERSONS
+    return Owner.OURS_UNCHANGED if is_text(name) else Owner.OURS
 
 
-def is_nobodys(name: str) -> bool:
+def is_system_leftover(name: str) -> bool:
     """True for a file or folder that a system leaves behind, or that is inside such a folder."""
     if f"{name}/".startswith(f"{_OF_HUGGING_FACE}/"):
         return True
     return any(fnmatchcase(part, pattern) for part in name.split("/") for pattern in _NOBODYS)
 
 
-def is_models_own(name: str, folders: Collection[str] = ()) -> bool:
+def is_model_file(name: str, folders: Collection[str] = ()) -> bool:
     """True for any file of a Hub model: weights, index, config, tokenizer, processor, card, licence and code.
 
     Args:
@@ -139,13 +139,15 @@ def _has_format(name: str, claim: Claim) -> bool:
     if claim.kind is OutputKind.HUB:
         if claim.is_stored and _WEIGHTS.fullmatch(name):
             return name == HUB_INDEX or MARKED_WEIGHTS.fullmatch(name) is not None
-        return is_models_own(name, claim.folders) or name in claim.run_names
+        return is_model_file(name, claim.folders) or name in claim.run_names
     return (not folder or is_data_folder(folder)) and (
         base == METADATA or base.endswith((".distcp", ".chunks.json"))
     )
 
 
-def refusal(path: str, shown: str, kind: OutputKind, run_files: Made | None) -> OutputExists | None:
+def replacement_refusal(
+    path: str, shown: str, kind: OutputKind, run_files: RunFiles | None
+) -> OutputExists | None:
     """Return the error for a directory that must not be replaced, as it holds foreign files; None if it may be replaced.
 
     Args:
@@ -178,7 +180,7 @@ def refusal(path: str, shown: str, kind: OutputKind, run_files: Made | None) -> 
     )
 
 
-def content_of(path: str) -> Callable[[], bytes]:
+def reader_of(path: str) -> Callable[[], bytes]:
     """Return a function that reads a file which the run copies; called for a large file, it raises."""
     return partial(read_small, path, os.path.basename(path), _MAX_TEXT)
 
@@ -198,20 +200,20 @@ def is_output(path: str, kind: OutputKind) -> bool:
     return METADATA in names or manifest.NAME in names
 
 
-def written_in(path: str) -> tuple[OutputKind, Made]:
+def output_in(path: str) -> tuple[OutputKind, RunFiles]:
     """Return the kind of shardkit's output in a directory, and its files, which are read only when they are compared."""
     kind, files = None, dict[str, Callable[[], bytes]]()
     with suppress(ShardkitError, OSError):
         kind = _summary_of(os.path.join(path, manifest.NAME)).kind
     for here, folders, names in storage.walk(path):
         inside = "" if here == path else f"{os.path.relpath(here, path)}/"
-        files |= {inside + name: content_of(os.path.join(here, name)) for name in names}
+        files |= {inside + name: reader_of(os.path.join(here, name)) for name in names}
         if inside and not (folders or names):
             files[inside] = bytes
     return kind or (OutputKind.SHARDED if METADATA in files else OutputKind.HUB), files
 
 
-def find_foreign(path: str, kind: OutputKind, run_files: Made | None) -> list[str]:
+def find_foreign(path: str, kind: OutputKind, run_files: RunFiles | None) -> list[str]:
     """Return a line for each foreign file or folder in a directory.
 
     Args:
@@ -229,7 +231,7 @@ def find_foreign(path: str, kind: OutputKind, run_files: Made | None) -> list[st
         for here, folders, names in storage.walk(path, onerror=_unless_gone):
             inside = os.path.relpath(here, path)
             inside = "" if inside == os.curdir else f"{inside}/"
-            passed = [folder for folder in sorted(folders) if is_nobodys(f"{inside}{folder}")]
+            passed = [folder for folder in sorted(folders) if is_system_leftover(f"{inside}{folder}")]
             if claim.is_stored and not inside:
                 passed += [folder for folder in folders if _may_lie_in_store(folder, claim)]
             other_folders = [
@@ -258,13 +260,15 @@ def _may_lie_in_store(folder: str, claim: Claim) -> bool:
     return is_job_folder(folder) or (claim.kind is OutputKind.SHARDED and is_data_folder(folder))
 
 
-def _foreign_files(path: str, names: Sequence[str], claim: Claim, run_files: Made | None) -> Iterator[str]:
+def _foreign_files(
+    path: str, names: Sequence[str], claim: Claim, run_files: RunFiles | None
+) -> Iterator[str]:
     for name in names:
-        to = whose(name, claim)
-        if to is Whose.PERSONS:
+        to = owner_of(name, claim)
+        if to is Owner.PERSONS:
             yield escape(name)
         elif (
-            to is Whose.OURS_UNCHANGED
+            to is Owner.OURS_UNCHANGED
             and run_files is not None
             and not _is_run_content(os.path.join(path, name), run_files.get(name))
         ):
@@ -274,7 +278,7 @@ def _foreign_files(path: str, names: Sequence[str], claim: Claim, run_files: Mad
 def _is_run_content(place: str, make: Callable[[], bytes] | None) -> bool:
     """True if the file at `place` equals what the run writes there."""
     try:
-        return make is not None and content_of(place)() == make()
+        return make is not None and reader_of(place)() == make()
     except (ShardkitError, OSError) as error:  # a link that leads nowhere, a pipe: nothing of ours
         _raise_failed(error, place)
         return False
@@ -294,7 +298,7 @@ def _raise_failed(error: ShardkitError | OSError, path: str) -> None:
         raise ResourceError(f"{escape(path)} cannot be read: {error.strerror}") from error
 
 
-def _find_claim(path: str, kind: OutputKind, run_files: Made) -> Claim:
+def _find_claim(path: str, kind: OutputKind, run_files: RunFiles) -> Claim:
     """Return which files of a directory are ours, by its manifests and its names."""
     names, is_stored = _listdir(path), not location_of(path).renames
     listed, lists_all = _listed_files(path, kind)

@@ -44,7 +44,7 @@ _OF_CACHE = ("q_scale", "k_scale", "v_scale", "kv_scale", "output_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantised:
+class QuantisedTensors:
     """The quantised tensors of a source, and which stored names disappear when they are dequantised."""
 
     scaled: Mapping[str, Scaled]
@@ -76,12 +76,12 @@ def _methods(tensors: Mapping[str, Held]) -> dict[str, Method]:
     return {name: method for method, claim in find_claims(tensors).values() for name in claim.stored}
 
 
-def hidden(tensors: Mapping[str, Held]) -> dict[str, Held]:
+def unmarked_tensors(tensors: Mapping[str, Held]) -> dict[str, Held]:
     """Return the numbers and scales of quantised weights whose names do not show the method, such as NVFP4's."""
     return {name: tensors[name] for name, method in _methods(tensors).items() if not method.shows}
 
 
-def unclaimed(tensors: Mapping[str, Held]) -> dict[str, Held]:
+def unclaimed_tensors(tensors: Mapping[str, Held]) -> dict[str, Held]:
     """Return the tensors that belong to no quantised weight which can be dequantised here."""
     claimed = _methods(tensors)
     return {name: tensor for name, tensor in tensors.items() if name not in claimed}
@@ -268,7 +268,9 @@ def refuse_quantised(why: str, where: str, *, has_option: bool = True, is_tried:
     )
 
 
-def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, where: str) -> Quantised:
+def find_scaled(
+    tensors: Mapping[str, Held], config: Mapping[str, Any] | None, where: str
+) -> QuantisedTensors:
     """Return the quantised tensors of a source, each with the stored tensors from which its values are computed.
 
     Args:
@@ -279,7 +281,11 @@ def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, w
     Raises:
         LayoutError: the method is unknown here, or scales are missing or do not fit their tensors; lists all.
     """
-    rest, config_method, described = unclaimed(tensors), _config_method(config), _quantization_section(config)
+    rest, config_method, described = (
+        unclaimed_tensors(tensors),
+        _config_method(config),
+        _quantization_section(config),
+    )
     is_mixed = config_method is not None and why_narrow(rest) is not None
     if _packed_names(rest) or is_mixed or not can_dequantize(config):
         why = why_quantised(tensors, config)
@@ -302,4 +308,4 @@ def find_scaled(tensors: Mapping[str, Held], config: Mapping[str, Any] | None, w
     )
     gone = {name for _, claim in claims.values() for name in (*claim.stored, *claim.dropped)}
     gone.update(name for name, tensor in tensors.items() if _is_of_cache(name, tensor))
-    return Quantised(scaled=scaled, gone=frozenset(gone & tensors.keys() - claims.keys()))
+    return QuantisedTensors(scaled=scaled, gone=frozenset(gone & tensors.keys() - claims.keys()))

@@ -187,7 +187,7 @@ def _use_manifest(read: _ReadManifest, catalogs: Iterable[Catalog], manifests: S
         manifests.paths.append(read.path)
 
 
-def unlike_stored(
+def mismatched_tensors(
     tensors: Mapping[str, manifest.DescribedTensor], catalog: Catalog
 ) -> Iterator[tuple[str, manifest.DescribedTensor, TensorEntry | None]]:
     """Yield (name, description, entry) of each described tensor that is stored with another dtype or shape, or is not stored.
@@ -214,7 +214,7 @@ def _check_headers(
     if weights != files.keys() or any(listed[path].size != file.size for path, file in files.items()):
         return
     problems = []
-    for fqn, description, entry in unlike_stored(tensors, catalog):
+    for fqn, description, entry in mismatched_tensors(tensors, catalog):
         if entry is None:
             problems.append(f"{escape(fqn)}: recorded, and not in the files")
         else:

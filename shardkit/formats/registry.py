@@ -24,15 +24,15 @@ from shardkit.formats.contract import (
     NAME_A_REPO,
     Checkpoint,
     Opener,
-    absent,
+    folder_name,
     has_any,
     listing,
-    meant_path,
-    own_name,
+    missing_path,
+    with_path_hint,
 )
 from shardkit.formats.hub.assets import list_assets, list_weights, weights_beside
 from shardkit.formats.hub.directory import choose_weights
-from shardkit.formats.hub.files import empty_directory, other_form
+from shardkit.formats.hub.files import empty_directory, unread_format
 from shardkit.formats.trainers import plain_dcp
 
 _log = logging.getLogger("shardkit")
@@ -228,7 +228,7 @@ def _open_local(source: str, format: str | None) -> Checkpoint:
         inside, _ = _find_format(weights)
         if inside is None:
             raise _no_checkpoint(recognised.weights)
-        return plain_dcp.inside(_open(inside, weights), recognised, directory)
+        return plain_dcp.checkpoint_of_structure(_open(inside, weights), recognised, directory)
     if row is None:
         raise _no_checkpoint(source)
     return _open(row, directory)
@@ -252,9 +252,9 @@ def _open_hub(source: str, *, revision: str | None, variant: str | None, headers
         try:
             model = fetch_model(repo.id, revision=repo.revision, variant=variant, headers_only=headers_only)
         except ShardkitError as error:
-            raise meant_path(source, error) from None
+            raise with_path_hint(source, error) from None
         return as_checkpoint(model.directory, model)
-    raise absent(source, hint=f"check the path, or {NAME_A_REPO}")
+    raise missing_path(source, hint=f"check the path, or {NAME_A_REPO}")
 
 
 def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
@@ -309,7 +309,7 @@ def _find_format(path: str) -> tuple[Format | None, plain_dcp.RecognisedDirector
 
 
 def _matches(row: Format, path: str, names: frozenset[str]) -> bool:
-    return has_any(names | {own_name(path)}, *row.gate) and _opener(row).matches(path)
+    return has_any(names | {folder_name(path)}, *row.gate) and _opener(row).matches(path)
 
 
 def _opener(row: Format) -> Opener:
@@ -325,7 +325,7 @@ def _no_checkpoint(path: str) -> SourceError:
     """Return the error for a path without a checkpoint: it lists the marker files, and what the directory holds."""
     if not storage.isdir(path):
         refuse_pointers({path: path})
-        form = other_form([os.path.basename(path)])
+        form = unread_format([os.path.basename(path)])
         return SourceError(f"{escape(path)}: {form or _NO_CHECKPOINT}", hint=_GIVE)
     names = listing(path)
     if not names:
@@ -333,7 +333,7 @@ def _no_checkpoint(path: str) -> SourceError:
     if has_any(names, *_HUB_FILES) and not has_any(names, "*.distcp"):
         return _no_hub_model(names, path)
     shown = ", ".join(map(escape, sorted(names)[:_MAX_SHOWN])) + (", ..." if len(names) > _MAX_SHOWN else "")
-    why = unfinished(path) or other_form(names)
+    why = why_unfinished(path) or unread_format(names)
     looked_for = [] if why else [f"looked for: {row.what}" for row in _FORMATS.values()]
     return SourceError(
         f"{escape(path)} is not a checkpoint{f': {why}' if why else ''}",
@@ -342,7 +342,7 @@ def _no_checkpoint(path: str) -> SourceError:
     )
 
 
-def unfinished(path: str) -> str | None:
+def why_unfinished(path: str) -> str | None:
     """Return the evidence that a directory is a save that did not finish, or None."""
     names = listing(path)
     if ".metadata.tmp" in names:

@@ -1,7 +1,7 @@
 """The types that an opened checkpoint consists of, and the helpers that all formats use to inspect a directory.
 
 Each format has an `Opener`, which recognises a path and opens it to a `Checkpoint`. The helpers for recognising
-(`listing`, `has_any`, `inner`, ...) never raise because of the content of a directory: nothing is known about it yet.
+(`listing`, `has_any`, `folder_below`, ...) never raise because of the content of a directory: nothing is known about it yet.
 
 Internal: import from `shardkit`.
 """
@@ -33,7 +33,7 @@ from shardkit.files.strict_json import parse_object
 
 if TYPE_CHECKING:
     from shardkit.core.regions import Region
-    from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
+    from shardkit.formats.contract.optimizer import OptimizerState, UnusableOptimizer
     from shardkit.keys.rule_sets import Padding
 
 NAME_A_REPO = "name a model on the Hub as organisation/name"
@@ -204,7 +204,7 @@ class Contents:
     the whole state dict. A kind is absent if the format does not fix its place, so that only names can show it."""
     refused_weights: Mapping[str, str] = field(default_factory=dict)
     """Kinds of weights that are stored but cannot be recovered, with the reason, e.g. {"ema": "..."}."""
-    optimizer: Callable[[], OptimizerState | Unmapped] | None = None
+    optimizer: Callable[[], OptimizerState | UnusableOptimizer] | None = None
     """Opens the optimizer's state if that is in files of its own, or if the catalog lacks its settings. None if there is
     no optimizer, or if the catalog holds all of it.
 
@@ -321,7 +321,7 @@ class DamagedFiles(SourceError):
         self.files = dict(files)
 
 
-def absent(path: str, *, hint: str | None = None) -> SourceError:
+def missing_path(path: str, *, hint: str | None = None) -> SourceError:
     """Return the error for a path that does not exist. It names the closest existing path, or a job that writes there.
 
     Args:
@@ -372,7 +372,7 @@ def refuse_unfinished(path: str) -> None:
         )
 
 
-def meant_path(path: str, error: ShardkitError) -> ShardkitError:
+def with_path_hint(path: str, error: ShardkitError) -> ShardkitError:
     """Return a Hub error that also says that no such path exists, if the user may have meant a path."""
     closest, reason = _closest(path), error.message.removeprefix(f"{escape(path)}: ")
     if reason == error.message or not (closest or "/" not in path):  # only a few old repos have such names
@@ -396,7 +396,7 @@ def _closest(path: str) -> str | None:
     return None if closest is None else escape(os.path.join(around, closest))
 
 
-def matching(names: Iterable[str], *patterns: str) -> list[str]:
+def matching_names(names: Iterable[str], *patterns: str) -> list[str]:
     """Return the names that match one of the patterns, sorted."""
     return sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
 
@@ -404,12 +404,12 @@ def matching(names: Iterable[str], *patterns: str) -> list[str]:
 def has_any(names: Collection[str], *patterns: str) -> bool:
     """True if any of the names matches one of the patterns."""
     return any(
-        pattern in names if not set(pattern) & set("*?[") else bool(matching(names, pattern))
+        pattern in names if not set(pattern) & set("*?[") else bool(matching_names(names, pattern))
         for pattern in patterns
     )
 
 
-def explained(names: Iterable[str], reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def explain_skipped(names: Iterable[str], reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield (name, why it was not read), sorted, for each name with a reason.
 
     Args:
@@ -422,7 +422,7 @@ def explained(names: Iterable[str], reasons: Mapping[str, str]) -> Iterator[tupl
             yield name, reason
 
 
-def inner(path: str, below: str) -> str | None:
+def folder_below(path: str, below: str) -> str | None:
     """Return the path of the directory `below` inside `path`; None if it does not exist, or a link leads out of `path`.
 
     Args:
@@ -435,12 +435,12 @@ def inner(path: str, below: str) -> str | None:
     return directory if storage.realpath(directory).startswith(home) else None
 
 
-def own_name(path: str) -> str:
+def folder_name(path: str) -> str:
     """Return the last part of a directory's absolute path: "run" for `run/`, and the directory's name for `.`."""
     return os.path.basename(storage.absolute(path))
 
 
-def parent(path: str) -> str:
+def parent_folder(path: str) -> str:
     """Return the directory that holds `path`."""
     return os.path.dirname(storage.absolute(path))
 

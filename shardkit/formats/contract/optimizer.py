@@ -61,7 +61,7 @@ class OptimizerState:
 
 
 @dataclass(frozen=True, slots=True)
-class Unmapped:
+class UnusableOptimizer:
     """An optimizer's state that cannot be used."""
 
     names: Sequence[str]

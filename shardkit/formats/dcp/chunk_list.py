@@ -57,7 +57,7 @@ def name_for(file: str) -> str:
     return file.removesuffix(".distcp") + ".chunks.json"
 
 
-class Lines:
+class LineFormatter:
     """Formats the lines of one tensor's chunks of equal size; the text that they share is made once."""
 
     __slots__ = ("_before", "_data_nbytes", "_head", "_record_nbytes", "_sizes")
@@ -97,7 +97,7 @@ def dump(file: str, size: int, aliases: Mapping[str, Sequence[str]], lines: Sequ
         file: name of the shard file.
         size: bytes of the shard file.
         aliases: by tensor, the other names of the same parameter.
-        lines: of its chunks in file order, from `Lines`.
+        lines: of its chunks in file order, from `LineFormatter`.
     """
     head = json.dumps({"format": FORMAT, "file": file, "size": size, "aliases": aliases})
     rows = ",\n".join(lines)

@@ -67,7 +67,7 @@ from shardkit.formats.dcp.metadata import (
     Copy,
     DcpMetadata,
     RecordPlace,
-    num_enough,
+    num_sufficient_ranks,
     parse_metadata,
     rank_files,
     read_rank_metadata,
@@ -232,7 +232,7 @@ def open_dcp(directory: str) -> DcpDirectory:
     return open_metadata(directory, _read_metadata(directory))
 
 
-def told_catalog(directory: str) -> Catalog:
+def described_catalog(directory: str) -> Catalog:
     """Return a catalog of what `.metadata` describes, without checking its files. It is for display, not for reading data.
 
     Raises:
@@ -329,7 +329,10 @@ def _hint_for_ranks(directory: str, problems: Sequence[str]) -> str:
     Only overlapping chunks show an older save: with pipeline stages the first ranks have whole tensors too.
     """
     names, is_more = _listing(directory), any(problem.endswith(" overlap") for problem in problems)
-    files, enough = list(rank_files(names).values()), is_more and num_enough(directory, names, MAX_METADATA)
+    files, enough = (
+        list(rank_files(names).values()),
+        is_more and num_sufficient_ranks(directory, names, MAX_METADATA),
+    )
     if not enough:
         return _OTHER_RANKS
     stamps = [stamp_at(os.path.join(directory, name)) for name in files]

@@ -43,9 +43,9 @@ from shardkit.formats.contract import (
     Opener,
     Remarks,
     asset_directories,
-    inner,
+    folder_below,
     listing,
-    matching,
+    matching_names,
     settings_in,
 )
 from shardkit.formats.dcp.metadata import DcpMetadata
@@ -87,7 +87,7 @@ class _ShardDirectory:
 
     @property
     def writer(self) -> str:
-        is_nemo = inner(self.path, _HF_METADATA) or inner(self.directory, _HF_METADATA)
+        is_nemo = folder_below(self.path, _HF_METADATA) or folder_below(self.directory, _HF_METADATA)
         return "NeMo Automodel" if is_nemo else "torch.distributed.checkpoint (safetensors)"
 
 
@@ -107,7 +107,10 @@ def open_dcp_hf(path: str) -> Checkpoint:
     directory = _shard_directory(path) or path
     home = _ShardDirectory(path=path, directory=directory, config=_read_config(path, directory))
     assets = asset_directories(
-        inner(directory, _HF_METADATA), inner(path, _HF_METADATA), path, inner(path, "consolidated")
+        folder_below(directory, _HF_METADATA),
+        folder_below(path, _HF_METADATA),
+        path,
+        folder_below(path, "consolidated"),
     )
     shards = _open_shards(home)
     return Checkpoint(
@@ -119,13 +122,15 @@ def open_dcp_hf(path: str) -> Checkpoint:
         contents=Contents(assets=assets),
         remarks=Remarks(
             notes=(*shards.notes, LAST_RANKS),
-            skipped=tuple((name, _CONSOLIDATED) for name in matching(listing(path), "model*.safetensors")),
+            skipped=tuple(
+                (name, _CONSOLIDATED) for name in matching_names(listing(path), "model*.safetensors")
+            ),
         ),
     )
 
 
 def _shard_directory(path: str) -> str | None:
-    for directory in (path, inner(path, _SHARDED)):
+    for directory in (path, folder_below(path, _SHARDED)):
         if directory is not None and _shard_names(listing(directory)):
             return directory
     return None

@@ -25,7 +25,7 @@ _NAME = "shard-{:05d}-model-00001-of-00001.safetensors"
 _VERSION = "1.0"  # torch 2.13: filesystem.py, DCP_VERSION
 
 
-def unstrided(layout: Layout) -> Layout:
+def without_strided_shards(layout: Layout) -> Layout:
     """Return a layout without strided shards: each rank holds one region of a tensor, which transformers' loader expects."""
     return replace(
         layout,

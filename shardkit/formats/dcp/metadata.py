@@ -413,7 +413,7 @@ def _read_parts(directory: str, names: Collection[str], max_bytes: int) -> list[
     ]
 
 
-def num_enough(directory: str, names: Collection[str], max_bytes: int) -> int:
+def num_sufficient_ranks(directory: str, names: Collection[str], max_bytes: int) -> int:
     """Return the largest number of first ranks, fewer than all, whose chunks make up every tensor exactly; 0 if none do.
 
     Such a number shows that a save by so many ranks went into a directory with an older save by more ranks.

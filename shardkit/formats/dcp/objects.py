@@ -32,7 +32,7 @@ _OF_MESH = re.compile(rb"ctorch\.distributed\.[\w.]+\n(DTensor|ShardedTensor)\n"
 _OF_TYPE = "_rebuild_from_type"
 """Beginning of the names of the functions that make distributed tensors."""
 
-Holds = Literal["tensors", "distributed", "parts"]
+ObjectContent = Literal["tensors", "distributed", "parts"]
 """What an object contains: plain tensors, distributed tensors that every rank has whole, or one rank's parts of them."""
 
 
@@ -40,7 +40,7 @@ class SavedAsObjects(SourceError):
     """Only objects were saved, with sharded tensors inside, so that only the parts of one rank are stored."""
 
 
-def objects_with_tensors(opened: DcpFolder) -> dict[str, Holds]:
+def objects_with_tensors(opened: DcpFolder) -> dict[str, ObjectContent]:
     """Return what each byte entry with tensors inside contains, by name.
 
     Entries that an extension encoded, and damaged ones, are left out.
@@ -48,7 +48,7 @@ def objects_with_tensors(opened: DcpFolder) -> dict[str, Holds]:
     Raises:
         ResourceError: a file may not be read.
     """
-    kinds = dict[str, Holds]()
+    kinds = dict[str, ObjectContent]()
     by_file: dict[int, list[tuple[str, EntryLocation]]] = {}
     for name, place in opened.objects.items():
         if place is not None and place.nbytes >= _LEAST and not place.transforms:
@@ -66,7 +66,7 @@ def objects_with_tensors(opened: DcpFolder) -> dict[str, Holds]:
     return {name: kinds[name] for name in opened.objects if name in kinds}
 
 
-def _content_of(data: bytes, members: Mapping[str, ZipEntry]) -> Holds:
+def _content_of(data: bytes, members: Mapping[str, ZipEntry]) -> ObjectContent:
     if not _OF_MESH.search(data):
         return "tensors"
     names = TensorNames({key[5:]: entry for key, entry in members.items() if key.startswith("data/")})

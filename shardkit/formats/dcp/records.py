@@ -48,8 +48,8 @@ from shardkit.files.remote.contract import OtherVersion
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of, status_of
 from shardkit.formats.contract import EntryLocation
 from shardkit.formats.torchsave.archive import crc_of_range
-from shardkit.formats.torchsave.classes import UnreadableClass, padding, refuse_classes
-from shardkit.formats.torchsave.record import TensorRecord, decoded_file, gather, strided_file
+from shardkit.formats.torchsave.classes import UnreadableClass, padding_error, refuse_classes
+from shardkit.formats.torchsave.record import TensorRecord, decoded_file, gather_strided, strided_file
 from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template, expect_records, read_entries
 
 if TYPE_CHECKING:
@@ -199,9 +199,9 @@ class _LateDcpRecords:
             place = table.start[row], table.nbytes[row]
             try:
                 record = scanner.read((entry.dtype, sizes), *place, where=escape(source.name))
-                if reason := difference(entry, sizes, record):
+                if reason := record_difference(entry, sizes, record):
                     raise IntegrityError(f"{escape(entry.fqn)}: {escape(source.name)}: {reason}")
-                if (padded := padding(record, entry.shape)) is not None:
+                if (padded := padding_error(record, entry.shape)) is not None:
                     raise padded
             except SourceError:
                 select_raw(self._closed, {}, tuple(catalog.tensors))  # its error lists all wrong records
@@ -244,7 +244,7 @@ def check_records(catalog: Catalog, transforms: Transforms, names: Collection[st
             yield error.message
 
 
-def difference(entry: TensorEntry, sizes: Shape, record: TensorRecord) -> str | None:
+def record_difference(entry: TensorEntry, sizes: Shape, record: TensorRecord) -> str | None:
     """Return how a record differs from what `.metadata` says of its chunk, or None.
 
     Args:
@@ -352,11 +352,11 @@ class _RecordOpener:
             except SourceError as error:
                 self._damaged.append(f"{escape(entry.fqn)}: {error.message}")
                 continue
-            reason = difference(entry, sizes, record)
+            reason = record_difference(entry, sizes, record)
             if reason:
                 self._different.append(f"{escape(entry.fqn)}: {where}: {reason}")
                 continue
-            if (padded := padding(record, entry.shape)) is not None:
+            if (padded := padding_error(record, entry.shape)) is not None:
                 self._of_classes.setdefault(entry.fqn, padded)
                 continue
             yield row, record
@@ -489,7 +489,7 @@ class _BulkPointer:
                 self._data_at[number], self._data[number] = record.data_start, record.data_nbytes
 
 
-class Packed(NamedTuple):
+class PackedChunk(NamedTuple):
     """A chunk whose record was encoded by extensions."""
 
     entry: TensorEntry
@@ -500,21 +500,21 @@ class Packed(NamedTuple):
     transforms: tuple[str, ...]
 
 
-def _packed_chunks(catalog: Catalog, transforms: Transforms, chosen: Catalog) -> dict[int, Packed]:
+def _packed_chunks(catalog: Catalog, transforms: Transforms, chosen: Catalog) -> dict[int, PackedChunk]:
     """Return the chosen chunks whose records were encoded by extensions, by their rows in `chosen`."""
     if not transforms:
         return {}
-    packed: dict[int, Packed] = {}
+    packed: dict[int, PackedChunk] = {}
     table = chosen.chunks
     for fqn, entry in chosen.tensors.items():
         for before, row in zip(catalog.tensors[fqn].chunk_ids, entry.chunk_ids, strict=True):
             if before in transforms:
                 place = table.start[row], table.nbytes[row]
-                packed[row] = Packed(entry, table.region(row), *place, transforms[before])
+                packed[row] = PackedChunk(entry, table.region(row), *place, transforms[before])
     return packed
 
 
-def check_transforms(chunks: Mapping[int, Packed]) -> None:
+def check_transforms(chunks: Mapping[int, PackedChunk]) -> None:
     """Refuse chunks whose extensions cannot be undone here, all tensors at once.
 
     Args:
@@ -541,7 +541,7 @@ def check_transforms(chunks: Mapping[int, Packed]) -> None:
         )
 
 
-def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
+def packed_file(source: SourceFile, chunk: PackedChunk) -> SourceFile:
     """Return a virtual file that is one chunk. Decoding it decompresses the record and checks it, its CRC-32 too.
 
     Args:
@@ -561,7 +561,7 @@ def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
                 where=where,
                 check_crc=True,
             )
-            reason = difference(chunk.entry, chunk.region.sizes, record)
+            reason = record_difference(chunk.entry, chunk.region.sizes, record)
             if reason:
                 raise IntegrityError(f"{where}: {reason}")
         except OtherVersion:
@@ -576,7 +576,7 @@ def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
             ) from None
         if record.is_contiguous:
             return data[record.start : record.start + record.nbytes]
-        return gather(data[record.data_start : record.data_start + record.data_nbytes], record)
+        return gather_strided(data[record.data_start : record.data_start + record.data_nbytes], record)
 
     return decoded_file(source, chunk.entry, nbytes, Decoded(decode, is_proved=True))
 

@@ -36,9 +36,9 @@ from shardkit.formats.contract import (
     Opener,
     Remarks,
     asset_directories,
-    inner,
+    folder_below,
     listing,
-    parent,
+    parent_folder,
 )
 from shardkit.formats.contract.copies import Copies, StoredCopy
 from shardkit.formats.contract.optimizer import (
@@ -47,7 +47,7 @@ from shardkit.formats.contract.optimizer import (
     STEP,
     Group,
     OptimizerState,
-    Unmapped,
+    UnusableOptimizer,
     read_groups,
 )
 from shardkit.formats.deepspeed.experts import open_experts, place_experts, stale_experts
@@ -58,11 +58,11 @@ from shardkit.formats.deepspeed.files import (
     StateFiles,
     Tag,
     find_tag,
+    list_state_files,
     open_states,
     read_model_states,
     read_optimizer_states,
     require_files,
-    survey,
 )
 from shardkit.formats.deepspeed.zero import group_params, masters_of, open_zero_optimizer
 from shardkit.formats.rankfiles.flat import (
@@ -128,7 +128,7 @@ def open_deepspeed(path: str) -> Checkpoint:
             f"{escape(path)} is not a DeepSpeed checkpoint",
             hint="give the directory that holds `latest`, or the tag's own (global_step20)",
         )
-    files = survey(tag)
+    files = list_state_files(tag)
     if files.is_universal:
         return _open_universal(path, tag, files)
     if not files.optimizers:
@@ -323,7 +323,7 @@ def _checkpoint(
     weights: _ModuleWeights,
     kind: str,
     remarks: Remarks,
-    optimizer: Callable[[], OptimizerState | Unmapped] | None = None,
+    optimizer: Callable[[], OptimizerState | UnusableOptimizer] | None = None,
 ) -> Checkpoint:
     if not weights.by_name:
         raise SourceError(f"{escape(tag.directory)} holds no weights", hint="give another checkpoint")
@@ -343,7 +343,7 @@ def _checkpoint(
             optimizer=optimizer,
             has_boxes=False,
             # accelerate and transformers' Trainer put the model's config beside the tag or one level up.
-            assets=asset_directories(tag.directory, path, parent(tag.directory), parent(path)),
+            assets=asset_directories(tag.directory, path, parent_folder(tag.directory), parent_folder(path)),
         ),
         remarks=remarks.plus(
             frozen, [("optimizer_state_dict", "optimizer state, but for the fp32 weights"), *lost]
@@ -482,7 +482,9 @@ def _open_parameters(
     return weights, [file for file, _ in opened]
 
 
-def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> OptimizerState | Unmapped:
+def _open_universal_optimizer(
+    tag: Tag, state: ModelStates, num_ranks: int
+) -> OptimizerState | UnusableOptimizer:
     """Open the optimizer's state: the files beside each parameter's weights, and `zero/optimizer_state.pt`.
 
     Raises:
@@ -493,7 +495,9 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> O
     by_parameter = {name: _leaf_names(tag, name) for name in shapes}
     kinds = sorted(set().union(*by_parameter.values()))
     if not kinds:
-        return Unmapped([f"{tag.prefix}zero"], "no parameter has a state of the optimizer beside its weights")
+        return UnusableOptimizer(
+            [f"{tag.prefix}zero"], "no parameter has a state of the optimizer beside its weights"
+        )
     SourceError.raise_for(
         [
             escape(f"{tag.prefix}zero/{name}/{leaf}{_SUFFIX}")
@@ -515,7 +519,7 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> O
         else:
             content = value
         if content is None:
-            return Unmapped([file.name], f"it does not hold the {escape(leaf)} of {escape(name)}")
+            return UnusableOptimizer([file.name], f"it does not hold the {escape(leaf)} of {escape(name)}")
         files.append(file)
         state_leaves.setdefault(name, {})[leaf] = content
     names = [list(group) for group in state.groups or ()]
@@ -530,7 +534,7 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> O
             leaves.setdefault(STEP, steps[name])
     params = group_params(settings.groups, names or [list(shapes)])
     if isinstance(params, str):
-        return Unmapped([settings.file.name], params)
+        return UnusableOptimizer([settings.file.name], params)
     return write_state(tag.directory, files, state_leaves, settings.groups, params)
 
 
@@ -558,13 +562,13 @@ def _has_weights(tag: Tag, name: str) -> bool:
     """True if a parameter's file exists. False for a name that leads elsewhere, as names come from a file."""
     if os.path.basename(name) != name or "\0" in name:
         return False
-    directory = inner(tag.directory, f"zero/{name}")
+    directory = folder_below(tag.directory, f"zero/{name}")
     return directory is not None and storage.lexists(os.path.join(directory, _WEIGHTS))
 
 
 def _leaf_names(tag: Tag, name: str) -> set[str]:
     """Return the leaves in a parameter's directory: the names of its files without `.pt`, except the weights."""
-    directory = inner(tag.directory, f"zero/{name}")
+    directory = folder_below(tag.directory, f"zero/{name}")
     names = listing(directory) if directory is not None else frozenset()
     return {file.removesuffix(_SUFFIX) for file in names if file.endswith(_SUFFIX) and file != _WEIGHTS}
 

@@ -36,7 +36,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import read_inside
-from shardkit.formats.contract import DamagedFiles, inner, listing
+from shardkit.formats.contract import DamagedFiles, folder_below, listing
 from shardkit.formats.contract.optimizer import GROUPS, STATE, STEP, count_of, read_groups
 from shardkit.formats.rankfiles.files import open_each
 from shardkit.formats.rankfiles.flat import RankStateDict, without_tree
@@ -164,7 +164,7 @@ def find_tag(path: str) -> Tag | None:
         tag = data.decode("utf-8", "replace").strip()
         if not tag or os.path.basename(tag) != tag or tag in (os.curdir, os.pardir) or "\0" in tag:
             continue
-        directory = inner(path, tag)
+        directory = folder_below(path, tag)
         if directory is not None and _has_states(directory) and (gone is None or _belongs_to(tag, gone)):
             return Tag(directory, f"{tag}/")
         gone = tag
@@ -180,14 +180,14 @@ def _has_states(path: str) -> bool:
     return any(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name) for name in listing(path))
 
 
-def survey(tag: Tag) -> StateFiles:
+def list_state_files(tag: Tag) -> StateFiles:
     """Return the files of a tag, by their kinds.
 
     Raises:
         SourceError: the model was split by tensor or pipeline parallelism, or files of two saves are mixed.
     """
     names = sorted(listing(tag.directory))
-    is_universal = inner(tag.directory, "zero") is not None
+    is_universal = folder_below(tag.directory, "zero") is not None
     whole: str | None = None
     models: dict[int, str] = {}
     optimizers: dict[int, list[str]] = {}

@@ -19,9 +19,17 @@ from math import prod
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError
-from shardkit.formats.contract.optimizer import PARAMS, Group, OptimizerState, Unmapped
+from shardkit.formats.contract.optimizer import PARAMS, Group, OptimizerState, UnusableOptimizer
 from shardkit.formats.deepspeed.files import ModelStates, OptimizerStates
-from shardkit.formats.rankfiles.flat import NEVER, FlatPiece, FlatRange, Pieces, Weight, across, split_states
+from shardkit.formats.rankfiles.flat import (
+    NEVER,
+    FlatPiece,
+    FlatRange,
+    Pieces,
+    Weight,
+    pieces_across_ranks,
+    split_states,
+)
 
 _HINT = (
     "the files are of different saves, or the optimizer was kept elsewhere (NVMe offload): use another copy, "
@@ -56,7 +64,7 @@ def masters_of(
 
 def open_zero_optimizer(
     directory: str, model: ModelStates, optimizers: Sequence[OptimizerStates]
-) -> OptimizerState | Unmapped:
+) -> OptimizerState | UnusableOptimizer:
     """Open the optimizer's state of ZeRO-1, 2 or 3.
 
     Args:
@@ -72,15 +80,15 @@ def open_zero_optimizer(
     """
     names, inner = [rank.file.name for rank in optimizers], [rank.inner for rank in optimizers]
     if not any(inner[0].states.values()):
-        return Unmapped(names, NEVER)
+        return UnusableOptimizer(names, NEVER)
     groups = inner[0].groups
     params = [] if groups is None else group_params(groups, [list(group) for group in model.groups or ()])
     if isinstance(params, str):
-        return Unmapped(names, params)
+        return UnusableOptimizer(names, params)
     pieces = pieces_of(model, optimizers, directory)
     lengths = [{number: ref.shape[0] for number, ref in enumerate(rank.flat)} for rank in optimizers]
     state = split_states(directory, inner, pieces, _shapes(model), lengths, params)
-    return Unmapped(names, state) if isinstance(state, str) else state
+    return UnusableOptimizer(names, state) if isinstance(state, str) else state
 
 
 def group_params(groups: Sequence[Group], names: Sequence[Sequence[str]]) -> list[list[str]] | str:
@@ -118,12 +126,12 @@ def pieces_of(model: ModelStates, optimizers: Sequence[OptimizerStates], directo
     lengths = [[ref.shape[0] for ref in optimizer.flat] for optimizer in optimizers]
     paddings = {number: gaps for number, gaps in enumerate(optimizers[0].paddings or ()) if any(gaps)}
     if not problems and optimizers[0].stage == 3:
-        collect(partitioned_pieces, _shapes(model), lengths)
+        collect(zero3_pieces, _shapes(model), lengths)
     elif not problems:
         for number, group in enumerate(groups):
             for ranks, part in _sharing_ranks(model, optimizers, number, group):
                 group_lengths = [lengths[rank][number] for rank in ranks]
-                collect(joined_pieces, number, part, group_lengths, paddings.get(number), ranks)
+                collect(zero2_pieces, number, part, group_lengths, paddings.get(number), ranks)
     IntegrityError.raise_for(
         problems, f"{escape(directory)}: the fp32 partitions do not hold the parameters", hint=_HINT
     )
@@ -171,7 +179,7 @@ def _mismatches(
     yield from (f"{escape(name)}: in two groups" for name, count in counts.items() if count > 1)
 
 
-def joined_pieces(
+def zero2_pieces(
     group: int,
     shapes: Mapping[str, Shape],
     lengths: Sequence[int],
@@ -197,7 +205,7 @@ def joined_pieces(
     start = 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
         stop = start + prod(shape)
-        parts = across(group, bounds, start, min(stop, bounds[-1]))
+        parts = pieces_across_ranks(group, bounds, start, min(stop, bounds[-1]))
         pieces[name] = [piece._replace(rank=ranks[piece.rank]) if ranks else piece for piece in parts]
         start = stop + padding
     # DeepSpeed pads to a multiple of twice the number of ranks, for NCCL, and may save all or some of this padding.
@@ -207,7 +215,7 @@ def joined_pieces(
     return pieces
 
 
-def partitioned_pieces(shapes: Mapping[str, Shape], lengths: Sequence[Sequence[int]]) -> Pieces:
+def zero3_pieces(shapes: Mapping[str, Shape], lengths: Sequence[Sequence[int]]) -> Pieces:
     """Return the pieces of the parameters of a ZeRO-3 model, each of which is cut for all ranks by itself.
 
     Args:
@@ -235,7 +243,7 @@ def partitioned_pieces(shapes: Mapping[str, Shape], lengths: Sequence[Sequence[i
             target = rank * part
             stop = start + min(part, size - target)
             # The last ranks' parts may be short or empty; a part may cross from one group into the next.
-            for piece in across(0, bounds, start, stop):
+            for piece in pieces_across_ranks(0, bounds, start, stop):
                 pieces[name].append(
                     FlatPiece(rank, piece.rank, piece.start, target + piece.target, piece.length)
                 )

@@ -48,14 +48,14 @@ def is_adapter(names: Collection[str]) -> bool:
     return ADAPTER_CONFIG in names or not any(name == METADATA or is_weights(name) for name in other_names)
 
 
-def adapted_model(directory: str) -> str | None:
+def base_of_adapter(directory: str) -> str | None:
     """Return the path or repo of the model that an adapter was trained on, from its settings, or None."""
     name = settings_in(directory, ADAPTER_CONFIG).get("base_model_name_or_path")
     return name if isinstance(name, str) and name else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class AdapterSettings:
     """An adapter's settings, with the keys of `adapter_config.json`."""
 
     values: Mapping[str, Any]
@@ -65,7 +65,7 @@ class Settings:
     """Name of the file, for people."""
 
 
-def find_settings(directories: Iterable[str]) -> Settings | None:
+def find_settings(directories: Iterable[str]) -> AdapterSettings | None:
     """Return an adapter's settings from the first directory that has some, or None.
 
     Raises:
@@ -77,7 +77,7 @@ def find_settings(directories: Iterable[str]) -> Settings | None:
         for directory in places:
             if storage.isfile(os.path.join(directory, name)):
                 values = read_settings(locate(directory, name))
-                return Settings(values=values, is_whole=name == ADAPTER_CONFIG, origin=name)
+                return AdapterSettings(values=values, is_whole=name == ADAPTER_CONFIG, origin=name)
     return None
 
 

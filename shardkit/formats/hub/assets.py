@@ -131,7 +131,7 @@ def is_asset(name: str) -> bool:
     return _is_any(name, _PATTERNS)
 
 
-def is_tools_asset(name: str) -> bool:
+def is_generated_asset(name: str) -> bool:
     """True for the name of an asset that programs write and people do not, such as a config or a tokenizer's file."""
     return _is_any(name, _BY_TOOLS) and not _is_any(name, _BY_PEOPLE)
 
@@ -147,7 +147,7 @@ def card_of(repo_id: str) -> bytes:
     return f"---\nbase_model: {repo_id}  # https://huggingface.co/{repo_id}\n---\n".encode()
 
 
-def is_own_card(data: bytes) -> bool:
+def is_generated_card(data: bytes) -> bool:
     """True for a card that `card_of` made, whatever the base."""
     return _OWN_CARD.fullmatch(data) is not None
 
@@ -304,7 +304,7 @@ def list_weights(directory: str) -> list[str]:
     return [name for name in _walk(directory, "", hidden=True) if may_hold_weights(name)]
 
 
-def list_around(directory: str) -> list[tuple[str, str]]:
+def list_weights_around(directory: str) -> list[tuple[str, str]]:
     """Return (name, description) of weights in the parent directory, if `directory` is a module of the model there.
 
     Raises:

@@ -29,14 +29,14 @@ from shardkit.formats.contract import (
     NAME_A_REPO,
     Checkpoint,
     OpenedHubModel,
-    absent,
+    folder_below,
+    folder_name,
     has_model_config,
-    inner,
     listing,
-    meant_path,
-    own_name,
+    missing_path,
+    with_path_hint,
 )
-from shardkit.formats.hub.adapter import ADAPTER_CONFIG, adapted_model
+from shardkit.formats.hub.adapter import ADAPTER_CONFIG, base_of_adapter
 from shardkit.formats.hub.assets import (
     CONFIG,
     asset_patterns,
@@ -144,7 +144,7 @@ class Base:
         return f"hf download {in_shell(self.label)} --revision {os.path.basename(self.directory)}"
 
 
-def holds_equal(base: Base, first: str, second: str) -> bool:
+def has_equal_bytes(base: Base, first: str, second: str) -> bool:
     """True if a base on this machine stores the same bytes under two names; False also if this cannot be compared.
 
     Raises:
@@ -158,7 +158,7 @@ def holds_equal(base: Base, first: str, second: str) -> bool:
     return is_raw and same_bytes(catalog, first, second)
 
 
-def files_of(base: Base) -> dict[str, list[str]] | None:
+def tensors_by_file(base: Base) -> dict[str, list[str]] | None:
     """Return, for each weight file of a base, the names of its tensors in the order of their bytes.
 
     None if the weights are not safetensors files on this machine, or are in folders.
@@ -198,8 +198,8 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
             try:
                 return _fetch(repo.id, repo.revision)
             except ShardkitError as error:
-                raise meant_path(base, error) from None
-        raise absent(base, hint=f"check the path of --base, or {NAME_A_REPO}")
+                raise with_path_hint(base, error) from None
+        raise missing_path(base, hint=f"check the path of --base, or {NAME_A_REPO}")
     if revision is not None:
         raise UsageError(f"--base {escape(base)} is a local path, it has no revision {escape(revision)!r}")
     if not storage.isdir(base):
@@ -253,7 +253,7 @@ def own_config(checkpoint: Checkpoint) -> dict[str, object] | None:
     return None if home is None else read_config(home)
 
 
-def places_of_settings(checkpoint: Checkpoint) -> tuple[str, ...]:
+def settings_directories(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the directories that may hold an adapter's settings for this checkpoint."""
     return (*own_directories(checkpoint), checkpoint.catalog.directory, checkpoint.path)
 
@@ -265,15 +265,19 @@ def _is_own(place: str, path: str) -> bool:
     checkpoints share that.
     """
     home, opened = storage.absolute(place), storage.absolute(path)
-    step, part = (_STEP.fullmatch(own_name(each)) for each in (home, opened))
+    step, part = (_STEP.fullmatch(folder_name(each)) for each in (home, opened))
     if home == opened:  # DeepSpeed's directory of several steps is opened by its newest
-        is_step = step is not None or _TRAINER_STATE in listing(home) or inner(home, _ACCELERATES) is not None
+        is_step = (
+            step is not None
+            or _TRAINER_STATE in listing(home)
+            or folder_below(home, _ACCELERATES) is not None
+        )
         return is_step or _TRACKER not in listing(home)
     if home.startswith(os.path.join(opened, "")):
         return True
     if step is not None:  # `checkpoint-10/global_step10`, but not `run-step2/checkpoint-10`
         return part is None or part["number"] == step["number"]
-    return _PART.fullmatch(own_name(opened)) is not None or _is_alone(opened)
+    return _PART.fullmatch(folder_name(opened)) is not None or _is_alone(opened)
 
 
 def _is_alone(path: str) -> bool:
@@ -367,7 +371,7 @@ def recorded_names(checkpoint: Checkpoint) -> RecordedNames:
     return RecordedNames(recorded.ties, frozenset(names), omitted)
 
 
-def recorded_tokens(checkpoint: Checkpoint) -> int | None:
+def recorded_vocab_rows(checkpoint: Checkpoint) -> int | None:
     """Return the number of rows of the vocabulary that a checkpoint's manifest records, or None.
 
     Raises:
@@ -408,7 +412,7 @@ def holds_saved_state(checkpoint: Checkpoint) -> bool:
     return isinstance(_manifest_of(checkpoint), manifest.SavedState)
 
 
-def saved_derived(checkpoint: Checkpoint) -> dict[str, Expression]:
+def recorded_derived(checkpoint: Checkpoint) -> dict[str, Expression]:
     """Return the derived tensors that a checkpoint's manifest records: name in memory -> expression of the Hub's tensors.
 
     A derived tensor is computed from stored ones when a model is loaded, such as fused experts.
@@ -420,7 +424,7 @@ def saved_derived(checkpoint: Checkpoint) -> dict[str, Expression]:
 
 
 def read_derived(recorded: manifest.Manifest | None) -> dict[str, Expression]:
-    """Return the derived tensors in the manifest of a sharded checkpoint; see `saved_derived`."""
+    """Return the derived tensors in the manifest of a sharded checkpoint; see `recorded_derived`."""
     derived = None if recorded is None or isinstance(recorded, manifest.HubModel) else recorded.derived
     try:
         return {tensor.name: from_json(tensor.made_of) for tensor in derived or ()}
@@ -522,7 +526,7 @@ def refuse_adapter(base: Base) -> None:
     """
     if base.config is not None or not storage.lexists(os.path.join(base.directory, ADAPTER_CONFIG)):
         return
-    model = adapted_model(base.directory)
+    model = base_of_adapter(base.directory)
     named = "" if model is None else f": {in_shell(model)}, as its {ADAPTER_CONFIG} says"
     raise SourceError(
         f"--base {escape(base.label)} is a PEFT adapter, not a model: it has no {CONFIG}",

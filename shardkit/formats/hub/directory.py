@@ -32,12 +32,12 @@ from shardkit.formats.contract import (
     OpenedHubModel,
     Opener,
     Remarks,
-    absent,
     asset_directories,
     listing,
+    missing_path,
 )
-from shardkit.formats.hub.adapter import ADAPTER, ADAPTER_CONFIG, adapted_model, is_adapter_file
-from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
+from shardkit.formats.hub.adapter import ADAPTER, ADAPTER_CONFIG, base_of_adapter, is_adapter_file
+from shardkit.formats.hub.assets import list_weights, list_weights_around, module_folders, weights_beside
 from shardkit.formats.hub.files import PLAIN_STEMS, Kind, WeightFiles, select_file, select_weights
 from shardkit.formats.hub.safetensors import SafetensorsHeader, StoredTensor, read_header
 
@@ -53,7 +53,7 @@ DIFFUSERS_CLASS = "_class_name"
 """The key of a config.json of diffusers that names the model's class."""
 _FILES = (".safetensors", ".safetensors.index.json", ".bin.index.json")
 
-Elsewhere = Mapping[str, Callable[[], SafetensorsHeader]]
+RemoteHeaders = Mapping[str, Callable[[], SafetensorsHeader]]
 """For each weight file that is not on this machine, a function that returns its header."""
 
 
@@ -90,12 +90,12 @@ def open_model(directory: str, *, variant: str | None = None) -> OpenedHubModel:
     try:
         names = storage.listdir(directory)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
-        raise absent(directory, hint="check the path of the model") from None
+        raise missing_path(directory, hint="check the path of the model") from None
     except OSError as error:
         raise ResourceError(f"{escape(directory)}: {error.strerror}") from None
     model = open_weights(directory, choose_weights(directory, names, variant=variant))
-    model = with_beside(model, list_weights(directory), module_folders(directory))
-    return replace(model, other_weights=(*model.other_weights, *list_around(directory)))
+    model = with_other_weights(model, list_weights(directory), module_folders(directory))
+    return replace(model, other_weights=(*model.other_weights, *list_weights_around(directory)))
 
 
 def choose_weights(directory: str, names: Collection[str], *, variant: str | None = None) -> WeightFiles:
@@ -106,11 +106,13 @@ def choose_weights(directory: str, names: Collection[str], *, variant: str | Non
         names: of the files in it.
         variant: as for `open_model`.
     """
-    adapted = adapted_model(directory) if ADAPTER_CONFIG in names else None
+    adapted = base_of_adapter(directory) if ADAPTER_CONFIG in names else None
     return select_weights(names, directory, variant=variant, adapted=adapted)
 
 
-def with_beside(model: OpenedHubModel, names: Iterable[str], folders: Collection[str] = ()) -> OpenedHubModel:
+def with_other_weights(
+    model: OpenedHubModel, names: Iterable[str], folders: Collection[str] = ()
+) -> OpenedHubModel:
     """Return a model whose `other_weights` are the files with weights beside its own.
 
     Args:
@@ -127,7 +129,7 @@ def open_weights(
     weights: WeightFiles,
     *,
     chosen_by_hand: bool = False,
-    elsewhere: Elsewhere = MappingProxyType({}),
+    elsewhere: RemoteHeaders = MappingProxyType({}),
 ) -> OpenedHubModel:
     """Open the weight files that were chosen as a model.
 
@@ -254,7 +256,7 @@ def _refuse_stray(weights: WeightFiles, index: HubIndex) -> None:
 
 
 def _locate_all(
-    directory: str, names: tuple[str, ...], index_name: str | None, elsewhere: Elsewhere
+    directory: str, names: tuple[str, ...], index_name: str | None, elsewhere: RemoteHeaders
 ) -> dict[str, str]:
     """Return the path of each file.
 
@@ -279,7 +281,7 @@ def _locate_all(
     return paths
 
 
-def _read_headers(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[tuple[str, Content]]:
+def _read_headers(paths: dict[str, str], kind: Kind, elsewhere: RemoteHeaders) -> list[tuple[str, Content]]:
     """Read every file's header; damaged files are reported together."""
 
     def read(name: str) -> Content | SourceError:

@@ -25,7 +25,7 @@ from typing import Literal
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import SourceError
 from shardkit.files import storage
-from shardkit.formats.contract import matching
+from shardkit.formats.contract import matching_names
 from shardkit.formats.hub.adapter import merge_command
 
 Kind = Literal["safetensors", "torch-bin"]
@@ -113,7 +113,7 @@ class WeightFiles:
         )
 
 
-def absent_parts(names: Collection[str]) -> tuple[str, ...]:
+def missing_parts(names: Collection[str]) -> tuple[str, ...]:
     """Return the names that are missing in numbered sets of files.
 
     If `model-00001-of-00002.safetensors` is the only name, this is `model-00002-of-00002.safetensors`.
@@ -238,15 +238,19 @@ def select_file(name: str) -> WeightFiles:
     if name.endswith(".json") and ".index." in name:
         return WeightFiles(kind="torch-bin" if ".bin." in name else "safetensors", index=name, single=None)
     raise SourceError(
-        f"{escape(name)}: {other_form([name]) or 'not a weight file that can be opened by itself'}",
+        f"{escape(name)}: {unread_format([name]) or 'not a weight file that can be opened by itself'}",
         hint="give a directory, a .safetensors file, a .bin file, or an index (*.index.json)",
     )
 
 
-def other_form(names: Collection[str]) -> str | None:
+def unread_format(names: Collection[str]) -> str | None:
     """Return the format of a model that is not read here, with its reason, if names are its markers; else None."""
     return next(
-        (f"{what}, which is not read" for pattern, what in _OTHER_FORMS.items() if matching(names, pattern)),
+        (
+            f"{what}, which is not read"
+            for pattern, what in _OTHER_FORMS.items()
+            if matching_names(names, pattern)
+        ),
         None,
     )
 
@@ -294,11 +298,11 @@ def _only_variant(names: Collection[str], label: str) -> WeightFiles | None:
 def _with_variant(names: Collection[str], variant: str) -> WeightFiles | None:
     """Return the files of a variant, safetensors rather than legacy ones; None if there are none."""
     for kind, forms in _FORMS:
-        matching = [name for form in forms if (name := form.format(f".{variant}")) in names]
-        if len(matching) > 1:
-            raise _ambiguous_weights(f"variant {variant}", matching)
-        if matching:
-            single, index = (None, matching[0]) if matching[0].endswith(".json") else (matching[0], None)
+        matches = [name for form in forms if (name := form.format(f".{variant}")) in names]
+        if len(matches) > 1:
+            raise _ambiguous_weights(f"variant {variant}", matches)
+        if matches:
+            single, index = (None, matches[0]) if matches[0].endswith(".json") else (matches[0], None)
             return WeightFiles(kind=kind, index=index, single=single)
     return None
 
@@ -348,19 +352,19 @@ def _no_weights(names: Collection[str], label: str, adapted: str | None, *, is_r
     """
     if not names and not is_repo:
         return empty_directory(label)
-    if adapters := matching(names, "adapter_model.*"):
+    if adapters := matching_names(names, "adapter_model.*"):
         return SourceError(
             f"{escape(label)}: expected a Hub model, found a PEFT adapter: {escape(adapters[0])}",
             hint=_MERGE.format(merge=merge_command(label, adapted, "merged")),
         )
     for _, stem, ending in _STEMS:
-        if shards := matching(names, f"{stem}-?????-of-?????.{ending}"):
+        if shards := matching_names(names, f"{stem}-?????-of-?????.{ending}"):
             return SourceError(
                 f"{escape(label)}: expected a Hub model, found shards whose index is missing: {escape(shards[0])}",
-                problems=[f"missing: {escape(name)}" for name in absent_parts(shards)],
+                problems=[f"missing: {escape(name)}" for name in missing_parts(shards)],
                 hint=f"download {stem}.{ending}.index.json too",
             )
-    form = other_form(names)
+    form = unread_format(names)
     return SourceError(
         f"{escape(label)}: no model weights found, neither model.safetensors nor an index"
         + (f"; this is {form}" if form else ""),

@@ -31,7 +31,13 @@ from shardkit.files.remote.hub import (
 )
 from shardkit.formats.contract import OpenedHubModel
 from shardkit.formats.hub.assets import list_weights
-from shardkit.formats.hub.directory import Elsewhere, choose_weights, open_weights, weight_files, with_beside
+from shardkit.formats.hub.directory import (
+    RemoteHeaders,
+    choose_weights,
+    open_weights,
+    weight_files,
+    with_other_weights,
+)
 from shardkit.formats.hub.files import DIFFUSERS, MODEL, WeightFiles, select_weights
 from shardkit.formats.hub.safetensors import LENGTH_BYTES, SafetensorsHeader, check_header, text_length
 
@@ -132,12 +138,12 @@ def fetch_model(
         commit = os.path.basename(folder)
         weights, repo_files = _choose_among(repo_id, commit, folder, variant)
         names, absent = _weight_files(repo_id, commit, folder, weights)
-        elsewhere: Elsewhere = {}
+        elsewhere: RemoteHeaders = {}
         if headers_only and weights.kind == "safetensors":
             elsewhere = _read_headers(repo_id, commit, absent)
         else:
             _download(repo_id, commit, _literal_patterns(names))
-    model = with_beside(open_weights(folder, weights, elsewhere=elsewhere), repo_files)
+    model = with_other_weights(open_weights(folder, weights, elsewhere=elsewhere), repo_files)
     if headers_only and absent and weights.kind != "safetensors":
         model.catalog.notes += (_DOWNLOADED.format(name=escape(absent[0])),)
     identity = replace(model.identity, repo=repo_id, commit=commit)
@@ -175,7 +181,7 @@ def _weight_files(
     return names, [name for name in names if not storage.exists(os.path.join(folder, name))]
 
 
-def _read_headers(repo_id: str, commit: str, names: Iterable[str]) -> Elsewhere:
+def _read_headers(repo_id: str, commit: str, names: Iterable[str]) -> RemoteHeaders:
     """Read headers over the network, several at a time; files that the repo lacks are left out.
 
     The function in the entry of a damaged header raises its error, so that all damaged ones are reported together.
@@ -227,7 +233,7 @@ def open_headers(repo_id: str, commit: str) -> OpenedHubModel | None:
         if weights.kind != "safetensors":
             return None
         elsewhere = _read_headers(repo_id, commit, _weight_files(repo_id, commit, folder, weights)[1])
-    return with_beside(open_weights(folder, weights, elsewhere=elsewhere), repo_files)
+    return with_other_weights(open_weights(folder, weights, elsewhere=elsewhere), repo_files)
 
 
 def list_files(repo_id: str, commit: str) -> list[str]:

@@ -24,7 +24,7 @@ SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _SAID_ROLES = ("bos_token", "eos_token", "pad_token")
 _TEXTS = ("tokenizer.json", "vocab.json", "vocab.txt")
 
-Files = Mapping[str, Callable[[], bytes]]
+FileReaders = Mapping[str, Callable[[], bytes]]
 """Name of a tokenizer's file -> function that reads it."""
 
 
@@ -91,7 +91,7 @@ def _count_rows(files: Mapping[str, str]) -> int | None:
     return min(max(max(listed[0]), *added, -1) + 1, _MAX_TOKENS)
 
 
-def token_ids(files: Files) -> dict[str, int]:
+def token_ids(files: FileReaders) -> dict[str, int]:
     """Return text -> id of all tokens in files that list them as text; a SentencePiece model is not read."""
     ids, added = dict[str, Any](), list[Any]()
     name = next((name for name in _TEXTS if name in files), None)
@@ -117,7 +117,7 @@ def token_ids(files: Files) -> dict[str, int]:
     return {token: number for token, number in ids.items() if isinstance(number, int)}
 
 
-def special_tokens(files: Files) -> dict[str, str]:
+def special_tokens(files: FileReaders) -> dict[str, str]:
     """Return role -> text of the special tokens; a role is a key such as `eos_token`."""
     name, settings = "special_tokens_map.json", _settings(files)
     tokens = {**(_parse_dict(files[name](), name) if name in files else {}), **settings}
@@ -129,7 +129,7 @@ def special_tokens(files: Files) -> dict[str, str]:
     }
 
 
-def chat_template(files: Files) -> object:
+def chat_template(files: FileReaders) -> object:
     """Return the chat template from the first place in which transformers would find one, or None."""
     if TEMPLATE in files:
         return files[TEMPLATE]().decode("utf-8", "replace").strip()
@@ -143,7 +143,7 @@ def chat_template(files: Files) -> object:
     return template.strip() if isinstance(template, str) else template
 
 
-def tokenizer_differences(files: Files, base: Files) -> Iterator[tuple[str, str, object, object]]:
+def tokenizer_differences(files: FileReaders, base: FileReaders) -> Iterator[tuple[str, str, object, object]]:
     """Yield (file, key, value, the base's value) for each difference in meaning between a tokenizer and the base's.
 
     Tokens, special tokens, template and length are compared. Vocabularies that are not read, such as SentencePiece's,
@@ -176,7 +176,7 @@ def tokenizer_differences(files: Files, base: Files) -> Iterator[tuple[str, str,
         yield file, "chat_template", own_template, template
 
 
-def _settings(files: Files) -> dict[str, Any]:
+def _settings(files: FileReaders) -> dict[str, Any]:
     return _parse_dict(files[SETTINGS](), SETTINGS) if SETTINGS in files else {}
 
 

@@ -22,11 +22,11 @@ from shardkit.files.links import locate_all
 from shardkit.formats.contract import Checkpoint, Contents, DamagedFiles, DifferentCopies, Remarks
 from shardkit.formats.contract.copies import Copies, StoredCopy
 from shardkit.formats.contract.optimizer import Path, path_name
-from shardkit.formats.torchsave.archive import Unsupported
+from shardkit.formats.torchsave.archive import UnsupportedFile
 from shardkit.formats.torchsave.classes import refuse_objects
 from shardkit.formats.torchsave.file import (
     DistributedRef,
-    HeldShard,
+    LocalPart,
     TensorRef,
     TorchFile,
     UnreadableTensor,
@@ -50,7 +50,7 @@ class RankFile(NamedTuple):
     """The path in front of the paths of its tensors."""
 
 
-class Gathered(NamedTuple):
+class GatheredTensors(NamedTuple):
     """The tensors of several files, assembled."""
 
     catalog: Catalog
@@ -101,7 +101,7 @@ class _CollectedTensor(NamedTuple):
     chunks: dict[Region, _PartBytes]
 
 
-def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
+def gather_files(directory: str, files: Sequence[RankFile]) -> GatheredTensors:
     """Open the files of all ranks, and assemble their tensors.
 
     Args:
@@ -255,7 +255,7 @@ class TensorCollector:
             else:
                 self._add_parts(source, path, value, value.parts, is_plain=False)
         elif isinstance(value, TensorRef):
-            self._add_parts(source, path, value, (HeldShard(full_region(value.shape), value),), is_plain=True)
+            self._add_parts(source, path, value, (LocalPart(full_region(value.shape), value),), is_plain=True)
         else:
             return False
         return True
@@ -271,7 +271,7 @@ class TensorCollector:
         source: SourceFile,
         path: Path,
         whole: DistributedRef | TensorRef,
-        parts: Iterable[HeldShard],
+        parts: Iterable[LocalPart],
         *,
         is_plain: bool,
     ) -> None:
@@ -305,7 +305,7 @@ class TensorCollector:
         files.append(strided_file(files[file], entry, record))
         return _PartBytes(len(files) - 1, 0, tensor.nbytes, crc, StoredCopy.of(tensor))
 
-    def finish(self) -> Gathered:
+    def finish(self) -> GatheredTensors:
         """Return the assembled tensors.
 
         Raises:
@@ -330,7 +330,7 @@ class TensorCollector:
         )
         catalog.objects = tuple(self._objects)
         catalog.paths = {name: tensor.path for name, tensor in tensors.items()}
-        return Gathered(
+        return GatheredTensors(
             catalog=catalog,
             select=partial(subset, catalog),
             plain=frozenset(name for name, tensor in tensors.items() if tensor.is_plain),
@@ -346,7 +346,7 @@ class TensorCollector:
     def _raise_problems(self) -> None:
         if self._unreadable.keys() <= self._of_classes:
             refuse_objects(self._unreadable, (file.source for file in self._opened))
-        Unsupported.raise_for(
+        UnsupportedFile.raise_for(
             [f"{escape(name)}: {escape(why)}" for name, why in self._unreadable.items()],
             f"{count(len(self._unreadable), 'tensor')}: the stored bytes are not the values",
             hint="save the model with ordinary dense tensors",

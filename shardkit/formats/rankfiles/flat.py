@@ -48,7 +48,7 @@ Pieces = dict[str, list[FlatPiece]]
 """By parameter, in the order of its elements; at least one piece, which is empty if the parameter has no elements."""
 
 
-def across(group: int, bounds: Sequence[int], start: int, stop: int) -> Iterator[FlatPiece]:
+def pieces_across_ranks(group: int, bounds: Sequence[int], start: int, stop: int) -> Iterator[FlatPiece]:
     """Yield the pieces of elements `start` to `stop` of a flat tensor, one for each part that they reach into.
 
     Args:

@@ -23,7 +23,7 @@ from shardkit.formats.contract.optimizer import (
     OptimizerState,
     Path,
     StateWriter,
-    Unmapped,
+    UnusableOptimizer,
     path_name,
     state_path,
 )
@@ -56,7 +56,7 @@ def find_states(tree: object, path: Path = ()) -> Iterator[StateInside]:
 
 def open_states(
     file: TorchFile, states: Collection[StateInside], catalog: Catalog, unreadable: Collection[str]
-) -> OptimizerState | Unmapped:
+) -> OptimizerState | UnusableOptimizer:
     """Return a file's catalog with the settings of its optimizers added, or the reason why one of these cannot be used.
 
     Args:
@@ -80,7 +80,7 @@ def open_states(
                 f"{escape(file.name)} is the state dict of an optimizer, and cannot be resharded: {reason}",
                 hint="save it with torch.distributed.checkpoint.state_dict.get_state_dict, by name",
             )
-        return Unmapped(names, f"{escape(name)}: {reason}", settings_in(states))
+        return UnusableOptimizer(names, f"{escape(name)}: {reason}", settings_in(states))
     whole, objects, notes = subset(catalog, catalog.tensors), list[str](), list[str]()
     settings = dict[str, object]()
     for state in states:

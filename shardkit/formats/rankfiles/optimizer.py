@@ -37,12 +37,18 @@ from shardkit.formats.contract.optimizer import (
     OptimizerComparison,
     OptimizerState,
     StateWriter,
-    Unmapped,
+    UnusableOptimizer,
     read_groups,
     state_path,
 )
 from shardkit.formats.rankfiles.files import TensorCollector, open_each
-from shardkit.formats.rankfiles.flat import FlatPiece, Pieces, RankStateDict, across, split_states
+from shardkit.formats.rankfiles.flat import (
+    FlatPiece,
+    Pieces,
+    RankStateDict,
+    pieces_across_ranks,
+    split_states,
+)
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, TorchFile, UnreadableTensor
 from shardkit.keys.names import clean, join
 
@@ -71,7 +77,7 @@ class Parameter(NamedTuple):
 
 def open_optimizer_files(
     directory: str, names: Sequence[str], parameters: Sequence[Parameter]
-) -> OptimizerState | Unmapped:
+) -> OptimizerState | UnusableOptimizer:
     """Open the optimizer's state, and name its entries by the model's parameters.
 
     Args:
@@ -93,17 +99,17 @@ def open_optimizer_files(
     first: RankStateDict | None = None
     for state in open_each(directory, names, read_states):
         if isinstance(state, str):
-            return Unmapped(names, state)
+            return UnusableOptimizer(names, state)
         if first is None and len(names) > 1 and _is_flat(state, parameters):
             return _open_flat(directory, names, parameters)
         if first is None:
             decided = _find_names(state, parameters)
             if isinstance(decided, str):
-                return Unmapped(names, decided)
+                return UnusableOptimizer(names, decided)
             first, named = state, decided
         reason = why_unusable(state, named, None if len(names) == 1 else shapes)
         if reason is not None:
-            return Unmapped(names, f"{escape(state.file.name)}: {reason}")
+            return UnusableOptimizer(names, f"{escape(state.file.name)}: {reason}")
         by_name = {named[key]: leaves for key, leaves in state.states.items()}
         gathering.add(state.file, {STATE: {name: _tensor_leaves(leaves) for name, leaves in by_name.items()}})
         agreement.add(state.file.name, by_name, state.groups)
@@ -252,17 +258,17 @@ def _flat_length(leaves: Mapping[str, object]) -> int | None:
 
 def _open_flat(
     directory: str, names: Sequence[str], parameters: Sequence[Parameter]
-) -> OptimizerState | Unmapped:
+) -> OptimizerState | UnusableOptimizer:
     """Open the states of flat parameters, and cut them into those of the model's parameters."""
     ranks: list[RankStateDict] = []
     for state in open_each(directory, names, read_states):
         if isinstance(state, str):
-            return Unmapped(names, state)
+            return UnusableOptimizer(names, state)
         ranks.append(state.without_tree())
     groups = ranks[0].groups or ()
     num_groups = sum(bool(group[PARAMS]) for group in groups)
     if num_groups > 1:
-        return Unmapped(names, _SEVERAL_GROUPS.format(num_groups))
+        return UnusableOptimizer(names, _SEVERAL_GROUPS.format(num_groups))
     numbers: list[Any] = _in_groups(ranks[0])
     lengths = [_flat_lengths(rank, numbers) for rank in ranks]
     first = lengths[0]
@@ -274,20 +280,20 @@ def _open_flat(
             sizes, len(ranks), without_copies(parameters)
         )
     if first is None or units is None:
-        return Unmapped(names, _UNKNOWN)
+        return UnusableOptimizer(names, _UNKNOWN)
     pieces: Pieces = {}
     for (number, length), unit in zip(first.items(), units, strict=True):
         bounds, stop = [rank * length for rank in range(len(ranks) + 1)], 0
         for parameter in unit:
             start, stop = stop, stop + prod(parameter.shape)
             # A parameter without elements has no pieces; it still has a state.
-            pieces[parameter.name] = list(across(number, bounds, start, stop)) or [
+            pieces[parameter.name] = list(pieces_across_ranks(number, bounds, start, stop)) or [
                 FlatPiece(0, number, 0, 0, 0)
             ]
     shapes = {parameter.name: parameter.shape for unit in units for parameter in unit}
     params = [list(shapes) if group[PARAMS] else [] for group in groups]
     result = split_states(directory, ranks, pieces, shapes, [first] * len(ranks), params)
-    return Unmapped(names, result) if isinstance(result, str) else result
+    return UnusableOptimizer(names, result) if isinstance(result, str) else result
 
 
 def _flat_lengths(rank: RankStateDict, numbers: Sequence[int]) -> dict[int, int] | None:
@@ -408,7 +414,7 @@ def parameters_of(
     Args:
         catalog: of the whole state dict.
         plain: names of tensors that every rank holds whole. If others are sharded, these are buffers.
-        contents: as in `Gathered`.
+        contents: as in `GatheredTensors`.
     """
     table, seen, parameters = catalog.chunks, set[object](), list[Parameter]()
     is_sharded = len(plain) < len(catalog.tensors)

@@ -53,7 +53,7 @@ SAVE_AGAIN = (
 )
 
 
-class Unsupported(SourceError):
+class UnsupportedFile(SourceError):
     """A file seems intact, but contains something that shardkit does not read; no message may call it damaged."""
 
 
@@ -245,7 +245,7 @@ def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, 
         if (
             method and local[0] == 0x04034B50 and local[2:4] == (flags, method)
         ):  # no damage: both headers have it
-            raise Unsupported(f"{reader.where}: {message}", hint=SAVE_AGAIN)
+            raise UnsupportedFile(f"{reader.where}: {message}", hint=SAVE_AGAIN)
         reader.refuse(message)
     if fields[13] or fields[15] & _IS_DIRECTORY:
         reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} is on another disk, or a directory")

@@ -5,7 +5,7 @@ tensors (transposed ones, lazy views) have a function that returns their bytes, 
 whose class wraps another tensor. Files from before torch 1.6, which are not zips, are refused.
 
 A few bytes of pickle can make torch's loader hash forever, fill a bytearray of any size, or grow a storage to any size
-that a shape requires. `screen` refuses pickles with such tricks, without executing them.
+that a shape requires. `screen_pickle` refuses pickles with such tricks, without executing them.
 
 Source: torch 2.13, torch/_weights_only_unpickler.py (`_get_allowed_globals`).
 """
@@ -34,7 +34,7 @@ from shardkit.files.strict_json import (
 )
 from shardkit.formats.torchsave.archive import (
     SAVE_AGAIN,
-    Unsupported,
+    UnsupportedFile,
     ZipEntry,
     ZipReader,
     pread_of,
@@ -50,16 +50,16 @@ from shardkit.formats.torchsave.file import (
     UnreadableTensor,
     class_of,
     is_before_zip,
-    leaves,
     open_torch_file,
+    tree_leaves,
 )
-from shardkit.formats.torchsave.record import row_major
+from shardkit.formats.torchsave.record import read_row_major
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Inert, Maker, UnmadeObject
 
 _MAX_PICKLE = 1 << 25
 _PROTOCOL = 2
-"""The protocol that torch.save writes by default; `screen` knows all of its opcodes."""
+"""The protocol that torch.save writes by default; `screen_pickle` knows all of its opcodes."""
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 _BESIDE_CLASSES = ("builtins.getattr", "__builtin__.getattr", "_io.BytesIO")
 """Names in pickles for a method of a class and for an extra state; they are never called."""
@@ -125,7 +125,7 @@ def read_bin(path: str, name: str) -> BinFile:
         head = read_exactly(fd, 0, min(size, HEAD_NBYTES), name)
         refuse_pointer(head, name)
         if is_before_zip(head):
-            raise Unsupported(
+            raise UnsupportedFile(
                 f"{escape(name)}: the format from before torch 1.6 is not read", hint=SAVE_AGAIN
             )
         if not head.startswith(ZIP):
@@ -148,7 +148,7 @@ def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...] | Sou
     """Check a zip's directory, and screen its pickle.
 
     Returns:
-        A checksum that changes with any entry; the recorded CRC-32s of the storages; and the names that `screen`
+        A checksum that changes with any entry; the recorded CRC-32s of the storages; and the names that `screen_pickle`
         returns for the pickle, or the error that it raises.
     """
     where = escape(name)
@@ -164,7 +164,7 @@ def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...] | Sou
     storages = {key[5:]: entry for key, entry in entries.items() if key.startswith("data/")}
     screened: tuple[str, ...] | SourceError
     try:
-        screened = screen(data, storages, where)
+        screened = screen_pickle(data, storages, where)
     except SourceError as refusal:
         screened = refusal
     rows = [(f"{reader.prefix}/{key}", entry.nbytes, entry.crc) for key, entry in entries.items()]
@@ -181,11 +181,11 @@ def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> 
         screened: from `_screen`.
 
     Raises:
-        Unsupported: the pickle needs classes or functions that would have to be imported.
-        SourceError: the pickle did not pass `screen`.
+        UnsupportedFile: the pickle needs classes or functions that would have to be imported.
+        SourceError: the pickle did not pass `screen_pickle`.
     """
     file = open_torch_file(path, name)
-    entries = list(leaves(file.tree))
+    entries = list(tree_leaves(file.tree))
     named = file.unknown if isinstance(screened, SourceError) else screened
     classes = [str(leaf.value) for _, leaf in entries if isinstance(leaf, UnreadableTensor) and leaf.value]
     classes += [kind for kind in named if is_known_class(kind)]
@@ -202,7 +202,7 @@ def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> 
         }
         raise foreign_objects(name, path, foreign, classes_by_key, file.data)
     if file.num_dropped:
-        raise Unsupported(
+        raise UnsupportedFile(
             f"{escape(name)}: {count(file.num_dropped, 'entry', 'entries')} of its dicts have keys that are neither text nor "
             "integers",
             hint="save a state dict, whose keys are text",
@@ -248,13 +248,13 @@ def _bin_tensor(fqn: str, record: TensorRef, path: str, name: str) -> BinTensor:
         return BinTensor(fqn, record.dtype, record.shape, record.start, None)
 
     def decode(on_read: OnRead) -> memoryview:
-        return row_major(path, name, record, on_read, follow=True)
+        return read_row_major(path, name, record, on_read, follow=True)
 
     return BinTensor(fqn, record.dtype, record.shape, None, Decoded(decode))
 
 
-def _no_state_dict(name: str, value: object) -> Unsupported:
-    return Unsupported(
+def _no_state_dict(name: str, value: object) -> UnsupportedFile:
+    return UnsupportedFile(
         f"{escape(name)}: expected a state dict, found {type(value).__name__}",
         hint="save model.state_dict(), best as safetensors",
     )
@@ -263,7 +263,7 @@ def _no_state_dict(name: str, value: object) -> Unsupported:
 def _check_content(
     name: str, number: int, has_tensors: bool, objects: Collection[str], problems: Collection[str]
 ) -> None:
-    Unsupported.raise_for(
+    UnsupportedFile.raise_for(
         problems,
         f"{escape(name)}: {len(problems)} of {number} entries are tensors without plain bytes",
         hint="save the model with dense tensors of torch's ordinary dtypes",
@@ -272,13 +272,13 @@ def _check_content(
         return
     wrapper = next((key for key in objects if key in _WRAPPERS), None)
     below = f"a training checkpoint, its weights lie below {wrapper!r}"
-    raise Unsupported(
+    raise UnsupportedFile(
         f"{escape(name)}: {below if wrapper else f'no name in it is that of a tensor: {listed(objects)}'}",
         hint="save that state dict by itself, best as safetensors",
     )
 
 
-def screen(pickle: bytes, storages: Mapping[str, ZipEntry], where: str) -> tuple[str, ...]:
+def screen_pickle(pickle: bytes, storages: Mapping[str, ZipEntry], where: str) -> tuple[str, ...]:
     """Interpret a pickle of `torch.save`, and return its names besides those of plain data and plain tensors.
 
     Args:

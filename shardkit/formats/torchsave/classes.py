@@ -28,7 +28,7 @@ from shardkit.core.catalog import SourceFile
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, few
 from shardkit.errors import SourceError
-from shardkit.formats.torchsave.archive import Unsupported, ZipEntry
+from shardkit.formats.torchsave.archive import UnsupportedFile, ZipEntry
 from shardkit.formats.torchsave.record import TensorRecord, is_extent
 
 
@@ -126,7 +126,7 @@ def _wrapper_of(name: str) -> _Wrapper | None:
     return _WRAPPERS.get((package, rest.rpartition(".")[2]))
 
 
-def unwrap(name: str, args: object, attributes: Mapping[str, object]) -> TensorRecord | str:
+def unwrap_value(name: str, args: object, attributes: Mapping[str, object]) -> TensorRecord | str:
     """Return the value of an object whose class wraps a tensor, or the reason why it cannot be read.
 
     Args:
@@ -136,7 +136,7 @@ def unwrap(name: str, args: object, attributes: Mapping[str, object]) -> TensorR
     """
     wrapper = _wrapper_of(name)
     if wrapper is None:
-        return describe(
+        return describe_object(
             name, [str(key) for key, value in attributes.items() if isinstance(value, TensorRecord)]
         )
     value = attributes.get(wrapper.value)
@@ -157,7 +157,7 @@ def unwrap(name: str, args: object, attributes: Mapping[str, object]) -> TensorR
     return replace(value, unpadded=(name, whole))
 
 
-def describe(name: str, tensors: Sequence[str] | int) -> str:
+def describe_object(name: str, tensors: Sequence[str] | int) -> str:
     """Return a text about the tensors in an object, which adds "quantised by" if its class is known to quantise.
 
     Args:
@@ -174,7 +174,7 @@ def describe(name: str, tensors: Sequence[str] | int) -> str:
     return f"{name}, which is made of {parts or 'no plain tensor'}" + (f": {_QUANTISED} {by}" if by else "")
 
 
-def made_by(module: str, function: str) -> str | None:
+def class_made_by(module: str, function: str) -> str | None:
     """Return the full name of the class whose objects a function makes from tensors; None for any other function."""
     match = _MAKES.fullmatch(function)
     return None if match is None else f"{module}.{_MADE.get(match[1] or '', function)}"
@@ -185,11 +185,11 @@ def quantised_parameter(data: object, attributes: Mapping[str, object]) -> tuple
     are_bytes = isinstance(data, TensorRecord) and data.dtype.name in ("uint8", "int8")
     for key, cls in _QUANTISED_PARAMETERS.items():
         if attributes.get(key) is not None and (are_bytes or key not in _OF_BYTES):
-            return describe(cls, ["data", key]), cls
+            return describe_object(cls, ["data", key]), cls
     return None
 
 
-def padding(record: TensorRecord, shape: Shape) -> UnreadableClass | None:
+def padding_error(record: TensorRecord, shape: Shape) -> UnreadableClass | None:
     """Return the error for a part of a tensor that its class has padded; None if the tensor is not padded.
 
     Args:
@@ -199,10 +199,10 @@ def padding(record: TensorRecord, shape: Shape) -> UnreadableClass | None:
     if record.unpadded is None or record.unpadded[1] == shape:
         return None
     name, unpadded_shape = record.unpadded
-    return unreadable(name, f"{name}, which is padded from {list(unpadded_shape)} to {list(shape)}")
+    return unreadable_error(name, f"{name}, which is padded from {list(unpadded_shape)} to {list(shape)}")
 
 
-def unreadable(
+def unreadable_error(
     name: str, why: str, *, where: str = "", entries: Mapping[str, ZipEntry] | None = None
 ) -> UnreadableClass:
     """Return the error for one record of an unreadable class.
@@ -252,7 +252,7 @@ def refuse_objects(reasons: Mapping[str, str], files: Iterable[SourceFile]) -> N
 
 def foreign_objects(
     name: str, path: str, named: Collection[str], classes: Mapping[str, str], data: Collection[str] = ()
-) -> Unsupported:
+) -> UnsupportedFile:
     """Return the error for a file whose pickle needs classes or functions that are neither torch's nor plain data.
 
     Args:
@@ -263,7 +263,7 @@ def foreign_objects(
         data: full names of classes of plain data in the same pickle.
     """
     shown = few([*map(escape, sorted(named))], _MAX_NAMED)
-    return Unsupported(
+    return UnsupportedFile(
         f"{escape(name)}: holds more than tensors: its pickle asks for {shown}, which is never run",
         problems=[
             f"{escape(key) or 'the whole file'}: an object of {escape(what)}" for key, what in classes.items()

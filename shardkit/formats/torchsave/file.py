@@ -32,18 +32,18 @@ from shardkit.errors import SourceError
 from shardkit.files.strict_json import ZIP, open_regular, read_exactly, refuse_pointer, stamp_of
 from shardkit.formats.torchsave.archive import (
     SAVE_AGAIN,
-    Unsupported,
+    UnsupportedFile,
     ZipEntry,
     ZipReader,
     pread_of,
     read_directory,
 )
 from shardkit.formats.torchsave.classes import (
-    describe,
-    made_by,
-    padding,
+    class_made_by,
+    describe_object,
+    padding_error,
     quantised_parameter,
-    unwrap,
+    unwrap_value,
 )
 from shardkit.formats.torchsave.record import STORAGES, TensorRecord, is_extent
 from shardkit.pickles.interpreter import Refusal
@@ -169,16 +169,18 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
             if "data.pkl" not in entries:
                 reader.refuse("a zip, but not one of torch.save: no data.pkl is in it")
             if "constants.pkl" in entries:
-                raise Unsupported(f"{where}: a TorchScript program, not a state dict", hint=_NO_PROGRAM)
+                raise UnsupportedFile(f"{where}: a TorchScript program, not a state dict", hint=_NO_PROGRAM)
             order = reader.content("byteorder", entries["byteorder"]) if "byteorder" in entries else b"little"
             if order != b"little":
                 order_name = escape(order.decode("ascii", "replace"))
-                raise Unsupported(f"{where}: its byte order is {order_name!r}, not little", hint=SAVE_AGAIN)
+                raise UnsupportedFile(
+                    f"{where}: its byte order is {order_name!r}, not little", hint=SAVE_AGAIN
+                )
             if "version" in entries:
                 reader.check_version(reader.content("version", entries["version"]))
             data = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
             if data and not data.startswith(_PICKLE):
-                raise Unsupported(f"{where}: pickled with protocol 0 or 1", hint=SAVE_AGAIN)
+                raise UnsupportedFile(f"{where}: pickled with protocol 0 or 1", hint=SAVE_AGAIN)
         except SourceError as error:
             raise type(error)(error.message, hint=error.hint or _ANOTHER_COPY) from None
     storages = {
@@ -216,7 +218,7 @@ def _check_magic(magic: bytes, size: int, where: str) -> None:
     if not size:
         raise SourceError(f"{where}: the file is empty", hint=_ANOTHER_COPY)
     if is_before_zip(magic):
-        raise Unsupported(
+        raise UnsupportedFile(
             f"{where}: the format from before torch 1.6, a pickle that is not in a zip", hint=SAVE_AGAIN
         )
     if magic.startswith(_PICKLE):
@@ -226,7 +228,7 @@ def _check_magic(magic: bytes, size: int, where: str) -> None:
     raise SourceError(f"{where}: not a file of torch.save (it is no zip)", hint=SAVE_AGAIN)
 
 
-def leaves(tree: object) -> Iterator[Leaf]:
+def tree_leaves(tree: object) -> Iterator[Leaf]:
     """Yield the leaves of a tree in its order; an empty dict or list has none.
 
     Args:
@@ -251,7 +253,7 @@ class TensorRef(TensorRecord):
     """Name of the storage in the file: equal for tensors that share it."""
 
 
-class HeldShard(NamedTuple):
+class LocalPart(NamedTuple):
     """One rank's part of a tensor."""
 
     region: Region
@@ -266,7 +268,7 @@ class DistributedRef:
     dtype: DType
     shape: Shape
     """Of the whole tensor."""
-    parts: tuple[HeldShard, ...]
+    parts: tuple[LocalPart, ...]
     """Empty if the rank has no part of it."""
     problem: str | None = None
     """Why the regions of the parts are unknown; None if they are known."""
@@ -355,7 +357,7 @@ def _make_unknown(module: str, name: str) -> object:
         if kind in _WITH_VALUES:
             return Maker(full, lambda args: UnreadableTensor(_WITH_VALUES[kind], full))
         return Maker(full, lambda args: UnreadableTensor(_ON_META if kind.startswith("meta_") else kind))
-    if (cls := made_by(module, name)) is not None:
+    if (cls := class_made_by(module, name)) is not None:
         return Maker(full, partial(_make_unreadable, cls))
     if name in _PARTS:
         return Maker(full, lambda args: UnreadableTensor(f"{full}, one rank's part of tensors", full))
@@ -364,13 +366,13 @@ def _make_unknown(module: str, name: str) -> object:
 
 def _make_unreadable(cls: str, args: tuple[Any, ...]) -> object:
     """Return the unreadable tensor for an object that a class would make from tensors and settings."""
-    return UnreadableTensor(describe(cls, sum(isinstance(value, TensorRef) for value in args)), cls)
+    return UnreadableTensor(describe_object(cls, sum(isinstance(value, TensorRef) for value in args)), cls)
 
 
 def _make_attribute(args: tuple[Any, ...]) -> object:
     """Return the object for getattr(class, name), which is how pickles refer to a method of a class."""
     if len(args) == 2 and isinstance(args[0], UnmadeObject) and type(args[1]) is str:
-        if made_by(args[0].name, args[1]) is not None:
+        if class_made_by(args[0].name, args[1]) is not None:
             return Maker(args[0].name, partial(_make_unreadable, args[0].name))
     return UnmadeObject("builtins.getattr")
 
@@ -478,7 +480,7 @@ def _rebuild_from_type(args: tuple[Any, ...]) -> object:
     if isinstance(function, UnmadeObject) and function.name == _REBUILD_WRAPPER:
         fields = Fields(kind.name, ())
         fields.build(state)
-        value = unwrap(kind.name, inner, fields.items)
+        value = unwrap_value(kind.name, inner, fields.items)
         return UnreadableTensor(value, kind.name) if isinstance(value, str) else value
     plain = function.make(inner) if isinstance(function, UnmadeObject) else None
     if isinstance(plain, TensorRef) and _is_plain(kind.name):
@@ -502,7 +504,7 @@ def _make_dtensor(fields: Fields) -> object:
     shape = fields.args[2] if len(fields.args) > 2 else None  # (class, dtype, shape, stride, ...)
     if not isinstance(spec, Fields) or not is_extent(shape):
         return UnreadableTensor("a DTensor without the shape or the placements of the whole tensor")
-    if (padded := padding(local, shape)) is not None:
+    if (padded := padding_error(local, shape)) is not None:
         return UnreadableTensor(f"a DTensor of {padded.why}", padded.class_name)
     try:
         region = _dtensor_region(tuple(shape), spec)
@@ -512,7 +514,7 @@ def _make_dtensor(fields: Fields) -> object:
             )
     except ValueError as error:
         return DistributedRef(dtype=local.dtype, shape=shape, parts=(), problem=str(error))
-    parts = () if region is None else (HeldShard(region, local),)
+    parts = () if region is None else (LocalPart(region, local),)
     return DistributedRef(dtype=local.dtype, shape=shape, parts=parts)
 
 
@@ -680,7 +682,7 @@ def _make_sharded_tensor(fields: Fields) -> object:
         offsets = where.items.get("shard_offsets") if isinstance(where, Fields) else None
         if not isinstance(local, TensorRef) or not _are_ints(offsets) or len(offsets) != len(local.shape):
             return UnreadableTensor("a ShardedTensor whose shards have no offsets")
-        parts.append(HeldShard(Region(tuple(offsets), local.shape), local))
+        parts.append(LocalPart(Region(tuple(offsets), local.shape), local))
     return DistributedRef(dtype=dtype, shape=tuple(shape), parts=tuple(parts))
 
 

@@ -240,13 +240,15 @@ def strided_file(source: SourceFile, entry: TensorEntry, record: TensorRecord) -
     """
 
     def decode(on_read: OnRead) -> memoryview:
-        return row_major(source.path, source.name, record, on_read, follow=False)
+        return read_row_major(source.path, source.name, record, on_read, follow=False)
 
     span = record.data_start, record.data_start + record.data_nbytes
     return decoded_file(source, entry, record.nbytes, Decoded(decode, span))
 
 
-def row_major(path: str, name: str, record: TensorRecord, on_read: OnRead, *, follow: bool) -> memoryview:
+def read_row_major(
+    path: str, name: str, record: TensorRecord, on_read: OnRead, *, follow: bool
+) -> memoryview:
     """Return a tensor's bytes in row-major order.
 
     Args:
@@ -259,7 +261,7 @@ def row_major(path: str, name: str, record: TensorRecord, on_read: OnRead, *, fo
     with open_regular(path, name, follow=follow) as (fd, _):
         data = memoryview(read_exactly(fd, record.data_start, record.data_nbytes, name))
     on_read(path, record.data_start, data)
-    return gather(data, record)
+    return gather_strided(data, record)
 
 
 def decoded_file(source: SourceFile, entry: TensorEntry, nbytes: int, decoded: Decoded) -> SourceFile:
@@ -268,7 +270,7 @@ def decoded_file(source: SourceFile, entry: TensorEntry, nbytes: int, decoded: D
     return SourceFile(name=name, path=source.path, size=nbytes, derivation=decoded, stamp=source.stamp)
 
 
-def gather(storage: memoryview, record: TensorRecord) -> memoryview:
+def gather_strided(storage: memoryview, record: TensorRecord) -> memoryview:
     """Return a strided tensor's bytes in row-major order.
 
     Args:

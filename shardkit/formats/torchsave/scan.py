@@ -20,7 +20,7 @@ from shardkit.core.text import escape
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.formats.torchsave.archive import Pread, ZipEntry, ZipReader, read_directory
-from shardkit.formats.torchsave.classes import unreadable
+from shardkit.formats.torchsave.classes import unreadable_error
 from shardkit.formats.torchsave.file import TensorNames, TensorRef, UnreadableTensor
 from shardkit.formats.torchsave.record import TensorRecord, parse_tensor
 from shardkit.pickles.policies import Inert
@@ -141,7 +141,7 @@ def _wrapped_value(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEn
     names = TensorNames(storages)
     value = Inert(pickle, names.look_up, names.storage).run(f"{reader.where}, data.pkl")
     if isinstance(value, UnreadableTensor) and value.value is not None:
-        raise unreadable(str(value.value), value.name, where=reader.where, entries=storages)
+        raise unreadable_error(str(value.value), value.name, where=reader.where, entries=storages)
     if not isinstance(value, TensorRef):
         reader.refuse("data.pkl holds something other than one tensor")
     return replace(value, other_storages=tuple(entry for key, entry in storages.items() if key != value.key))

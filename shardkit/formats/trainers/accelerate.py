@@ -32,14 +32,14 @@ from shardkit.formats.contract import (
     Contents,
     Opener,
     asset_directories,
-    explained,
+    explain_skipped,
+    folder_below,
+    folder_name,
     has_any,
-    inner,
     listing,
-    own_name,
-    parent,
+    parent_folder,
 )
-from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
+from shardkit.formats.contract.optimizer import OptimizerState, UnusableOptimizer
 from shardkit.formats.dcp.directory import open_dcp_checkpoint, refuse_flat
 from shardkit.formats.rankfiles.files import RankFile, gather_files, require_ranks
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files, parameters_of
@@ -68,7 +68,7 @@ _Files = dict[int | None, str]  # by rank; the key None is the file of the whole
 
 def is_accelerate(path: str) -> bool:
     """True for a directory that contains `pytorch_model_fsdp_N/`, and for `pytorch_model_fsdp_N/` itself."""
-    if _MODEL.fullmatch(own_name(path)):
+    if _MODEL.fullmatch(folder_name(path)):
         return has_any(listing(path), *_METADATA)
     return bool(model_directories(path))
 
@@ -80,8 +80,8 @@ def open_accelerate(path: str) -> Checkpoint:
         SourceError: there are several models, of which one must be named; or the model is empty or damaged.
         IntegrityError, ResourceError: as for any DCP directory.
     """
-    if _MODEL.fullmatch(own_name(path)):
-        directory, home, name = path, parent(path), own_name(path)
+    if _MODEL.fullmatch(folder_name(path)):
+        directory, home, name = path, parent_folder(path), folder_name(path)
     else:
         name = _only_model(path)
         directory, home = os.path.join(path, name), path
@@ -96,9 +96,9 @@ def open_accelerate(path: str) -> Checkpoint:
         contents=Contents(
             roots={"model": ("model",)},
             # Trainer writes the config into the output directory, at the end of training (save_model).
-            assets=asset_directories(directory, home, parent(home) if is_trainer else None),
+            assets=asset_directories(directory, home, parent_folder(home) if is_trainer else None),
         ),
-        remarks=checkpoint.remarks.plus(skipped=explained(listing(home) - {name}, _SKIPPED)),
+        remarks=checkpoint.remarks.plus(skipped=explain_skipped(listing(home) - {name}, _SKIPPED)),
     )
 
 
@@ -108,7 +108,7 @@ def model_directories(path: str) -> list[str]:
         name
         for name in listing(path)
         if _MODEL.fullmatch(name)
-        and (directory := inner(path, name)) is not None
+        and (directory := folder_below(path, name)) is not None
         and has_any(listing(directory), *_METADATA)
     ]
     return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
@@ -187,7 +187,9 @@ def open_accelerate_bin(path: str) -> Checkpoint:
             else None,
             assets=asset_directories(path),
         ),
-        remarks=checkpoint.remarks.plus(skipped=explained(listing(path).difference(names), _SKIPPED_FILES)),
+        remarks=checkpoint.remarks.plus(
+            skipped=explain_skipped(listing(path).difference(names), _SKIPPED_FILES)
+        ),
     )
 
 
@@ -222,10 +224,10 @@ def _files_in_order(files: _Files) -> list[str]:
 
 def _open_optimizer(
     path: str, by_number: dict[int, _Files], model: Catalog, plain: frozenset[str]
-) -> OptimizerState | Unmapped:
+) -> OptimizerState | UnusableOptimizer:
     files = _only_files(by_number)
     if files is None:
-        return Unmapped(
+        return UnusableOptimizer(
             [name for group in by_number.values() for name in group.values()], "there are several of them"
         )
     state = open_optimizer_files(path, _files_in_order(files), parameters_of(model, plain))

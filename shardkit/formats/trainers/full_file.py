@@ -13,10 +13,10 @@ from functools import partial
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError
 from shardkit.files.strict_json import open_regular, read_exactly
-from shardkit.formats.contract import Checkpoint, Contents, Opener, asset_directories, parent
+from shardkit.formats.contract import Checkpoint, Contents, Opener, asset_directories, parent_folder
 from shardkit.formats.rankfiles.files import TensorCollector
 from shardkit.formats.rankfiles.inside import find_states, open_states
-from shardkit.formats.torchsave.archive import Unsupported
+from shardkit.formats.torchsave.archive import UnsupportedFile
 from shardkit.formats.torchsave.classes import foreign_objects
 from shardkit.formats.torchsave.file import (
     DistributedRef,
@@ -24,8 +24,8 @@ from shardkit.formats.torchsave.file import (
     TorchFile,
     class_of,
     is_before_zip,
-    leaves,
     open_torch_file,
+    tree_leaves,
 )
 from shardkit.formats.trainers.lightning import AVERAGED, AVERAGING, CURRENT, VERSION, holds_average
 from shardkit.pickles.policies import UnmadeObject
@@ -61,7 +61,9 @@ def open_full_file(path: str) -> Checkpoint:
     if not isinstance(file.tree, dict):
         raise _no_tensors_error(file, "holds no dict at its top, so no state dict either")
     is_lightning = VERSION in file.tree
-    gathering = TensorCollector(parent(path), lambda path: _is_outside_model(path, is_lightning=is_lightning))
+    gathering = TensorCollector(
+        parent_folder(path), lambda path: _is_outside_model(path, is_lightning=is_lightning)
+    )
     gathering.add(file, file.tree)
     gathered = gathering.finish()
     if not gathered.catalog.tensors:
@@ -77,7 +79,7 @@ def open_full_file(path: str) -> Checkpoint:
         contents=Contents(
             roots=_roots(file.tree, is_lightning=is_lightning),
             optimizer=optimizer if states else None,
-            assets=asset_directories(parent(path)),
+            assets=asset_directories(parent_folder(path)),
         ),
         remarks=replace(
             whole.remarks,
@@ -87,16 +89,18 @@ def open_full_file(path: str) -> Checkpoint:
     )
 
 
-def _no_tensors_error(file: TorchFile, what: str) -> Unsupported:
+def _no_tensors_error(file: TorchFile, what: str) -> UnsupportedFile:
     """Return the error for an intact file without tensors; it names the classes of the objects that are there instead."""
     classes = {
         ".".join(map(str, key)): class_of(value)
-        for key, value in leaves(file.tree)
+        for key, value in tree_leaves(file.tree)
         if type(value) is UnmadeObject and value.name in file.unknown
     }
     if classes:
         return foreign_objects(file.name, file.path, file.unknown, classes, file.data)
-    return Unsupported(f"{escape(file.name)}: {what}", hint="save model.state_dict(), not the model itself")
+    return UnsupportedFile(
+        f"{escape(file.name)}: {what}", hint="save model.state_dict(), not the model itself"
+    )
 
 
 def _is_outside_model(path: tuple[str | int, ...], *, is_lightning: bool) -> bool:

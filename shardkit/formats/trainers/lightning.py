@@ -31,7 +31,7 @@ from shardkit.formats.contract import (
     listing,
 )
 from shardkit.formats.dcp.directory import open_dcp_checkpoint
-from shardkit.formats.torchsave.file import DistributedRef, TensorRef, leaves, open_torch_file
+from shardkit.formats.torchsave.file import DistributedRef, TensorRef, open_torch_file, tree_leaves
 
 VERSION = "pytorch-lightning_version"
 """A key at the top of every checkpoint of a Trainer."""
@@ -136,7 +136,7 @@ def _has_tensors(tree: object) -> bool:
     """True for a tree with tensors that have dims; counters and decays are not weights."""
     return any(
         isinstance(value, DistributedRef) or (isinstance(value, TensorRef) and bool(value.shape))
-        for _, value in leaves(tree)
+        for _, value in tree_leaves(tree)
     )
 
 

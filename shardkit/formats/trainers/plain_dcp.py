@@ -25,13 +25,13 @@ from shardkit.formats.contract import (
     Contents,
     Opener,
     asset_directories,
+    folder_below,
+    folder_name,
     has_any,
     heads_of,
-    inner,
     listing,
-    matching,
-    own_name,
-    parent,
+    matching_names,
+    parent_folder,
 )
 from shardkit.keys.trainer_state import is_averaged, is_optimizer_of, is_optimizers
 
@@ -208,7 +208,7 @@ def find_structure(path: str) -> RecognisedDirectory | None:
         ):
             continue
         for below in structure.weights:
-            weights = inner(path, below) if below.partition("/")[0] in names else None
+            weights = folder_below(path, below) if below.partition("/")[0] in names else None
             if weights is not None and has_any(listing(weights), *_WEIGHTS):
                 return RecognisedDirectory(structure, weights)
     return _find_pair(path, names)
@@ -216,7 +216,9 @@ def find_structure(path: str) -> RecognisedDirectory | None:
 
 def _has_neighbour(path: str, names: frozenset[str], neighbour: str) -> bool:
     first, _, below = neighbour.partition("/")
-    return inner(path, neighbour) is not None if below and first in names else has_any(names, neighbour)
+    return (
+        folder_below(path, neighbour) is not None if below and first in names else has_any(names, neighbour)
+    )
 
 
 def _find_pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
@@ -240,7 +242,7 @@ def _find_pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
         if any(is_optimizer_of(optimizer, name, is_only=is_only) for optimizer in optimizers)
     ]
     steps = {name for name in names.difference(optimizers, paired) if _STEP.search(name)}
-    if len(paired) != 1 or any(inner(path, name) is not None for name in steps):
+    if len(paired) != 1 or any(folder_below(path, name) is not None for name in steps):
         return None
     return RecognisedDirectory(
         TrainerDirectory(format=None, writer=None, weights=(paired[0],)), os.path.join(path, paired[0])
@@ -257,11 +259,11 @@ def optimizers_beside(path: str, names: Collection[str]) -> set[str]:
 
 
 def _has_weights(path: str, name: str) -> bool:
-    weights = inner(path, name)
+    weights = folder_below(path, name)
     return weights is not None and has_any(listing(weights), *_WEIGHTS)
 
 
-def lacks_last(path: str) -> str | None:
+def missing_last_warning(path: str) -> str | None:
     """Return a warning if the trainer's last file is missing in a checkpoint that may be used without it, else None."""
     recognised = find_structure(path)
     structure = recognised.structure if recognised is not None else _VEOMNI if _holds_modules(path) else None
@@ -272,13 +274,14 @@ def lacks_last(path: str) -> str | None:
 
 def _holds_modules(path: str) -> bool:
     """True for a checkpoint of VeOmni with several modules, each with the folders that `_VEOMNI` has for a single one."""
-    models = inner(path, "model") if "model" in listing(path) else None
+    models = folder_below(path, "model") if "model" in listing(path) else None
     return models is not None and any(
-        inner(models, f"{name}/ckpt") and inner(models, f"{name}/optimizer") for name in listing(models)
+        folder_below(models, f"{name}/ckpt") and folder_below(models, f"{name}/optimizer")
+        for name in listing(models)
     )
 
 
-def inside(checkpoint: Checkpoint, recognised: RecognisedDirectory, path: str) -> Checkpoint:
+def checkpoint_of_structure(checkpoint: Checkpoint, recognised: RecognisedDirectory, path: str) -> Checkpoint:
     """Return the checkpoint inside a trainer's directory as the checkpoint of that directory.
 
     Args:
@@ -287,7 +290,7 @@ def inside(checkpoint: Checkpoint, recognised: RecognisedDirectory, path: str) -
         path: of the directory.
     """
     structure = recognised.structure
-    places = [inner(path, below) if below != "." else path for below in structure.assets]
+    places = [folder_below(path, below) if below != "." else path for below in structure.assets]
     return replace(
         checkpoint,
         path=path,
@@ -313,7 +316,9 @@ def open_plain_dcp(directory: str) -> Checkpoint:
 
     checkpoint = open_dcp_checkpoint(directory)
     names = listing(directory)
-    assets = asset_directories(directory, inner(directory, "huggingface"), inner(directory, "hf"))
+    assets = asset_directories(
+        directory, folder_below(directory, "huggingface"), folder_below(directory, "hf")
+    )
     heads = heads_of(checkpoint.catalog, 2)
     tops = {head[0] for head in heads}
     checkpoint = replace(
@@ -366,7 +371,9 @@ def _optimizer_notes(tops: set[str | int], directory: str) -> Iterator[str]:
     kinds = {str(top).rpartition("_")[0] if str(top)[-1:].isdigit() else str(top) for top in tops}
     if not kinds or not kinds <= set(_OPTIMIZERS):
         return
-    siblings = matching(listing(parent(directory)) - {own_name(directory)}, "model", "pytorch_model_fsdp_*")
+    siblings = matching_names(
+        listing(parent_folder(directory)) - {folder_name(directory)}, "model", "pytorch_model_fsdp_*"
+    )
     where = f"; the model's is {escape(siblings[0])}, beside it" if siblings else ""
     yield f"this is the state of an optimizer{where}"
 
@@ -376,7 +383,7 @@ def _unread_names(path: str, recognised: RecognisedDirectory) -> Iterator[tuple[
     above = ""
     for segment in os.path.relpath(recognised.weights, path).split(os.sep):
         names = listing(os.path.join(path, above))
-        for name in sorted(names - {segment} - set(matching(names, *_NOT_SHOWN))):
+        for name in sorted(names - {segment} - set(matching_names(names, *_NOT_SHOWN))):
             reason = "optimizer state" if is_optimizers(name) else "not a part of the weights"
             yield os.path.join(above, name), reason
         above = os.path.join(above, segment)

@@ -18,7 +18,14 @@ from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import read_inside
-from shardkit.formats.contract import Checkpoint, Contents, Opener, asset_directories, explained, listing
+from shardkit.formats.contract import (
+    Checkpoint,
+    Contents,
+    Opener,
+    asset_directories,
+    explain_skipped,
+    listing,
+)
 from shardkit.formats.rankfiles.files import RankFile, gather_files
 from shardkit.pickles.policies import Inert, UnmadeObject
 
@@ -76,7 +83,7 @@ def open_torch_checkpointing(path: str) -> Checkpoint:
             roots={name: () if is_alone else (name,) for name in root_names}, assets=asset_directories(path)
         ),
         remarks=checkpoint.remarks.plus(
-            skipped=explained(listing(path) - {file.name for file in files}, _SKIPPED)
+            skipped=explain_skipped(listing(path) - {file.name for file in files}, _SKIPPED)
         ),
     )
 

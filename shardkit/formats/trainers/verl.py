@@ -22,9 +22,16 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.links import read_inside
 from shardkit.files.strict_json import parse_object
-from shardkit.formats.contract import Checkpoint, Opener, asset_directories, explained, inner, listing
-from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
-from shardkit.formats.rankfiles.files import Gathered, RankFile, gather_files, require_ranks
+from shardkit.formats.contract import (
+    Checkpoint,
+    Opener,
+    asset_directories,
+    explain_skipped,
+    folder_below,
+    listing,
+)
+from shardkit.formats.contract.optimizer import OptimizerState, UnusableOptimizer
+from shardkit.formats.rankfiles.files import GatheredTensors, RankFile, gather_files, require_ranks
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files, parameters_of
 
 _MODEL = re.compile(r"model_world_size_([1-9]\d{0,5})_rank_(0|[1-9]\d{0,5})\.pt")
@@ -74,7 +81,9 @@ def open_verl(path: str) -> Checkpoint:
         contents=replace(
             checkpoint.contents,
             optimizer=partial(_open_optimizer, home.path, states, gathered) if has_states else None,
-            assets=asset_directories(inner(home.path, "huggingface"), home.path, inner(path, "huggingface")),
+            assets=asset_directories(
+                folder_below(home.path, "huggingface"), home.path, folder_below(path, "huggingface")
+            ),
         ),
         remarks=checkpoint.remarks.plus(_notes(path, home), _skipped(path, home, files)),
     )
@@ -84,7 +93,7 @@ def _find_home(path: str) -> _RankDirectory | None:
     if any(map(_MODEL.fullmatch, listing(path))):
         return _RankDirectory(path, None)
     for role in _ROLES:
-        directory = inner(path, role)
+        directory = folder_below(path, role)
         if directory is not None and any(map(_MODEL.fullmatch, listing(directory))):
             return _RankDirectory(directory, role)
     return None
@@ -126,7 +135,9 @@ def _choose_files(directory: str, world_size: object) -> list[str]:
     return [pattern.format(rank) for rank in range(size)]
 
 
-def _open_optimizer(directory: str, names: list[str], model: Gathered) -> OptimizerState | Unmapped:
+def _open_optimizer(
+    directory: str, names: list[str], model: GatheredTensors
+) -> OptimizerState | UnusableOptimizer:
     file_names = listing(directory)
     ranks = {rank for rank, name in enumerate(names) if name in file_names}
     require_ranks(names[0].replace("_rank_0.", "_rank_{}."), ranks, len(names))
@@ -134,14 +145,14 @@ def _open_optimizer(directory: str, names: list[str], model: Gathered) -> Optimi
 
 
 def _skipped(path: str, home: _RankDirectory, read_names: list[str]) -> Iterator[tuple[str, str]]:
-    yield from explained(listing(home.path).difference(read_names), _SKIPPED)
+    yield from explain_skipped(listing(home.path).difference(read_names), _SKIPPED)
     for role in _ROLES:
-        if home.role is not None and role != home.role and inner(path, role) is not None:
+        if home.role is not None and role != home.role and folder_below(path, role) is not None:
             yield role, "another model"
 
 
 def _notes(path: str, home: _RankDirectory) -> Iterator[str]:
-    if home.role == "actor" and inner(path, "critic") is not None:
+    if home.role == "actor" and folder_below(path, "critic") is not None:
         yield "the actor was opened; give the directory critic to open the critic"
     lora = _read_config(home.path, _LORA)
     if lora:
