@@ -418,12 +418,12 @@ def wrap_policy_classes(policy: object) -> frozenset[type]:
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that calls `seen` for every operation on tensors inside it; subclasses implement `seen`.
+    """A context that calls `on_operation` for every operation on tensors inside it; subclasses implement `on_operation`.
 
     Source: torch 2.13, torch/utils/_python_dispatch.py.
     """
 
-    def seen(self, name: str, inputs: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+    def on_operation(self, name: str, inputs: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         """Receive an operation after it ran.
 
         Args:
@@ -437,9 +437,9 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and call `seen` with it."""
+        """Run an operation, and call `on_operation` with it."""
         result = func(*args, **(kwargs or {}))
-        self.seen(str(func), args, kwargs or {}, result)
+        self.on_operation(str(func), args, kwargs or {}, result)
         return result
 
 

@@ -287,7 +287,7 @@ def test_a_dispatch_mode_sees_operations_by_name() -> None:
             super().__init__()
             self.found: list[str] = []
 
-        def seen(self, name: str, inputs: object, options: object, result: object) -> None:
+        def on_operation(self, name: str, inputs: object, options: object, result: object) -> None:
             self.found.append(name)
 
     with Mode() as mode:

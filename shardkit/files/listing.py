@@ -122,7 +122,7 @@ def differing_sizes(
     }
 
 
-def unlisted(directory: str, content: manifest.Manifest) -> Iterator[str]:
+def unlisted_names(directory: str, content: manifest.Manifest) -> Iterator[str]:
     """Yield the names in a directory that its manifest does not list, in order.
 
     Folders with their own manifest are skipped.

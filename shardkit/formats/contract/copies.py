@@ -29,7 +29,7 @@ class StoredCopy(NamedTuple):
         return cls(record.crc32, record.nbytes == record.data_nbytes, layout)
 
 
-class Copies:
+class CopyComparison:
     """Compares copies one by one, and collects which differ and which cannot be compared."""
 
     def __init__(self) -> None:

@@ -61,7 +61,7 @@ from shardkit.formats.contract import (
     asset_directories,
     listing,
 )
-from shardkit.formats.contract.copies import Copies, StoredCopy
+from shardkit.formats.contract.copies import CopyComparison, StoredCopy
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import (
     Copy,
@@ -156,10 +156,10 @@ class DcpDirectory:
         catalog = subset(self.catalog, names)
         if coded := [name for name, entry in catalog.tensors.items() if entry.dtype.name in OF_CODES]:
             self.select(coded)  # raises for their class, which says more than an error about the dtype
-        catalog.open_records = partial(self._open_of, catalog)
+        catalog.open_records = partial(self._open_records, catalog)
         return catalog
 
-    def _open_of(self, catalog: Catalog, names: Collection[str], /, *, as_read: bool = False) -> Catalog:
+    def _open_records(self, catalog: Catalog, names: Collection[str], /, *, as_read: bool = False) -> Catalog:
         chosen = [name for name in catalog.tensors if name in names]
         return with_missing(open_late(self.catalog, chosen) if as_read else self.select(chosen), catalog)
 
@@ -298,13 +298,13 @@ def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
     )
 
 
-def _compare(catalog: Catalog, copies: Sequence[Copy]) -> Copies:
+def _compare(catalog: Catalog, copies: Sequence[Copy]) -> CopyComparison:
     """Compare chunks that several ranks saved, by the CRC-32s in their records. In a store nothing is compared.
 
     Raises:
         ResourceError: a file may not be read.
     """
-    compared, table, stored = Copies(), catalog.chunks, dict[RecordPlace, StoredCopy]()
+    compared, table, stored = CopyComparison(), catalog.chunks, dict[RecordPlace, StoredCopy]()
     if catalog.encoding == "raw" or is_far(catalog):
         return compared
     firsts = [(table.file[copy.row], table.start[copy.row], table.nbytes[copy.row]) for copy in copies]

@@ -110,7 +110,7 @@ def select_raw(
         chosen.files[number] = replace(source, checksums=checksums)
     scan.raise_problems()
     for row, chunk in scan.packed.items():
-        _attach_file(chosen, row, packed_file(scan.stamped(chosen.chunks.file[row]), chunk))
+        _attach_file(chosen, row, packed_file(scan.stamped_file(chosen.chunks.file[row]), chunk))
     chosen.encoding = "raw"
     if num_unrecorded:
         chosen.notes = (f"{num_unrecorded} of {len(chosen.chunks)} records have no CRC-32 to check them by",)
@@ -361,7 +361,7 @@ class _RecordOpener:
                 continue
             yield row, record
 
-    def stamped(self, file: int) -> SourceFile:
+    def stamped_file(self, file: int) -> SourceFile:
         """Return a file with its stamp, even if none of its records was opened."""
         source = self.chosen.files[file]
         if source.stamp is None:
@@ -454,7 +454,7 @@ class _BulkPointer:
         """
         import numpy as np
 
-        self._look_up()
+        self._add_templates()
         every = np.array(rows, dtype=np.int64)
         is_left = ~self._is_known[self._kind_of[every]]
         chosen = np.flatnonzero(~is_left)
@@ -475,10 +475,10 @@ class _BulkPointer:
         starts, nbytes, recorded = map(np.concatenate, zip(*columns, strict=True))
         return every[is_left].tolist(), Checksums.of_columns(starts, nbytes, recorded)
 
-    def _look_up(self) -> None:
+    def _add_templates(self) -> None:
         """Add the templates that the scanner has learned since the last call, if they agree with `.metadata`."""
         for number, (dtype, sizes, length) in list(self._unknown.items()):
-            template = self._scanner.known((dtype, sizes), length)
+            template = self._scanner.template_of((dtype, sizes), length)
             if template is None:
                 continue
             del self._unknown[number]

@@ -40,7 +40,7 @@ from shardkit.formats.contract import (
     listing,
     parent_folder,
 )
-from shardkit.formats.contract.copies import Copies, StoredCopy
+from shardkit.formats.contract.copies import CopyComparison, StoredCopy
 from shardkit.formats.contract.optimizer import (
     GROUPS,
     STATE,
@@ -178,9 +178,9 @@ def _open_zero(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
     return _checkpoint(path, tag, main, weights, f"zero{first.stage}", remarks, optimizer)
 
 
-def _compare_buffers(states: Sequence[ModelStates]) -> Copies:
+def _compare_buffers(states: Sequence[ModelStates]) -> CopyComparison:
     """Compare the buffers of all ranks with those of the first rank, which are used."""
-    copies, main = Copies(), states[0]
+    copies, main = CopyComparison(), states[0]
     for state in states[1:]:
         for name, copy in state.module.items():
             first = main.module.get(name)

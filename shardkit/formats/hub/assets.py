@@ -207,7 +207,7 @@ def _combined_pattern(patterns: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(translate, patterns)))
 
 
-def modules(directory: str) -> dict[str, str]:
+def list_modules(directory: str) -> dict[str, str]:
     """Return the modules of a model by `modules.json`: folder -> name in memory; "." is the model's own directory.
 
     Raises:
@@ -231,8 +231,8 @@ def modules(directory: str) -> dict[str, str]:
 
 
 def module_folders(directory: str) -> list[str]:
-    """Return the folders of modules, relative to the model's directory; raises the same errors as `modules`."""
-    return [folder for folder in modules(directory) if folder != os.curdir]
+    """Return the folders of modules, relative to the model's directory; raises the same errors as `list_modules`."""
+    return [folder for folder in list_modules(directory) if folder != os.curdir]
 
 
 def _read_small_json(directory: str, name: str, kind: type) -> Any:
@@ -308,7 +308,7 @@ def list_weights_around(directory: str) -> list[tuple[str, str]]:
     """Return (name, description) of weights in the parent directory, if `directory` is a module of the model there.
 
     Raises:
-        SourceError: as for `modules`, about the parent directory.
+        SourceError: as for `list_modules`, about the parent directory.
     """
     here = storage.realpath(directory)
     above, module = os.path.split(here)

@@ -308,7 +308,7 @@ class RecordedRules(NamedTuple):
     """Prefix of the model's names in the checkpoint, without the last dot; None if unknown."""
 
     @property
-    def before(self) -> str:
+    def prefix(self) -> str:
         """The prefix with its dot, or an empty string."""
         return f"{self.root}." if self.root else ""
 

@@ -477,7 +477,7 @@ def check_push(repo_id: str, *, is_tried: bool = False) -> None:
         )
 
 
-class Pushed(NamedTuple):
+class HubUpload(NamedTuple):
     """The result of an upload."""
 
     address: str
@@ -490,7 +490,7 @@ class Pushed(NamedTuple):
 
 def push(
     directory: str, repo_id: str, *, private: bool, branch: str | None, by_people: Iterable[str] = ()
-) -> Pushed:
+) -> HubUpload:
     """Upload a directory.
 
     Files of the same name are replaced. Weight files of an earlier upload with other names are removed, and so are the
@@ -526,7 +526,7 @@ def push(
     except Exception as error:  # also whatever the HTTP client and the Xet client raise
         raise _upload_error(error, directory, repo_id) from None
     removed = repo_files.intersection(_QUANTISED_CONFIGS).difference(storage.listdir(directory))
-    return Pushed(url if branch is None else f"{url}/tree/{branch}", tuple(kept), tuple(sorted(removed)))
+    return HubUpload(url if branch is None else f"{url}/tree/{branch}", tuple(kept), tuple(sorted(removed)))
 
 
 def _upload_error(error: Exception, directory: str, repo_id: str) -> ResourceError:

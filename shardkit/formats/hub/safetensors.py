@@ -477,7 +477,7 @@ class SafetensorsImages(ImageList[SafetensorsImage]):
         """Yield (image index, hole) of a tensor, in the order of its bytes."""
         yield from self._holes[fqn]
 
-    def marked(self, mark: str) -> SafetensorsImages:
+    def with_mark(self, mark: str) -> SafetensorsImages:
         """Return the same images with a mark in their names, and always with an index.
 
         The files of two models can then be in one directory, and the index lists those that are the model.

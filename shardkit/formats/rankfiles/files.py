@@ -20,7 +20,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
 from shardkit.files.links import locate_all
 from shardkit.formats.contract import Checkpoint, Contents, DamagedFiles, DifferentCopies, Remarks
-from shardkit.formats.contract.copies import Copies, StoredCopy
+from shardkit.formats.contract.copies import CopyComparison, StoredCopy
 from shardkit.formats.contract.optimizer import Path, path_name
 from shardkit.formats.torchsave.archive import UnsupportedFile
 from shardkit.formats.torchsave.classes import refuse_objects
@@ -207,7 +207,7 @@ class TensorCollector:
         self._unreadable: dict[str, str] = {}
         self._of_classes = set[str]()
         self._different: dict[str, str] = {}
-        self._copies = Copies()
+        self._copies = CopyComparison()
 
     def add(self, file: TorchFile, tree: object, below: Path = ()) -> None:
         """Add the tensors of a file.

@@ -199,8 +199,8 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
         num_dropped=pickle.num_dropped,
         storages=storages,
         protocol=data[1],
-        unknown=tuple(name for name in names.opaque if not _DATA.fullmatch(name)),
-        data=tuple(name for name in names.opaque if _DATA.fullmatch(name)),
+        unknown=tuple(name for name in names.opaque_names if not _DATA.fullmatch(name)),
+        data=tuple(name for name in names.opaque_names if _DATA.fullmatch(name)),
     )
 
 
@@ -319,7 +319,7 @@ class TensorNames:
         return value
 
     @property
-    def opaque(self) -> tuple[str, ...]:
+    def opaque_names(self) -> tuple[str, ...]:
         """The names that were looked up and have no meaning here."""
         return tuple(value.name for value in self._values.values() if type(value) is UnmadeObject)
 

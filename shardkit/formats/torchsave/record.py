@@ -97,7 +97,7 @@ class TensorRecord:
             expected *= size
         return True
 
-    def moved(self, offset: int, crc: int) -> TensorRecord:
+    def at_offset(self, offset: int, crc: int) -> TensorRecord:
         """Return a plain tensor's record with its storage `offset` bytes further on (`dataclasses.replace` is slow).
 
         Args:

@@ -128,7 +128,7 @@ def _plain_record(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEnt
         reader.refuse(f"its data has {data.nbytes} bytes, its storage {tensor.data_nbytes}")
     if tensor.reach > data.nbytes:
         reader.refuse(f"its tensor reaches to byte {tensor.reach} of a storage of {data.nbytes}")
-    return tensor.moved(reader.offset + data.start, data.crc)
+    return tensor.at_offset(reader.offset + data.start, data.crc)
 
 
 def _wrapped_value(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEntry]) -> TensorRecord:
@@ -179,7 +179,7 @@ class RecordScanner:
         """Switch to another file, from which the bytes `window` at `start` may have been read already."""
         self._fd, self._at, self._window = fd, start, window
 
-    def known(self, kind: Hashable, length: int) -> Template | None:
+    def template_of(self, kind: Hashable, length: int) -> Template | None:
         """Return the template of a kind and length; None if no such record has been read yet."""
         return self._templates.get((kind, length))
 
@@ -224,7 +224,7 @@ class RecordScanner:
             for pos in template.id_crcs:
                 if tail[pos : pos + 4] not in (id_crc, _NOT_RECORDED):
                     return None
-        return template.record.moved(offset, int.from_bytes(crc, "little"))
+        return template.record.at_offset(offset, int.from_bytes(crc, "little"))
 
     def _learn(
         self, record: TensorRecord, entries: Mapping[str, ZipEntry], offset: int, length: int

@@ -27,7 +27,7 @@ from shardkit.formats.hub.assets import (
     card_of,
     is_tokenizer_file,
     is_weights,
-    modules,
+    list_modules,
 )
 from shardkit.formats.hub.base import Base
 from shardkit.formats.hub.safetensors import OutputTensor
@@ -296,7 +296,7 @@ def _places(
 
     Their weights would be copied, though the checkpoint has tensors of them.
     """
-    folders = modules(base.directory) if base is not None else {}
+    folders = list_modules(base.directory) if base is not None else {}
     parts, main = root.split("."), folders.get(os.curdir)
     if main not in parts:
         return

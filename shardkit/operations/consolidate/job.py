@@ -198,7 +198,7 @@ class ConsolidateJob:
                 "weights by their name",
                 hint="write it into a local directory, and copy that",
             )
-        output = self.output.marked(mark)
+        output = self.output.with_mark(mark)
         return replace(self, output=output, plan=replace(self.plan, images=output))
 
     def describe(self, crcs: Mapping[str, int] = MappingProxyType({})) -> manifest.HubModel:

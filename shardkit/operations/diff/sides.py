@@ -434,9 +434,9 @@ def _as_on_hub(
     if recorded is None or not recorded.rules or isinstance(other_names, str):
         return named
     below = {
-        stored: stored.removeprefix(recorded.before)
+        stored: stored.removeprefix(recorded.prefix)
         for stored in checkpoint.catalog.tensors
-        if stored.startswith(recorded.before)
+        if stored.startswith(recorded.prefix)
     }
     renamed = {name: stored for stored, name in apply_key_rules(recorded.rules, below).items()}
     num_common = 0 if isinstance(named, str) else len(named.names.keys() & other_names.names.keys())

@@ -19,7 +19,7 @@ from shardkit.files import manifest, storage
 from shardkit.files.digest import FileBytes, crc32, place_of
 from shardkit.files.home import path_in
 from shardkit.files.links import locate
-from shardkit.files.listing import differing_sizes, unlisted
+from shardkit.files.listing import differing_sizes, unlisted_names
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.dcp.chunk_list import ChunkList
@@ -195,7 +195,7 @@ def _check_unlisted(described: Described, report: Report) -> None:
         return
     if isinstance(described.content, manifest.HubModel) and described.content.others is None:
         return  # it lists weights alone
-    names = list(unlisted(described.directory, described.content))
+    names = list(unlisted_names(described.directory, described.content))
     if described.lists_files:
         for name in names:
             report.problem(

@@ -60,7 +60,7 @@ def share_listings(
                 open_model(folder, variant=variant)
     if not exchanged.of_all[0]:
         return
-    listings = [stores.known(), home.known_homes(), notes.plain()] if rank == 0 else None
+    listings = [stores.known(), home.known_homes(), notes.to_plain()] if rank == 0 else None
     store_listings, homes, reads = broadcast_json(listings, 0, phase=_OPENING)
     if rank != 0:
         stores.learn(store_listings)
