@@ -51,7 +51,7 @@ class CopyComparison:
         elif first != copy:
             if first.is_all and copy.is_all and first.layout == copy.layout:
                 self._different.setdefault(name, (first_file, {}))[1][file] = None
-            else:  # the storage has more in it, or lies in another order
+            else:  # the storage has other bytes too, or another order
                 self._uncompared[name] = None
 
     def differing(self) -> tuple[DifferentCopies, ...]:

@@ -179,7 +179,7 @@ class DcpImages(ImageList[DcpImage]):
         self.catalog.add_tensor_columns(fqn, dtype, shape, ranks, starts, nbytes, regions)
 
     def tensors(self) -> Iterator[TensorHoles]:
-        """Yield what is known of each tensor's holes together."""
+        """Yield one `TensorHoles` for each tensor, which describes all of its holes."""
         yield from self._holes.values()
 
     def holes(self, fqn: str) -> Iterator[tuple[int, Hole]]:
@@ -226,7 +226,7 @@ class JoinedImages(ImageList[DcpImage]):
         }
 
     def tensors(self) -> Iterator[TensorHoles]:
-        """Yield what is known of each tensor's holes together."""
+        """Yield one `TensorHoles` for each tensor, which describes all of its holes."""
         for folder, images in self._sets.items():
             for holes in images.tensors():
                 yield holes._replace(fqn=join_name(folder, holes.fqn))

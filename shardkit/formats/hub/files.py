@@ -207,7 +207,7 @@ def select_weights(
     Raises:
         SourceError: there are no weights, or several sets of them; lists what is there.
     """
-    if _is_sharded(names):  # even where weights of a model lie beside it
+    if _is_sharded(names):  # even if weights of a model are beside it
         raise SourceError(
             f"{escape(label)} is a sharded checkpoint of a training, not a Hub model",
             hint="shardkit consolidate makes a Hub model of it, shardkit reshard writes it for another mesh",

@@ -468,7 +468,7 @@ class SafetensorsImages(ImageList[SafetensorsImage]):
                 self._holes[tensor.fqn] = [(number, next(holes)) for _ in _regions(tensor)]
 
     def tensors(self) -> Iterator[TensorHoles]:
-        """Yield what is known of each tensor's holes together."""
+        """Yield one `TensorHoles` for each tensor, which describes all of its holes."""
         for fqn, tensor in self._stored.items():
             sizes = tuple({hole.region.sizes: None for _, hole in self._holes[fqn]})
             yield TensorHoles(fqn, tensor.source, sizes, tensor.dtype, tensor.nbytes)
