@@ -329,10 +329,10 @@ def set_groups(state: dict[str, Any], params: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        (lambda state: set_groups(state, [[0], [0]]), "cannot be told"),
-        (lambda state: set_groups(state, [[], []]), "cannot be told"),
-        (lambda state: set_groups(state, [[0], ["1"]]), "cannot be told"),
-        (lambda state: set_groups(state, [[0], 1]), "cannot be told"),
+        (lambda state: set_groups(state, [[0], [0]]), "nothing shows"),
+        (lambda state: set_groups(state, [[], []]), "nothing shows"),
+        (lambda state: set_groups(state, [[0], ["1"]]), "nothing shows"),
+        (lambda state: set_groups(state, [[0], 1]), "nothing shows"),
         (lambda state: state["optimizer_state_dict"].pop("optimizer_state_dict"), "never took a step"),
         (lambda state: state["optimizer_state_dict"]["optimizer_state_dict"]["state"].pop(1), "no state"),
         (
