@@ -125,7 +125,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from shardkit._torch import flattened, fsdp_shards, init_fake_world, shard_of
+from shardkit._torch import flattened_mesh, fsdp_shards, init_fake_world, shard_of
 
 init_fake_world(4)
 mesh = init_device_mesh("cpu", (4,))
@@ -166,9 +166,9 @@ assert [shard_of(placement) for placement in both.weight.placements] == [(0, 2),
 assert shard_of(Replicate()) is None and shard_of(Shard(1)) == (1, 1)
 
 three = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
-both = flattened(three, ("dp_shard", "cp"), "dp_shard_cp", ("dp_replicate",))
+both = flattened_mesh(three, ("dp_shard", "cp"), "dp_shard_cp", ("dp_replicate",))
 assert (both.mesh_dim_names, tuple(both.shape)) == (("dp_replicate", "dp_shard_cp"), (1, 4))
-assert flattened(three, ("dp_shard", "cp"), "dp_shard_cp").mesh.tolist() == [0, 1, 2, 3]
+assert flattened_mesh(three, ("dp_shard", "cp"), "dp_shard_cp").mesh.tolist() == [0, 1, 2, 3]
 """
 
 
