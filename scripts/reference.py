@@ -96,7 +96,7 @@ _GROUPS = {
 _STATUS = (
     ("0", "done; of verify: nothing is wrong; of diff: equal"),
     ("1", "the answer of verify or diff is no"),
-    ("2", "usage: options that cannot be carried out, an existing destination"),
+    ("2", "usage: invalid options, an existing destination"),
     ("3", "an input that is damaged, refused or not understood"),
     ("4", "incomplete: the same command goes on"),
     ("5", "disk, permission, memory or network"),

@@ -1,6 +1,6 @@
-"""Many names, or lines about them, written as one: `layers.{0..35}.mlp.up_proj.weight`.
+"""Fold many names, or lines about them, into one pattern: `layers.{0..35}.mlp.up_proj.weight`.
 
-It imports nothing of the package: errors fold their problems, and everything raises errors.
+This module imports no other of the package: errors fold their problems, and all modules raise errors.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Key = TypeVar("Key", bound=Hashable)
 class FoldedNames(Generic[Key]):
     """Names that are written as one pattern.
 
-    A pattern stands for exactly the names that went into it: where layers and experts are both folded, every
+    A pattern stands for exactly the names that were folded: if layers and experts are both folded, every
     listed layer has every listed expert.
     """
 
     pattern: str
     count: int
-    """How many names."""
+    """Number of names."""
     key: Key
-    """What they have in common."""
+    """The key that all of them had."""
 
 
 def fold(items: Iterable[tuple[str, Key]]) -> list[FoldedNames[Key]]:
-    """Write names that differ only in their numbers as one: `layers.{0..35}.mlp.up_proj.weight`.
+    """Fold names that differ only in numbers into patterns: `layers.{0..35}.mlp.up_proj.weight`.
 
     Only whole parts between dots count as numbers.
 
@@ -62,21 +62,22 @@ def fold(items: Iterable[tuple[str, Key]]) -> list[FoldedNames[Key]]:
     ]
 
 
-# A word with a letter near its front: `layers.0.up_proj`, `0.weight`, `__0_0.distcp`; not `1.5`, `1e-10` or `[0,`.
+# A name in a line, which has a letter near its front: `layers.0.up_proj`, `0.weight`, `__0_0.distcp`; not `1.5`,
+# `1e-10` or `[0,`.
 _WORD = re.compile(r"(?<![\w.-])(?:[^\W\d]|[0-9]+\.[^\W\d])[\w.-]*")
 _PLACE = re.compile(r"(?:^|(?<=[._-]))(?:0|[1-9][0-9]{0,8})(?=[._-]|$)")
 
 
 def fold_lines(lines: Iterable[str], *, spreads: bool = False) -> list[FoldedNames[None]]:
-    """Write lines that differ only in the numbers of the names in them as one: `not read: rng_state_{0..63}.pth`.
+    """Fold lines that differ only in numbers inside names: `not read: rng_state_{0..63}.pth`.
 
     Whole parts of a name between dots, dashes or underscores count as numbers. Other numbers, such as sizes, have to be
-    equal. Numbers that are the same in each line, as in `layers.0.a = layers.0.b`, are one number.
+    equal. Two numbers that change together, as in `layers.0.a = layers.0.b`, count as one.
 
     Args:
-        lines: for people. A line that repeats counts again, and is written once.
-        spreads: fold lines about three names or more whose other numbers differ too. They show the least and the most
-            of each number, and end with how many lines they are.
+        lines: for people. A repeated line is written once, but counted each time.
+        spreads: fold also lines whose other numbers differ, if they are about three names or more. The pattern has the
+            least and the most of each number, and ends with the number of lines.
 
     Returns:
         Patterns in the order of each pattern's first line.
@@ -89,19 +90,19 @@ def fold_lines(lines: Iterable[str], *, spreads: bool = False) -> list[FoldedNam
 
 
 def _fold_group(rows: Sequence[tuple[tuple[str, ...], tuple[int, ...]]]) -> Iterable[FoldedNames[None]]:
-    """Fold lines of one template, each given as its texts and the numbers between them."""
+    """Fold lines of one template, each given as the texts and the numbers that alternate in it."""
     alike: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for fixed, numbers in rows:
         alike.setdefault(fixed, []).append(numbers)
     if len(alike) == 1 or len({numbers for _, numbers in rows}) < _MIN_RUN:
         return [each for fixed, places in alike.items() for each in _fold_rows(fixed, Counter(places))]
-    texts = tuple(map(spread, zip(*alike, strict=True)))
+    texts = tuple(map(merge_ranges, zip(*alike, strict=True)))
     rows_folded = _fold_rows(texts, Counter(numbers for _, numbers in rows))
     return [replace(each, pattern=f"{each.pattern}  x{each.count}") for each in rows_folded]
 
 
 def _places(line: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the text between the numbers of names, and the numbers."""
+    """Split a line at the numbers in its names; return the texts around them, and the numbers."""
     fixed, numbers, at = list[str](), list[int](), 0
     for word in _WORD.finditer(line):
         for place in _PLACE.finditer(word[0]):
@@ -125,16 +126,16 @@ def _fold_rows(fixed: Sequence[str], rows: Counter[tuple[int, ...]]) -> Iterable
 
 
 _NUMERAL = r"(?<![\w.-])-?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?(?!\w)"
-_QUANTITY = re.compile(f"{_NUMERAL}(?:(?: to |:){_NUMERAL})?")  # one, or the two ends of a range: `0:4`
+_QUANTITY = re.compile(f"{_NUMERAL}(?:(?: to |:){_NUMERAL})?")  # a number, or a range: `0:4`, `3 to 5`
 
 
 def template(text: str) -> str:
-    """Return text with a sign in place of each number: texts that say the same of other numbers have the same."""
+    """Return text with "#" for each number, which is equal for texts that differ only in numbers."""
     return _QUANTITY.sub("#", text)
 
 
-def spread(texts: Sequence[str]) -> str:
-    """Return texts of one `template` as one, with the least and the most of each number: `3 to 5 of 9 elements`."""
+def merge_ranges(texts: Sequence[str]) -> str:
+    """Merge texts of one `template` into one, with the least and the most of each number: `3 to 5 of 9 elements`."""
     parts = _QUANTITY.split(texts[0])
     ranges = map(_range, zip(*map(_QUANTITY.findall, texts), strict=True))
     return "".join(part for pair in zip(parts, [*ranges, ""], strict=True) for part in pair)
@@ -151,7 +152,10 @@ def _value(numeral: str) -> float:
 
 
 def _boxes(rows: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], ...]]:
-    """Cut rows of numbers into boxes: one tuple of values for each place, with every combination present."""
+    """Divide rows of numbers into boxes, each of which has a tuple of values for each column and all their combinations.
+
+    The rows (0, 5), (0, 6), (1, 5), (1, 6) are the box ((0, 1), (5, 6)).
+    """
     if not rows[0]:
         return [()]
     tails: dict[int, list[tuple[int, ...]]] = {}

@@ -1,4 +1,4 @@
-"""The names of torch that are not public. Nothing else in shardkit uses one.
+"""All uses of torch's private names; no other module of shardkit uses one.
 
 Every name here has a test of its own in tests/test_torch_contract.py.
 """
@@ -38,15 +38,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _known(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function refuse a torch newer than those that were tried, if a name that it needs has changed."""
+def _explains_new_torch(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function: if a private name is gone in a torch newer than the tested ones, its error explains that.
+
+    Raises:
+        ResourceError: instead of AttributeError, ImportError or TypeError, if torch is newer than the tested versions.
+    """
 
     def refused(error: Exception) -> Exception:
         note = torch_note(torch.__version__)
         if note is None:
             return error
         return ResourceError(
-            f"{note}, and {function.__name__} no longer finds what it needs of it: {error}",
+            f"{note}, and {function.__name__} does not work with it: {error}",
             hint=f"install torch {TESTED_TORCH[1]}, or a newer shardkit",
         )
 
@@ -71,9 +75,9 @@ def _known(function: Callable[P, R]) -> Callable[P, R]:
     return guarded
 
 
-@_known
+@_explains_new_torch
 def init_fake_world(world_size: int) -> None:
-    """Make this process rank 0 of a world that does not exist: meshes work, collectives do nothing.
+    """Make this process rank 0 of a fake world, in which meshes work and collectives do nothing.
 
     Args:
         world_size: number of ranks.
@@ -86,12 +90,12 @@ def init_fake_world(world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
-@_known
+@_explains_new_torch
 def shard_of(placement: object) -> tuple[int, int] | None:
-    """Return (dim, split factor) of a placement that cuts a dim; None for any other.
+    """Return (dim, split factor) of a placement that cuts a dim; None for any other placement.
 
     The split factor is 1, unless axes further right cut the same dim *before* this one: then it is the number
-    of parts that they make. `fully_shard` on a tensor-parallel parameter places it so.
+    of parts that they make. `fully_shard` gives a tensor-parallel parameter such a placement.
 
     Source: torch 2.13, torch/distributed/tensor/placement_types.py, _StridedShard.
     """
@@ -102,9 +106,9 @@ def shard_of(placement: object) -> tuple[int, int] | None:
     return (placement.dim, 1) if isinstance(placement, Shard) else None
 
 
-@_known
-def describe_as_before(metadata: Metadata) -> None:
-    """Let `.metadata` be pickled as up to torch 2.14, which can read no other: without `strides`, unused.
+@_explains_new_torch
+def pickle_without_strides(metadata: Metadata) -> None:
+    """Let `.metadata` be pickled without the unused `strides` of torch 2.15, as earlier versions could not read them.
 
     Source: torch 2.15, torch/distributed/checkpoint/metadata.py, TensorProperties.__getstate__; __setstate__
     of 2.6 to 2.14 unpacks five fields, that of 2.15 takes five or six.
@@ -116,17 +120,17 @@ def describe_as_before(metadata: Metadata) -> None:
             properties.__getstate__ = lambda five=five: five
 
 
-@_known
-def flattened(
+@_explains_new_torch
+def flattened_mesh(
     mesh: DeviceMesh, names: tuple[str, ...], into: str, before: tuple[str, ...] = ()
 ) -> DeviceMesh:
-    """Return a mesh of some axes of another, the last of which has the ranks of several; both have one parent.
+    """Return a mesh with the axes `before`, and one further axis that flattens several axes; it has the same root mesh.
 
     Args:
-        mesh: with names.
-        names: of neighbouring axes that become one.
-        into: the name of that one.
-        before: of axes that stay as they are.
+        mesh: with named axes.
+        names: of the neighbouring axes to flatten.
+        into: name of the flattened axis.
+        before: names of axes to keep.
 
     Source: torch 2.13, torch/distributed/device_mesh.py, _flatten and _concatenate; up to 2.9 the parent is sliced.
     """
@@ -140,31 +144,31 @@ def flattened(
 
 
 class FSDPShard(NamedTuple):
-    """A parameter that `fully_shard` manages, and the memory that it wants for this rank's part."""
+    """A parameter that `fully_shard` manages, with the properties of the memory for this rank's part."""
 
     param: nn.Parameter
-    """The DTensor that the module has."""
+    """The DTensor in the module."""
     gathered: nn.Parameter | None
-    """What the module has in its place while the unit is gathered; None before the first time."""
+    """The whole parameter, which replaces it in the module while the unit is gathered; None before the first time."""
     padded_sizes: tuple[int, ...]
-    """Of the memory: equal on all ranks, so that it can be all-gathered as it lies."""
+    """Shape of the memory with padding, equal on all ranks, so that it can be all-gathered without a copy."""
     dim: int
-    """The one along which it is padded."""
+    """The dim along which it is padded."""
     on_cpu: bool
-    """Offloaded."""
+    """True if it is offloaded to the CPU."""
     pinned: bool
-    """Offloaded to pinned memory."""
+    """True if it is offloaded to pinned memory."""
     keep: Callable[[torch.Tensor], None]
-    """Make padded memory the one that is all-gathered; the parameter must be a view of its beginning."""
+    """Set the padded memory that is all-gathered; the parameter must be a view of its beginning."""
 
 
-@_known
+@_explains_new_torch
 def fsdp_shards(model: nn.Module) -> Iterator[FSDPShard]:
     """Yield the parameters that `fully_shard` manages, unit by unit.
 
     Source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py; 2.6 has one group for each state.
     """
-    states: dict[int, Any] = {}  # one for all modules that were given to one call
+    states: dict[int, Any] = {}  # by id: all modules of one `fully_shard` call share a state
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
@@ -189,25 +193,26 @@ def fsdp_shards(model: nn.Module) -> Iterator[FSDPShard]:
 
 
 def class_before_sharding(module: object) -> type[Any]:
-    """Return a module's class as it was before `fully_shard`, which makes one of FSDPModule and it.
+    """Return a module's class before `fully_shard`, which replaces it by a subclass of FSDPModule and that class.
 
     Source: torch 2.13, distributed/fsdp/_fully_shard/_fully_shard.py, fully_shard.
     """
     return next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
 
 
-@_known
+@_explains_new_torch
 def non_persistent_buffers(module: nn.Module) -> frozenset[str]:
-    """Return the names of a module's own buffers that are in no state dict."""
+    """Return the names of a module's own buffers that its state dict leaves out."""
     return frozenset(module._non_persistent_buffers_set)
 
 
 @contextmanager
-@_known
-def swappable(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let parameters of LSTM, GRU and RNN be swapped: these refer to them weakly, and torch swaps no such tensor.
+@_explains_new_torch
+def swappable_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within this context, the parameters of LSTM, GRU and RNN modules can be swapped (`torch.utils.swap_tensors`).
 
-    By these references they notice a parameter that was replaced (`torch.func.functional_call`): they get them back.
+    These modules keep weak references to their parameters, to notice replaced ones (`torch.func.functional_call`), and
+    torch refuses to swap a tensor with weak references. They are removed here, and made anew at the end.
     """
     recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
     for module in recurrent:
@@ -220,15 +225,15 @@ def swappable(modules: Iterable[nn.Module]) -> Iterator[None]:
             module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
 
 
-@_known
+@_explains_new_torch
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if one tensor is another view of the other's memory; also on meta, where there is none."""
+    """True if two tensors are views of the same memory; works on the meta device too, which has no memory."""
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
-@_known
-def checkpointed(module: nn.Module) -> nn.Module:
-    """Return a module that computes `module` again in backward; its state dict has the names that it had.
+@_explains_new_torch
+def checkpointed_module(module: nn.Module) -> nn.Module:
+    """Return a module that recomputes `module` in backward (activation checkpointing); names in its state dict stay.
 
     Source: torch 2.13, torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py; torchtitan, accelerate
     and Lightning take it from there too.
@@ -239,39 +244,40 @@ def checkpointed(module: nn.Module) -> nn.Module:
     return wrapper
 
 
-@_known
+@_explains_new_torch
 def is_checkpointed(module: nn.Module) -> bool:
-    """True for what `checkpointed` returns."""
+    """True for a module that `checkpointed_module` returned."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
     return isinstance(module, CheckpointWrapper)
 
 
 class Fsdp2Unit(NamedTuple):
-    """What one `fully_shard` call manages."""
+    """The parameters that one `fully_shard` call manages on one mesh, and its settings."""
 
     mesh: DeviceMesh
     reshard_after_forward: bool | int
-    """An int is the number of ranks that hold a part after forward."""
+    """An int is the number of ranks over which the parameters are sharded after forward."""
     mixed_precision: MixedPrecisionPolicy
-    """What was given to `fully_shard`."""
+    """The policy given to `fully_shard`."""
     compute_dtypes: tuple[torch.dtype | None, ...]
-    """Of its parameters, each once, in their order; None computes in its own. More than one with torch 2.15's
-    `param_dtype_override_fn`."""
+    """The distinct dtypes in which its parameters compute; None is a parameter's own. There is more than one only with
+    torch 2.15's `param_dtype_override_fn`."""
     cpu_offload: bool
     parameters: dict[tuple[int, str], nn.Parameter]
-    """(id of a module, attribute) -> sharded parameter, whatever is registered on the module just now; every
-    place of a tie is there."""
+    """(id of a module, attribute) -> sharded parameter, even while the gathered one is registered on the module. A tied
+    parameter has all its attributes."""
 
 
-@_known
+@_explains_new_torch
 def fsdp2_units(module: FSDPModule, *, is_root: bool) -> Iterator[Fsdp2Unit]:
     """Yield the parameter groups of a module that `fully_shard` was called on.
 
-    There is one, unless meshes differ; there is none if units inside the module have all parameters.
+    There is one, or several if their meshes differ; there is none if units inside the module have all parameters.
 
     Args:
-        is_root: no FSDP module is around it.
+        module: with `fully_shard` applied.
+        is_root: True if no FSDP module is around it.
 
     Source: torch 2.6 to 2.15, torch/distributed/fsdp/_fully_shard/_fsdp_state.py, _fsdp_param_group.py,
     _fsdp_param.py.
@@ -280,8 +286,8 @@ def fsdp2_units(module: FSDPModule, *, is_root: bool) -> Iterator[Fsdp2Unit]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.6 has one at most
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    # fully_shard says True if it was told nothing; the first forward turns that to False on the root. Up
-    # to torch 2.7 it does so whatever fully_shard was told, and there is no such attribute.
+    # Without a setting, fully_shard sets True, and the first forward changes that to False on the root. Up to torch 2.7
+    # the first forward does so whatever the setting, and this attribute does not exist.
     is_automatic = is_root and getattr(state, "_auto_reshard_after_forward", True)
     for group in groups:
         after = group.post_forward_mesh_info
@@ -311,25 +317,25 @@ class Fsdp1Unit(NamedTuple):
     """The flat parameter of one FSDP1 module."""
 
     fqns: tuple[str, ...]
-    """Of the parameters in it, relative to the module."""
+    """Names of the parameters in it, relative to the module."""
     numels: tuple[int, ...]
-    """Of each, whole, in elements."""
+    """Size of each whole parameter, in elements."""
     local: torch.Tensor
-    """This rank's part, padding included."""
+    """This rank's part, with padding."""
     num_shards: int
     registered: tuple[torch.Tensor, ...]
-    """What modules may have as a parameter for it: itself, or views of it (use_orig_params)."""
+    """The tensors that modules may have as parameters for it: itself, or views of it (use_orig_params)."""
     shared: tuple[tuple[str, str], ...]
     """(further name, first name) of the tied parameters in it, relative to the module."""
     group: dist.ProcessGroup | None
-    """The ranks that hold the other parts; None if every rank holds it whole."""
+    """The ranks with the other parts; None if every rank has all of it."""
     device: torch.device
-    """Where it is computed; it may be stored elsewhere."""
+    """The device of computation; it may be stored elsewhere."""
     has_dtensors: bool
-    """Parts of DTensors were made flat: tensor parallelism has cut them before."""
+    """True if it consists of local parts of DTensors, which tensor parallelism has cut before."""
 
 
-@_known
+@_explains_new_torch
 def fsdp1_unit(module: FullyShardedDataParallel) -> Fsdp1Unit | None:
     """Return an FSDP1 module's flat parameter; None if modules inside it have all parameters.
 
@@ -339,7 +345,7 @@ def fsdp1_unit(module: FullyShardedDataParallel) -> Fsdp1Unit | None:
     if handle is None:
         return None
     flat = handle.flat_param
-    # After a forward without resharding flat_param is the whole one, and _local_shard still the part.
+    # After a forward without resharding, flat_param is the whole tensor, and _local_shard is still this rank's part.
     local = getattr(flat, "_local_shard", flat)
     numels = tuple(shape.numel() for shape in flat._shapes)
     views = (*(getattr(flat, "_params", None) or ()), *(getattr(flat, "_shared_params", None) or ()))
@@ -363,18 +369,18 @@ def fsdp1_unit(module: FullyShardedDataParallel) -> Fsdp1Unit | None:
     )
 
 
-@_known
+@_explains_new_torch
 def is_fsdp1_part(tensor: torch.Tensor) -> bool:
-    """True for what FSDP1 registers as a parameter: a flat parameter, or a view of one.
+    """True for a tensor that FSDP1 registered as a parameter, which is a flat parameter or a view of one.
 
     Source: torch 2.13, torch/distributed/fsdp/_common_utils.py, _is_fsdp_flattened.
     """
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
-@_known
+@_explains_new_torch
 def foreach_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the norm of each tensor, accumulated and given in `dtype`, in a few kernels for all of them.
+    """Return the norm of each tensor, accumulated and returned in `dtype`, with a few kernels for all tensors.
 
     Source: torch 2.13, torch/nn/utils/clip_grad.py calls it so, in the tensors' own dtype.
     """
@@ -382,29 +388,29 @@ def foreach_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dt
     return norms
 
 
-@_known
+@_explains_new_torch
 def foreach_scale_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors of one device in place by a tensor of no dims on the same device.
+    """Multiply tensors of one device in place by a 0-d tensor on the same device.
 
     Source: torch 2.13, torch/nn/utils/clip_grad.py.
     """
     torch._foreach_mul_(tensors, factor)
 
 
-@_known
+@_explains_new_torch
 def times_written(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written in place, on meta too.
+    """Return the number of times that a tensor was written in place; works on the meta device too.
 
     Source: torch 2.13, the version counter of autograd, `Tensor._version`.
     """
     return tensor._version
 
 
-@_known
+@_explains_new_torch
 def wrap_policy_classes(policy: object) -> frozenset[type]:
     """Return the classes that a ModuleWrapPolicy of FSDP1 wraps; none for any other policy.
 
-    For messages alone, so a torch that has another name for them is no error.
+    Only messages use it, so it is no error if a version of torch has another name for the attribute.
 
     Source: torch 2.13, torch/distributed/fsdp/wrap.py.
     """
@@ -412,36 +418,36 @@ def wrap_policy_classes(policy: object) -> frozenset[type]:
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation on tensors that runs inside it; a subclass has `seen`.
+    """A context that calls `on_operation` for every operation on tensors inside it; subclasses implement `on_operation`.
 
     Source: torch 2.13, torch/utils/_python_dispatch.py.
     """
 
-    def seen(self, name: str, inputs: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
-        """Be told of an operation.
+    def on_operation(self, name: str, inputs: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        """Receive an operation after it ran.
 
         Args:
             name: of the operation, such as "aten.cat.default".
-            inputs: positional arguments.
-            options: the others.
-            result: what it returned.
+            inputs: its positional arguments.
+            options: its keyword arguments.
+            result: its result.
         """
         raise NotImplementedError
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Carry out an operation and tell `seen` of it."""
+        """Run an operation, and call `on_operation` with it."""
         result = func(*args, **(kwargs or {}))
-        self.seen(str(func), args, kwargs or {}, result)
+        self.on_operation(str(func), args, kwargs or {}, result)
         return result
 
 
 class LocalRegions(torch.Tensor):
-    """A rank's memory that holds several regions of a tensor, or another than its DTensor says, for `dcp`.
+    """A rank's memory whose regions of a tensor are not those that a DTensor could have: several, or another one.
 
-    It is a view of that memory. `dcp.save` asks it what to write, `dcp.load` what to read, and both for the memory of a
-    region; everything else sees a plain tensor, but for `size()`, which is that of the whole tensor.
+    It is a view of that memory. `dcp.save` and `dcp.load` call its methods to get the regions to write or read, and the
+    memory of each region. For all other code it is a plain tensor, except that `size()` is that of the whole tensor.
 
     Source: torch 2.6 to 2.15, torch/distributed/tensor/_shards_wrapper.py and checkpoint/planner_helpers.py: the protocol
     that DTensor implements too.
@@ -458,12 +464,12 @@ class LocalRegions(torch.Tensor):
         shape: tuple[int, ...],
         parts: list[tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]]],
     ) -> LocalRegions:
-        """Make one.
+        """Make one from this rank's memory.
 
         Args:
             memory: of this rank.
             shape: of the whole tensor.
-            parts: offsets in the whole tensor, sizes, and where in `memory`.
+            parts: (offsets in the whole tensor, sizes, place in `memory`) of each region.
         """
         regions = memory.detach().as_subclass(LocalRegions)
         regions._whole = torch.Size(shape)

@@ -1,7 +1,7 @@
-"""What shardkit raises.
+"""The exceptions that shardkit raises, with the exit codes of the command line.
 
-    ShardkitError            anything a user can cause; `exit_code` is what the command line returns
-      UsageError        2    options that cannot be carried out, an existing destination
+    ShardkitError            any error that a user can cause
+      UsageError        2    invalid options, an existing destination
         MeshError       2    a mesh that does not parse, or disagrees with the world size
         PolicyError     2    a wrap policy that matches nothing
       SourceError       3    an input that is damaged, refused or not understood
@@ -11,12 +11,12 @@
       ResourceError     5    disk, permission, memory or network
       Interrupted     130    Ctrl-C (130) or SIGTERM (143)
 
-A message says what is wrong and where (file, tensor, offset); `problems` lists every instance of it,
-and `hint` says what to do next. Names that came from a file must be escaped (`core.text.escape`) before
+A message names the problem and its place (file, tensor, offset); `problems` lists every instance of it,
+and `hint` is what to do next. Names that came from a file must be escaped (`core.text.escape`) before
 they are put into a message.
 
-Messages and hints name options as the command line has them, `--overwrite`; in Python it is the argument `overwrite`. A
-command that can be run as it stands is put between backticks.
+Messages and hints name options as on the command line, `--overwrite`; in Python that is the argument `overwrite`. A
+command that can be run unchanged is put between backticks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TORCH = "`pip install 'shardkit[torch]'` in this Python"
 
 
 class ShardkitError(Exception):
-    """Base of everything that a user can cause.
+    """Base of all errors that a user can cause.
 
     Args:
         message: one line, what is wrong.
@@ -52,16 +52,16 @@ class ShardkitError(Exception):
         super().__init__(message)
         self.message, self.problems, self.hint = message, tuple(problems), hint
         self.shown_by: int | None = None
-        """The rank whose error shows all of the text, if this is that of another rank: its text is one line."""
+        """Another rank whose error has the full text, so that this one is a single line; None to show the full text."""
 
     @classmethod
     def raise_for(cls, problems: Collection[str], message: str, *, hint: str | None = None) -> None:
-        """Raise this error where there are problems; arguments as for the error itself."""
+        """Raise this error if there are problems; arguments as for the error itself."""
         if problems:
             raise cls(message, problems=problems, hint=hint)
 
     def __str__(self) -> str:
-        """Return the error as a traceback shows it: layers and ranks are folded, as on the command line."""
+        """Return the text for a traceback, in which problems that differ only in numbers are folded into one line."""
         if self.shown_by is not None:
             return f"{self.message} (see rank {self.shown_by})"
         folded = fold_lines(self.problems, spreads=True)
@@ -85,7 +85,7 @@ class ShardkitError(Exception):
 
 
 class UsageError(ShardkitError):
-    """Options that cannot be carried out."""
+    """Invalid options, or a destination that exists."""
 
     exit_code = 2
 
@@ -105,21 +105,21 @@ class SourceError(ShardkitError):
 
 
 def refuse_warnings(warnings: Iterable[str]) -> None:
-    """Raise for warnings where none may be.
+    """Raise an error if there are warnings; for --strict.
 
     Raises:
-        SourceError: there is one; lists all.
+        SourceError: lists all warnings.
     """
     problems = list(warnings)
     SourceError.raise_for(
         problems,
         f"{len(problems)} warning{'s' * (len(problems) != 1)}, and --strict makes each an error",
-        hint="mend what they name, or leave --strict out",
+        hint="fix what they name, or leave --strict out",
     )
 
 
 class IntegrityError(SourceError):
-    """Bytes that are not what their description or digest says."""
+    """Bytes that differ from their description or digest."""
 
 
 class LayoutError(SourceError):
@@ -151,25 +151,25 @@ class Interrupted(ShardkitError):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, raised in the main thread like Ctrl-C so that both take the same way out."""
+    """SIGTERM, raised in the main thread like Ctrl-C, so that both are handled in the same way."""
 
     signum = 15
 
 
 def signal_of(interrupt: KeyboardInterrupt) -> int:
-    """Return the number of the signal that an interrupt was raised for: SIGINT's, unless it says another."""
+    """Return the number of the signal that caused an interrupt: its `signum`, or SIGINT's if it has none."""
     return getattr(interrupt, "signum", signal.SIGINT)
 
 
-def without_torch(error: ImportError) -> ResourceError | None:
-    """Return what to raise in the place of an error that says that torch cannot be imported; None for any other."""
+def missing_torch_error(error: ImportError) -> ResourceError | None:
+    """Return the error to raise instead of an ImportError about torch; None for other imports."""
     if (error.name or "").partition(".")[0] != "torch":
         return None
     return ResourceError(f"this needs torch: {' '.join(str(error).split())}", hint=_TORCH)
 
 
 def check_torch() -> None:
-    """Refuse what torch does here, or in a child process.
+    """Check that torch is installed, before it is needed here or in a child process.
 
     Raises:
         ResourceError: torch is not installed.
@@ -179,7 +179,7 @@ def check_torch() -> None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and what it was raised from, innermost last."""
+    """Yield an exception and its causes (`raise ... from`), innermost last."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

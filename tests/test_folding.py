@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardkit._folding import FoldedNames, fold, fold_lines, format_numbers, spread, template
+from shardkit._folding import FoldedNames, fold, fold_lines, format_numbers, merge_ranges, template
 
 
 def expand(pattern):
@@ -132,6 +132,6 @@ def test_three_lines_or_more_show_the_least_and_the_most():
 def test_spread_numbers():
     texts = ["8,064 of 9,000 in bf16 (0.1%), 1e-05", "99 of 9,000 in bf16 (99%), -2"]
     assert len(set(map(template, texts))) == 1
-    assert spread(texts) == "99 to 8,064 of 9,000 in bf16 (0.1 to 99%), -2 to 1e-05"
-    assert spread(["box at [0, 1,200, 4]", "box at [2, 1,200, 4]"]) == "box at [0 to 2, 1,200, 4]"
+    assert merge_ranges(texts) == "99 to 8,064 of 9,000 in bf16 (0.1 to 99%), -2 to 1e-05"
+    assert merge_ranges(["box at [0, 1,200, 4]", "box at [2, 1,200, 4]"]) == "box at [0 to 2, 1,200, 4]"
     assert template("fp16") == "fp16"

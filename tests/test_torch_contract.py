@@ -92,12 +92,12 @@ def test_checkpointed_modules_keep_their_names() -> None:
     import torch
     from torch import nn
 
-    from shardkit._torch import checkpointed, is_checkpointed
+    from shardkit._torch import checkpointed_module, is_checkpointed
 
     calls = []
     plain = nn.Linear(2, 2)
     plain.register_forward_pre_hook(lambda *_: calls.append(1))
-    model = nn.Sequential(checkpointed(plain))
+    model = nn.Sequential(checkpointed_module(plain))
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
     assert is_checkpointed(model[0])
     assert not is_checkpointed(plain)
@@ -125,7 +125,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from shardkit._torch import flattened, fsdp_shards, init_fake_world, shard_of
+from shardkit._torch import flattened_mesh, fsdp_shards, init_fake_world, shard_of
 
 init_fake_world(4)
 mesh = init_device_mesh("cpu", (4,))
@@ -166,9 +166,9 @@ assert [shard_of(placement) for placement in both.weight.placements] == [(0, 2),
 assert shard_of(Replicate()) is None and shard_of(Shard(1)) == (1, 1)
 
 three = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
-both = flattened(three, ("dp_shard", "cp"), "dp_shard_cp", ("dp_replicate",))
+both = flattened_mesh(three, ("dp_shard", "cp"), "dp_shard_cp", ("dp_replicate",))
 assert (both.mesh_dim_names, tuple(both.shape)) == (("dp_replicate", "dp_shard_cp"), (1, 4))
-assert flattened(three, ("dp_shard", "cp"), "dp_shard_cp").mesh.tolist() == [0, 1, 2, 3]
+assert flattened_mesh(three, ("dp_shard", "cp"), "dp_shard_cp").mesh.tolist() == [0, 1, 2, 3]
 """
 
 
@@ -187,13 +187,13 @@ def test_metadata_is_pickled_with_the_five_fields_that_every_torch_reads() -> No
         TensorStorageMetadata,
     )
 
-    from shardkit._torch import describe_as_before
+    from shardkit._torch import pickle_without_strides
 
     properties = TensorProperties.create_from_tensor(torch.ones(2, 3, dtype=torch.bfloat16).t())
     metadata = Metadata(
         {"a": TensorStorageMetadata(properties, torch.Size([3, 2]), []), "b": BytesStorageMetadata()}
     )
-    describe_as_before(metadata)
+    pickle_without_strides(metadata)
     described = properties.__reduce_ex__(4)
     assert described[0].__name__ == "__newobj__"
     assert len(described[2]) == 5
@@ -218,12 +218,12 @@ def test_parameters_of_an_lstm_can_be_swapped() -> None:
     import torch
     from torch import nn
 
-    from shardkit._torch import swappable
+    from shardkit._torch import swappable_parameters
 
     module, whole = nn.LSTM(3, 2, device="meta"), nn.LSTM(3, 2)
     with pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(module.weight_ih_l0, nn.Parameter(torch.ones(8, 3)))
-    with swappable([nn.Linear(2, 2), module]):
+    with swappable_parameters([nn.Linear(2, 2), module]):
         for name, parameter in module.named_parameters():
             torch.utils.swap_tensors(parameter, nn.Parameter(whole.get_parameter(name).detach().clone()))
     values = torch.randn(4, 1, 3)
@@ -266,7 +266,9 @@ def test_a_newer_torch_without_a_name_is_refused_by_name(monkeypatch: pytest.Mon
     with pytest.raises(AttributeError):  # of a torch that was tried it is our fault
         _torch.non_persistent_buffers(object())  # type: ignore[arg-type]
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    message = r"torch 2\.99\.0 is newer .* 2\.6 to 2\.15, and {} no longer finds .*: .* has no attribute '{}'"
+    message = (
+        r"torch 2\.99\.0 is newer .* 2\.6 to 2\.15, and {} does not work with it: .* has no attribute '{}'"
+    )
     with pytest.raises(
         ResourceError, match=message.format("non_persistent_buffers", "_non_persistent_buffers_set")
     ):
@@ -285,7 +287,7 @@ def test_a_dispatch_mode_sees_operations_by_name() -> None:
             super().__init__()
             self.found: list[str] = []
 
-        def seen(self, name: str, inputs: object, options: object, result: object) -> None:
+        def on_operation(self, name: str, inputs: object, options: object, result: object) -> None:
             self.found.append(name)
 
     with Mode() as mode:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from shardkit._folding import fold, spread, template
+from shardkit._folding import fold, merge_ranges, template
 from shardkit.cli import options as opt
 from shardkit.cli.output import Output, PageFile, facts, first_rows, picture_lines
 from shardkit.core.dtypes import CASTS, short_dtype
@@ -179,7 +179,7 @@ def _rows(tensors: Sequence[TensorDiff]) -> Iterator[tuple[str, ...]]:
         what = (
             texts.pop()
             if len(texts) == 1
-            else spread([_difference(tensor, is_one=False) for tensor in group])
+            else merge_ranges([_difference(tensor, is_one=False) for tensor in group])
         )
         rows |= dict.fromkeys([tensor.name for tensor in group], _row(group[0])._replace(what=what))
     for line in fold((tensor.name, rows[tensor.name]) for tensor in tensors):

@@ -23,7 +23,14 @@ import click
 
 from shardkit.cli.output import Output, remark, shown_lines, silence
 from shardkit.core.text import escape, in_shell, suggestion
-from shardkit.errors import Interrupted, ResourceError, ShardkitError, UsageError, signal_of, without_torch
+from shardkit.errors import (
+    Interrupted,
+    ResourceError,
+    ShardkitError,
+    UsageError,
+    missing_torch_error,
+    signal_of,
+)
 
 _ENVIRONMENT, _BUG, _BROKEN_PIPE = 5, 70, 141
 _UNKNOWN, _NO_CHOICE = re.compile(r"No such command '(.*)'"), re.compile(r"'(.*)' is not one of ")
@@ -174,7 +181,7 @@ def describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         hint = "`ulimit -v` limits memory, `ulimit -u` processes: raise what is reached, or lower --jobs"
         return _error_json("ResourceError", "a system limit prevents starting threads", hint, _ENVIRONMENT)
-    if isinstance(error, ImportError) and (lacking := without_torch(error)):
+    if isinstance(error, ImportError) and (lacking := missing_torch_error(error)):
         return lacking.to_json()
     if isinstance(error, FileNotFoundError) and error.filename is None and _has_no_cwd():
         return _error_json(

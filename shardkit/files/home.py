@@ -51,7 +51,7 @@ def home_of(directory: str) -> str:
     """
     if storage.lexists(os.path.join(directory, MANIFEST)):
         return directory
-    names = _listed(directory)
+    names = _list_names(directory)
     if METADATA not in names or not any(map(is_data_folder, names)):
         return directory
     folder = _named_folder(directory)
@@ -68,7 +68,7 @@ def home_of(directory: str) -> str:
 def root_of(directory: str) -> str:
     """Return the directory for users: the one above a home, or any other directory unchanged."""
     above, name = os.path.split(directory.rstrip("/"))
-    if not is_data_folder(name) or METADATA in _listed(directory):
+    if not is_data_folder(name) or METADATA in _list_names(directory):
         return directory
     above = above or os.curdir
     return above if home_of(above) == os.path.join(above, name) else directory
@@ -95,17 +95,17 @@ def names_in(directory: str) -> list[str]:
     return [*names, METADATA] if root_of(directory) != directory else names
 
 
-def known() -> list[object]:
-    """Return all homes found so far, as JSON, for `learn` in other processes."""
+def known_homes() -> list[object]:
+    """Return all homes found so far, as JSON, for `learn_homes` in other processes."""
     return [[list(state), folder] for state, folder in _folders.items()]
 
 
-def learn(entries: Iterable[tuple[Sequence[str | int], str | None]]) -> None:
+def learn_homes(entries: Iterable[tuple[Sequence[str | int], str | None]]) -> None:
     """Adopt the homes of another process. They apply if `.metadata` is the same file."""
     _folders.update((tuple(state), folder) for state, folder in entries)
 
 
-def _listed(directory: str) -> list[str]:
+def _list_names(directory: str) -> list[str]:
     try:
         return storage.listdir(directory)
     except (OSError, ValueError):  # ValueError: a NUL in the path

@@ -102,7 +102,7 @@ def file_size(directory: str, name: str, *, follow: bool) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def unlike(
+def differing_sizes(
     directory: str, files: Iterable[manifest.SavedFile], *, follow: bool = False
 ) -> dict[str, int | None]:
     """Return the files of a manifest whose size in a directory differs: name -> actual size.
@@ -122,7 +122,7 @@ def unlike(
     }
 
 
-def unlisted(directory: str, content: manifest.Manifest) -> Iterator[str]:
+def unlisted_names(directory: str, content: manifest.Manifest) -> Iterator[str]:
     """Yield the names in a directory that its manifest does not list, in order.
 
     Folders with their own manifest are skipped.

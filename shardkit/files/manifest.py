@@ -123,9 +123,9 @@ class RecordedSource:
     """The identity of the source weights."""
 
     repo: str | None = None
-    """Commit on the Hub; None for local files."""
+    """Repo id on the Hub; None for local files."""
     commit: str | None = None
-    """Of that repo."""
+    """Commit of that repo."""
     files: tuple[RecordedSourceFile, ...]
 
 
@@ -544,7 +544,7 @@ def format_of(manifest: Manifest) -> int:
 
 
 def to_json(record: Any) -> dict[str, Any]:
-    """Return a record of this module as a dict or list, with nested records unchanged; a `default` for `json.dumps`."""
+    """Return a record of this module as a dict with nested records unchanged, for use as `default` of `json.dumps`."""
     kind: Any = type(record)
     head, keys, values_of, optional = _spelling(kind)
     content = {**head, **dict(zip(keys, values_of(record), strict=True))}
@@ -649,7 +649,7 @@ def read_file(
 
 
 def read_bytes(directory: str) -> bytes:
-    """Return the bytes of a directory's manifest, which must not be a link that leaves the directory.
+    """Return the bytes of a directory's manifest, unparsed. It must not be a link that leaves the directory.
 
     Raises:
         SourceError: the manifest does not exist, or is not a regular file.
@@ -742,7 +742,8 @@ def decode(content: dict[str, Any], name: str) -> Manifest:
     kinds: dict[str, Any] = {cls.kind: cls for cls in KINDS}
     if not isinstance(kind, str) or kind not in kinds:
         raise SourceError(
-            f"{shown}: kind: expected one of {', '.join(kinds)}, found {_found(kind)}", hint="update shardkit"
+            f"{shown}: kind: expected one of {', '.join(kinds)}, found {_value_text(kind)}",
+            hint="update shardkit",
         )
     try:
         manifest: Manifest = _decoder(kinds[kind])(content)
@@ -807,7 +808,7 @@ def _records(kind: Any) -> _Decoder:
 
     def decode(value: Any) -> Any:
         if type(value) is not dict:
-            raise _expected("an object", value)
+            raise _expectation_error("an object", value)
         record, get = object.__new__(kind), value.get
         decoded = _decode_all(((key, part, get(key, absent)) for key, part, absent in parts), ".{}".format)
         for set_field, (_, item) in zip(setters, decoded, strict=True):
@@ -820,7 +821,7 @@ def _records(kind: Any) -> _Decoder:
 def _rows(decoders: list[_Decoder]) -> _Decoder:
     def decode(value: Any) -> Any:
         if type(value) is not list or len(value) != len(decoders):
-            raise _expected(f"a list of {len(decoders)}", value)
+            raise _expectation_error(f"a list of {len(decoders)}", value)
         items = zip(range(len(value)), decoders, value, strict=True)
         return tuple(item for _, item in _decode_all(items, _at_index))
 
@@ -830,7 +831,7 @@ def _rows(decoders: list[_Decoder]) -> _Decoder:
 def _lists(decode_item: _Decoder) -> _Decoder:
     def decode(value: Any) -> Any:
         if type(value) is not list:
-            raise _expected("a list", value)
+            raise _expectation_error("a list", value)
         items = ((index, decode_item, item) for index, item in enumerate(value))
         return tuple(item for _, item in _decode_all(items, _at_index))
 
@@ -840,7 +841,7 @@ def _lists(decode_item: _Decoder) -> _Decoder:
 def _mappings(decode_item: _Decoder) -> _Decoder:
     def decode(value: Any) -> Any:
         if type(value) is not dict:
-            raise _expected("an object", value)
+            raise _expectation_error("an object", value)
         for name, item in _decode_all(((name, decode_item, value[name]) for name in value), _at_name):
             value[name] = item  # in place, to save memory
         return value
@@ -877,7 +878,7 @@ def _scalars(kinds: set[type], what: str, is_good: Callable[[Any], object] | Non
     def decode(value: Any) -> Any:
         # By exact type: True is an int to isinstance.
         if type(value) not in kinds or (is_good and not is_good(value)):
-            raise _expected(what, value)
+            raise _expectation_error(what, value)
         return value
 
     return decode
@@ -885,7 +886,7 @@ def _scalars(kinds: set[type], what: str, is_good: Callable[[Any], object] | Non
 
 def _anything(value: Any) -> Any:
     if value is MISSING:
-        raise _expected("a value", value)
+        raise _expectation_error("a value", value)
     return value
 
 
@@ -915,13 +916,13 @@ def _at_index(index: int) -> str:
     return f"[{index}]"
 
 
-def _expected(what: str, value: object) -> _WrongFields:
+def _expectation_error(what: str, value: object) -> _WrongFields:
     if value is MISSING:
         return _WrongFields([": it is missing"])
-    return _WrongFields([f": expected {what}, found {_found(value)}"])
+    return _WrongFields([f": expected {what}, found {_value_text(value)}"])
 
 
-def _found(value: object) -> str:
+def _value_text(value: object) -> str:
     if isinstance(value, (dict, list)):
         return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
     text = json.dumps(value)

@@ -39,7 +39,7 @@ class SharedReads:
             self._nbytes += len(data)
             self._noted[state] = data
 
-    def plain(self) -> list[tuple[_State, str]]:
+    def to_plain(self) -> list[tuple[_State, str]]:
         """Return all entries as plain data."""
         return [
             (state, base64.b64encode(zlib.compress(data, 1)).decode()) for state, data in self._noted.items()
@@ -50,7 +50,7 @@ _noting: list[SharedReads] = []
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[SharedReads]:
+def recording() -> Iterator[SharedReads]:
     """Record reads of files on disk within this context."""
     notes = SharedReads()
     _noting.append(notes)
@@ -61,7 +61,7 @@ def noted() -> Iterator[SharedReads]:
 
 
 def learn(entries: Iterable[tuple[Sequence[str | int], str]]) -> None:
-    """Adopt reads of another process, from `SharedReads.plain`. Each is used at most once, for the same file."""
+    """Adopt reads of another process, from `SharedReads.to_plain`. Each is used at most once, for the same file."""
     _shared_data.clear()
     _shared_data.update((tuple(state), zlib.decompress(base64.b64decode(text))) for state, text in entries)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of every format: opened to catalogs, written from images. `open` is the one way in.
+"""Checkpoints of every format: `open` reads one to a catalog, and images describe the files to write.
 
 Internal: import from `shardkit`.
 """
@@ -21,25 +21,26 @@ def open(
     plain: PlainWeights | None = None,
     folded: bool = False,
 ) -> Checkpoint:
-    """Open a checkpoint or a Hub model of any format: its catalog, and how to get at the tensors.
+    """Open a checkpoint or a Hub model of any format; no tensor data is read.
 
     Args:
-        source: a directory, a file that is a checkpoint, or one that belongs to it (`.metadata`, `meta.pt`); or the
-            repo id of a Hub model. A path that exists is never looked up on the Hub. A checkpoint that is open already
-            is not opened again.
-        format: the only format to open it as; None recognises the format by marker files.
+        source: one of: a directory; a file that is a checkpoint; a file that belongs to one (`.metadata`, `meta.pt`);
+            the repo id of a Hub model; an open checkpoint. A path that exists is never looked up on the Hub, and an
+            open checkpoint is not opened again.
+        format: the name of the format to open it as; None recognises the format by marker files.
         revision: branch, tag or commit of a repo id.
-        variant: of a Hub model, e.g. "fp16" for `model.fp16.safetensors`; None takes the default weights.
-        headers_only: True if nothing but headers will be read: a repo's weights need not be downloaded then; see
+        variant: of a Hub model, e.g. "fp16" for `model.fp16.safetensors`; None opens the default weights.
+        headers_only: True if only headers will be read, so that a repo's weights need not be downloaded; see
             `hub.repo.fetch_model`.
-        plain: quantised weights are refused, or plain ones stand in their place; None leaves them as they are stored.
-        folded: dense weights stand in the place of factors.
+        plain: whether to refuse quantised weights or to replace them by dequantised ones; None leaves them as stored.
+        folded: replace the factors of OSFT by the dense weights that they make up.
 
     Raises:
         UsageError: `format` is not the name of a format, or `revision` is given for a local path.
-        SourceError: there is nothing, no checkpoint, or a damaged or incomplete one.
-        IntegrityError, ResourceError: from opening it; no network.
-        LayoutError: with `plain` or `folded`: weights are quantised and refused, or scales or factors do not fit.
+        SourceError: the path does not exist, is not a checkpoint, or is a damaged or incomplete one.
+        IntegrityError: stored bytes contradict their description.
+        ResourceError: a file or the network cannot be read.
+        LayoutError: with `plain` or `folded`: quantised weights are refused, or scales or factors do not fit.
     """
     if isinstance(source, str):
         from shardkit.formats.registry import open_checkpoint

@@ -1,8 +1,8 @@
-"""Do two configs of one model mean the same? Pure.
+"""Compare two configs of one model by meaning, not by text. Pure.
 
-Versions of transformers write one config in several ways: each adds keys, leaves some out, and fills in what was null.
-So a key that one file alone has counts where one version wrote both. What follows from the weights as they are written
-(dtype, rows, ties, quantisation) is not compared.
+Versions of transformers write the same config in different ways: each adds keys, leaves some out, and fills in values
+that were null. So a key that only one file has is a difference only if the same version wrote both files. Keys that
+describe the weights as written (dtype, rows, ties, quantisation) are not compared.
 
 Source: transformers 4.57 and 5.24: PretrainedConfig.to_diff_dict, RotaryEmbeddingConfigMixin, GenerationConfig.
 """
@@ -36,65 +36,69 @@ _SAME_ROPES = {"axial": "default", "mrope": "default", "su": "longrope"}
 _SAME_LAYERS = {"mamba": "linear_attention"}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id")
 _LABELS = ("id2label", "label2id", "problem_type")
-_NEVER_ADDED = (*_LABELS, "sliding_window")  # nor left out where they say something, by any version
-_DEFAULTS = {"max_length": 20, "top_k": 50, "num_assistant_tokens": 20}  # all others' are plain
+# No version of transformers adds these keys by itself, or leaves out a value that matters.
+_NEVER_ADDED = (*_LABELS, "sliding_window")
+_DEFAULTS = {"max_length": 20, "top_k": 50, "num_assistant_tokens": 20}  # the others: see `_is_default`
 _MOST_SHOWN = 60
 
 
 def difference(file: str, key: str, checkpoint: object, base: object) -> FileDifference:
-    """Return a difference between two values."""
-    return FileDifference(file=file, key=key, checkpoint=_shown(checkpoint), base=_shown(base))
+    """Return the difference between two values of one key."""
+    return FileDifference(file=file, key=key, checkpoint=_value_text(checkpoint), base=_value_text(base))
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     text = json.dumps(value, sort_keys=True)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def architectures_of(config: Mapping[str, Any]) -> list[str]:
-    """Return the classes that a config names, diffusers' too; `fully_shard` puts FSDP before a class's name."""
+    """Return the classes that a config of transformers or diffusers names, without the FSDP that `fully_shard` prepends."""
     names = config.get("architectures", [config["_class_name"]] if "_class_name" in config else None)
     return [str(name).removeprefix("FSDP") for name in names] if isinstance(names, list) else []
 
 
 def is_same_model(config: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
-    """True if two configs name one type of model and one class; a base without a class leaves that open."""
+    """True if two configs name the same type of model and the same class; a base without a class fits every class."""
     classes = architectures_of(base)
     return config.get("model_type") == base.get("model_type") and classes in ([], architectures_of(config))
 
 
 def config_differences(file: str, config: Mapping[str, Any], base: Mapping[str, Any]) -> list[FileDifference]:
-    """Return what a config.json, or another file of settings, means otherwise than the base's."""
+    """Return the keys of a config.json, or another file of settings, whose meaning differs from the base's."""
     versions = [_version(each) for each in (config, base)]
-    return [difference(file, key, *values) for key, *values in _differing(config, base, "", versions)]
+    return [difference(file, key, *values) for key, *values in _differences(config, base, "", versions)]
 
 
 def generation_differences(
     file: str, config: Mapping[str, Any], base: Mapping[str, Any]
 ) -> list[FileDifference]:
-    """Return what a generation_config.json means otherwise than the base's."""
+    """Return the keys of a generation_config.json whose meaning differs from the base's."""
     return [
         difference(file, key, config.get(key), base.get(key))
         for key in sorted(config.keys() | base.keys())
         if not (key.startswith("_") or key in _NOT_COMPARED)
-        and _generation(config, key) != _generation(base, key)
+        and _generation_value(config, key) != _generation_value(base, key)
     ]
 
 
-def _generation(config: Mapping[str, Any], key: str) -> object:
-    value = _plain(key, config.get(key))
+def _generation_value(config: Mapping[str, Any], key: str) -> object:
+    value = _comparable_value(key, config.get(key))
     return None if _is_default(key, value) else value
 
 
 def _is_default(key: str, value: object) -> bool:
-    """True for what most keys mean where they are not written."""
+    """True if writing this value means the same as leaving the key out."""
     if key in TOKENS or key in _DEFAULTS:
         return value == _DEFAULTS.get(key)
     return value is False or value in ("", [], {}) or (value in (0, 1) and value is not True)
 
 
-def _plain(key: str, value: object) -> object:
-    """Return a value as it is compared: one token, or a set of them, however it is written; labels without a name are none."""
+def _comparable_value(key: str, value: object) -> object:
+    """Return a value in the form in which it is compared, so that different spellings are equal.
+
+    A list of one token id becomes the id, several are sorted, and labels without real names become None.
+    """
     if key in _LABELS and isinstance(value, Mapping):
         return None if all("LABEL_" in f"{label}{number}" for label, number in value.items()) else value
     if isinstance(value, Mapping) and value.keys() == {"__float__"}:  # infinity, as transformers 5 writes it
@@ -107,41 +111,46 @@ def _plain(key: str, value: object) -> object:
         )
     if "modules" in key:  # PEFT writes a set
         return sorted(value, key=str)
-    parts = [_SAME_LAYERS.get(each, each) if isinstance(each, str) else _plain("", each) for each in value]
+    parts = [
+        _SAME_LAYERS.get(each, each) if isinstance(each, str) else _comparable_value("", each)
+        for each in value
+    ]
     is_tokens = key in TOKENS and all(isinstance(each, int) for each in value)
     return parts if not is_tokens else parts[0] if len(parts) == 1 else sorted(value)
 
 
-def _differing(
+def _differences(
     config: Mapping[str, Any], base: Mapping[str, Any], above: str, versions: list[list[int]]
 ) -> Iterator[tuple[str, object, object]]:
-    # transformers 5 gives the text part a config of its own.
+    # transformers 5 writes the settings of the text model into a section of their own.
     if ("text_config" in config) != ("text_config" in base):
-        config, base = _flat(config), _flat(base)
+        config, base = _flatten(config), _flatten(base)
     for key in sorted((config.keys() | base.keys()) - _NOT_COMPARED - _ROPE):
-        pair = [_plain(key, _meant(each, key)) for each in (config, base)]
+        pair = [_comparable_value(key, _effective_value(each, key)) for each in (config, base)]
         if key.startswith("_") or pair[0] == pair[1]:
             continue
         is_lone = key not in base or key not in config
-        if None in pair and not _counts(key, pair, versions, is_lone=is_lone):
+        if None in pair and not _is_real_difference(key, pair, versions, is_lone=is_lone):
             continue
         value, base_value = pair
         if isinstance(value, Mapping) and isinstance(base_value, Mapping) and key not in _LABELS:
-            yield from _differing(value, base_value, f"{above}{key}.", versions)
+            yield from _differences(value, base_value, f"{above}{key}.", versions)
         else:
             yield f"{above}{key}", config.get(key), base.get(key)
-    yield from _differing_ropes(_ropes(config), _ropes(base), f"{above}rope_parameters.")
+    yield from _rope_differences(_ropes(config), _ropes(base), f"{above}rope_parameters.")
 
 
-def _meant(config: Mapping[str, Any], key: str) -> object:
-    """Return a value as the model reads it."""
+def _effective_value(config: Mapping[str, Any], key: str) -> object:
+    """Return the value that takes effect in the model, or None if it has no effect."""
     is_off = key == "sliding_window" and config.get("use_sliding_window") is False
     is_computed = key == "layer_types" and {*(config.get(key) or ())} == {"full_attention"}
     return None if is_off or is_computed else config.get(key)
 
 
-def _counts(key: str, pair: Sequence[object], versions: list[list[int]], *, is_lone: bool) -> bool:
-    """True if a value is a difference from null, or from a key that is not there."""
+def _is_real_difference(
+    key: str, pair: Sequence[object], versions: list[list[int]], *, is_lone: bool
+) -> bool:
+    """True if it is a difference that one config has this value, and the other null or no such key."""
     value = pair[0] if pair[1] is None else pair[1]
     if key in TOKENS and not is_lone:
         return True
@@ -153,17 +162,17 @@ def _counts(key: str, pair: Sequence[object], versions: list[list[int]], *, is_l
 
 
 def _version(config: Mapping[str, Any]) -> list[int]:
-    """Return the version of the library that wrote a file; empty if it does not say so."""
-    version = _first(config, _VERSIONS)
+    """Return the version of the library that wrote a file, [5, 24, 0] for 5.24.0; an empty list if it is not recorded."""
+    version = _first_value(config, _VERSIONS)
     return [int(part) for part in re.findall(r"\d+", str(version))[:3]] if version is not None else []
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     part = config.get("text_config")
     return {**config, **part} if isinstance(part, Mapping) else dict(config)
 
 
-def _differing_ropes(
+def _rope_differences(
     ropes: Mapping[str, Mapping[str, Any]], base: Mapping[str, Mapping[str, Any]], above: str
 ) -> Iterator[tuple[str, object, object]]:
     if not ropes and not base:
@@ -182,32 +191,32 @@ def _differing_ropes(
 
 
 def _ropes(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the rotary embedding of each kind of layers, "" for all, in the words of transformers 5."""
+    """Return the rotary embedding of each kind of layers, with the keys of transformers 5; the kind "" is all layers."""
     settings = config.get("rope_parameters") or config.get("rope_scaling")
     settings = settings if isinstance(settings, Mapping) else {}
     parts = {name: part for name, part in settings.items() if isinstance(part, Mapping)}
     if parts:
-        return {name: _rope(part) for name, part in parts.items()}
-    theta, factor, local = (_first(config, keys) for keys in (_THETAS, _FACTORS, _LOCAL_THETAS))
+        return {name: _normal_rope(part) for name, part in parts.items()}
+    theta, factor, local = (_first_value(config, keys) for keys in (_THETAS, _FACTORS, _LOCAL_THETAS))
     if not settings and theta is None and local is None:
         return {}
     plain = {"rope_theta": theta, "partial_rotary_factor": factor, **settings}
-    ropes = {"" if local is None else "full_attention": _rope(plain)}
-    return ropes if local is None else {**ropes, "sliding_attention": _rope({"rope_theta": local})}
+    ropes = {"" if local is None else "full_attention": _normal_rope(plain)}
+    return ropes if local is None else {**ropes, "sliding_attention": _normal_rope({"rope_theta": local})}
 
 
-def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _normal_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     rope = {key: value for key, value in settings.items() if value is not None and key != "type"}
     name = settings.get("rope_type", settings.get("type", "default"))
     return {**rope, "rope_type": _SAME_ROPES.get(str(name), name)}
 
 
-def _first(config: Mapping[str, Any], keys: Sequence[str]) -> object:
+def _first_value(config: Mapping[str, Any], keys: Sequence[str]) -> object:
     return next((config[key] for key in keys if config.get(key) is not None), None)
 
 
 def eos_ids(config: Mapping[str, Any] | None, generation: Mapping[str, Any] | None) -> set[int]:
-    """Return the tokens at which `generate` stops: those of the generation config, or else the config's; none if unknown."""
+    """Return the token ids at which `generate` stops, from the generation config or else the config; empty if unknown."""
     places = (generation, config, text_part(config))
     eos = next(
         (place["eos_token_id"] for place in places if place and place.get("eos_token_id") is not None), None
@@ -219,15 +228,16 @@ def eos_ids(config: Mapping[str, Any] | None, generation: Mapping[str, Any] | No
 def follow_weights(
     config: Mapping[str, Any], written: Mapping[str, Any], *, dtype: str | None, tied: bool | None
 ) -> dict[str, Any]:
-    """Return a config with what another one, of the same model, says of the weights.
+    """Return a config whose keys about the weights (dtype, rows, ties, quantisation) have the values of another config.
 
     Args:
-        config: whole.
-        written: has the right dtype, rows and quantisation.
-        dtype: of the weights, where `written` says nothing.
-        tied: are input and output embeddings one, where `written` says nothing? None: nothing tells.
+        config: provides all other keys.
+        written: of the same model, with the right dtype, rows and quantisation.
+        dtype: of the weights, used if `written` has none.
+        tied: whether input and output embeddings are one tensor, used if `written` does not have the key; None if
+            unknown.
     """
-    followed = _followed(config, written, dtype)
+    followed = _follow_keys(config, written, dtype)
     for key in QUANTIZATION_CONFIGS:
         followed.pop(key, None)
         if key in written:
@@ -239,8 +249,8 @@ def follow_weights(
     return followed
 
 
-def _followed(config: Mapping[str, Any], written: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
-    written_dtype = str(_first(written, DTYPES) or dtype or "") or None
+def _follow_keys(config: Mapping[str, Any], written: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
+    written_dtype = str(_first_value(written, DTYPES) or dtype or "") or None
     followed = dict(config)
     for key, value in config.items():
         if key in DTYPES and written_dtype is not None:
@@ -249,11 +259,15 @@ def _followed(config: Mapping[str, Any], written: Mapping[str, Any], dtype: str 
             followed[key] = written.get(key, value)
         elif isinstance(value, Mapping) and key not in QUANTIZATION_CONFIGS:
             part = written.get(key, written if key == "text_config" else {})
-            followed[key] = _followed(value, part if isinstance(part, Mapping) else {}, written_dtype)
+            followed[key] = _follow_keys(value, part if isinstance(part, Mapping) else {}, written_dtype)
     is_apart = "text_config" in config and "text_config" not in written
     followed |= {
         key: written[key] for key in (*COUNTS, TIE) if key in written and not (is_apart and key in COUNTS)
     }
-    if written_dtype is not None and not any(key in config for key in DTYPES) and _first(written, DTYPES):
+    if (
+        written_dtype is not None
+        and not any(key in config for key in DTYPES)
+        and _first_value(written, DTYPES)
+    ):
         followed[next(key for key in DTYPES if written.get(key) is not None)] = written_dtype
     return followed

@@ -1,4 +1,7 @@
-"""A checkpoint with plain weights in the place of quantised ones, or the refusal of one that is quantised."""
+"""Dequantise a checkpoint, or refuse it because it is quantised.
+
+Plain weights store one number for each value; quantised weights are narrow numbers with scales beside them.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from shardkit.formats.derived import derive_base, derive_checkpoint
 from shardkit.formats.hub.base import Base
 from shardkit.formats.hub.directory import read_config, read_json
 from shardkit.formats.quantised import (
-    Quantised,
+    QuantisedTensors,
     can_dequantize,
     find_scaled,
-    hidden,
     holds_narrow,
     method_of,
     plain_config,
     refuse_quantised,
-    unclaimed,
+    unclaimed_tensors,
+    unmarked_tensors,
     why_narrow,
     why_quantised,
 )
@@ -29,7 +32,7 @@ from shardkit.transfer.codecs.nvfp4 import EXPORT_CONFIG
 
 
 def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return the config.json of a checkpoint's model, if there is one."""
+    """Return the config.json of a checkpoint's model, or None."""
     if checkpoint.hub is not None:
         return checkpoint.hub.config
     return next(
@@ -38,39 +41,40 @@ def config_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def why_scaled(checkpoint: Checkpoint, *, is_claimed_known: bool = False) -> str | None:
-    """Return the evidence that a checkpoint's values have scales, where neither config.json nor names show a method.
+    """Return the evidence that values have scales although neither config.json nor names show a method, or None.
 
     Args:
         checkpoint: opened.
-        is_claimed_known: what plain weights can be made of is no evidence.
+        is_claimed_known: leave out tensors that can be dequantised here.
     """
     hub, tensors = checkpoint.hub, dict[str, Held](checkpoint.catalog.tensors)
     if is_claimed_known:
-        tensors = unclaimed(tensors)
+        tensors = unclaimed_tensors(tensors)
     if not holds_narrow(tensors):
         return None
     return why_narrow(tensors, None if hub is None else read_json(hub.directory, EXPORT_CONFIG))
 
 
 def plain_checkpoint(checkpoint: Checkpoint, plain: PlainWeights) -> Checkpoint:
-    """Return a checkpoint of plain weights.
+    """Return a checkpoint of plain weights; one that is not quantised is returned as it is.
 
-    A config beside the checkpoint of a training may be that of its base: then only names show that weights are
-    quantised.
+    A config beside a training checkpoint may be that of the base. So names alone decide whether a training checkpoint
+    is quantised, unless `plain.by_config` is true.
 
     Args:
         checkpoint: opened; its files have all their checksums.
-        plain: what is asked for.
+        plain: whether to refuse or dequantise, and what counts as quantised.
 
     Raises:
-        LayoutError: it is quantised, or in a way that is not known here; or scales do not fit what they scale.
+        LayoutError: it is quantised, and `plain` refuses that; or its method is unknown here; or scales do not fit
+            their tensors.
     """
     config, tensors = config_of(checkpoint), checkpoint.catalog.tensors
     evidence = why_quantised(tensors, config if plain.by_config or checkpoint.hub is not None else None)
     if plain.by_content:
         scaled = why_scaled(checkpoint)
     else:
-        scaled = why_narrow(hidden(tensors)) if plain.dequantize else None
+        scaled = why_narrow(unmarked_tensors(tensors)) if plain.dequantize else None
     why = "; ".join(filter(None, (evidence, scaled)))
     if not why:
         return checkpoint
@@ -79,36 +83,38 @@ def plain_checkpoint(checkpoint: Checkpoint, plain: PlainWeights) -> Checkpoint:
     if plain.by_content and why_scaled(checkpoint, is_claimed_known=True) is not None:
         raise refuse_quantised(why, checkpoint.path, is_tried=True)
     quantised = find_scaled(tensors, config, checkpoint.path)
-    return _plain(checkpoint, quantised, plain.dtype, method_of(config))
+    return _dequantize(checkpoint, quantised, plain.dtype, method_of(config))
 
 
 def plain_base(base: Base) -> Base:
-    """Return a base as it would be with plain weights: what a trained model is compared with.
+    """Return the description of a base with plain weights, to compare a trained model with it.
 
-    One that is quantised in a way that is not known here stays as it is.
+    A base whose method of quantising is unknown here is returned as it is.
 
     Raises:
-        LayoutError: its scales do not fit what they scale.
+        LayoutError: its scales do not fit their tensors.
     """
     tensors = base.tensors or {}
-    is_quantised = why_quantised(tensors, base.config) is not None or bool(hidden(tensors))
+    is_quantised = why_quantised(tensors, base.config) is not None or bool(unmarked_tensors(tensors))
     if not is_quantised or not can_dequantize(base.config):
         return base
     quantised = find_scaled(tensors, base.config, base.label)
-    plain = derive_base(base, _products(quantised, PLAIN), quantised.gone)
+    plain = derive_base(base, _codecs(quantised, PLAIN), quantised.gone)
     return plain if plain.config is None else replace(plain, config=plain_config(plain.config))
 
 
-def _products(quantised: Quantised, dtype: DType) -> dict[str, Product]:
+def _codecs(quantised: QuantisedTensors, dtype: DType) -> dict[str, Product]:
     return {name: scaled.method.codec(scaled, dtype) for name, scaled in quantised.scaled.items()}
 
 
-def _plain(checkpoint: Checkpoint, quantised: Quantised, dtype: DType, method: str | None) -> Checkpoint:
+def _dequantize(
+    checkpoint: Checkpoint, quantised: QuantisedTensors, dtype: DType, method: str | None
+) -> Checkpoint:
     number = len(quantised.scaled)
     notes = [f"dequantised to {dtype.name}: {count(number, 'tensor')}; the scales are gone"] if number else []
     if checkpoint.hub is not None and method is not None:
         notes.append(f"quantization_config ({escape(method)}) is no longer in the config")
-    plain = derive_checkpoint(checkpoint, _products(quantised, dtype), quantised.gone)
+    plain = derive_checkpoint(checkpoint, _codecs(quantised, dtype), quantised.gone)
     hub = plain.hub
     if hub is not None:
         plain.catalog.notes = (*plain.catalog.notes, *notes)

@@ -1,4 +1,4 @@
-"""Checkpoints and bases with tensors that codecs make of what is stored, whoever reads them."""
+"""Checkpoints and bases some of whose tensors are computed from stored ones by codecs, as they are read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from shardkit.transfer.codecs.derive import derive, replaced
 def derive_checkpoint(
     checkpoint: Checkpoint, codecs: Mapping[str, Codec], gone: Collection[str] = ()
 ) -> Checkpoint:
-    """Return a checkpoint with tensors that are made, as `derive` puts them into its catalog.
+    """Return a checkpoint with computed tensors, which `derive` adds to its catalog.
 
-    It is no DCP directory any more: what is read of that goes through `select`.
+    Its `dcp` is None, because the stored chunks are no longer those of the tensors: reading goes through `select`.
+
+    Args:
+        checkpoint: with the stored tensors.
+        codecs: by the name of a new tensor, what computes it.
+        gone: stored names that the result does not have.
     """
     catalog, hub = derive(checkpoint.catalog, codecs, gone), checkpoint.hub
     return replace(
@@ -33,13 +38,13 @@ def derive_checkpoint(
 def derive_base(
     base: Base, codecs: Mapping[str, Codec], gone: Collection[str] = (), *, dtype: DType | None = None
 ) -> Base:
-    """Return a base with tensors that are made: what a model that was trained of such ones is compared with.
+    """Return a base with computed tensors, to compare with a model that was trained from them.
 
     Args:
-        base: the base.
+        base: with the stored tensors.
         codecs: as for `derive`.
         gone: as for `derive`.
-        dtype: that it is said to have; None is the codec's.
+        dtype: recorded for the computed tensors; None records the codec's.
     """
     place, tensors = replaced(codecs, gone), dict[str, BaseTensor]()
     for stored, tensor in (base.tensors or {}).items():

@@ -1,4 +1,4 @@
-"""Checkpoints and bases with dense weights in the place of factors."""
+"""Fold the factors of OSFT: checkpoints and bases with a dense weight in place of each weight's factors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardkit.transfer.codecs.fold import Fold
 
 
 def floating_targets(tensors: Mapping[str, Held]) -> dict[str, Target]:
-    """Return the targets whose factors are among tensors, by path, as `stored_targets` does.
+    """Return the targets whose factors are among the tensors, by path, like `stored_targets`.
 
     Raises:
         LayoutError: factors are missing, do not match, or are not ordinary floating numbers; lists all.
@@ -33,7 +33,9 @@ def floating_targets(tensors: Mapping[str, Held]) -> dict[str, Target]:
 
 
 def fold_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint of dense weights, in float32; one without factors as it is. `select` has the factors too.
+    """Return a checkpoint whose factors are replaced by dense float32 weights; one without factors is returned as it is.
+
+    Its `select` still returns the factors by name, too.
 
     Raises:
         LayoutError: factors are missing, do not match, or are not floating numbers; lists all.
@@ -42,8 +44,8 @@ def fold_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
     return derive_checkpoint(checkpoint, _folds(targets)) if targets else checkpoint
 
 
-def folded_base(base: Base) -> Base:
-    """Return a base as it would be with dense weights, in the dtype of most bytes of its other tensors.
+def fold_base(base: Base) -> Base:
+    """Return the description of a base with dense weights; these have the dtype of most bytes of its other tensors.
 
     Raises:
         LayoutError: its factors are incomplete, or are not floating numbers.

@@ -1,4 +1,4 @@
-"""What an opened model lacks by the numbers of its weight files, and an adapter by its settings."""
+"""Warnings about incomplete models: a numbered set of weight files with gaps, an adapter with modules of wrong shapes."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from shardkit.errors import ShardkitError
 from shardkit.files import storage
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.adapter import find_settings, is_adapter_file
-from shardkit.formats.hub.files import absent_parts, is_part, is_plain_file
+from shardkit.formats.hub.files import is_part, is_plain_file, missing_parts
 from shardkit.keys.peft import classify_peft, find_cut
 from shardkit.keys.select import select_model
 
 
 def find_gaps(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return warnings of absent files and of cut modules; none for a file that a person named and that may be any part."""
-    return (*absent_files(checkpoint), *cut_modules(checkpoint))
+    """Return warnings about missing weight files and about modules of an adapter that were cut.
+
+    If the user named a single file, there are none: it may be any part of a model.
+    """
+    return (*find_absent_files(checkpoint), *find_cut_modules(checkpoint))
 
 
-def absent_files(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield a line if a Hub model has only some weight files of a numbered set, and the index does not list the others."""
+def find_absent_files(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a line if a Hub model lacks weight files of a numbered set, and the index does not list them either."""
     if checkpoint.hub is not None and is_whole_model(checkpoint):
-        if files := absent_parts([file.name for file in checkpoint.hub.identity.files]):
+        if files := missing_parts([file.name for file in checkpoint.hub.identity.files]):
             yield f"{count(len(files), 'weight file')} of a numbered set, neither here nor in the index: {listed(files)}"
 
 
-def cut_modules(checkpoint: Checkpoint) -> Iterator[str]:
+def find_cut_modules(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a line if modules of an adapter have other shapes than its settings call for."""
     if is_whole_model(checkpoint) or not any(".lora_" in name for name in checkpoint.catalog.tensors):
         return
-    shapes = _shapes_in(checkpoint)
+    shapes = _shapes_of_model(checkpoint)
     try:
         peft = classify_peft(shapes)
         settings = find_settings((*checkpoint.contents.assets, checkpoint.catalog.directory, checkpoint.path))
@@ -46,7 +49,7 @@ def cut_modules(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def is_whole_model(checkpoint: Checkpoint) -> bool:
-    """True for a Hub model, unless its weights are an adapter's, or a file that a person named and that may be any part."""
+    """True for a Hub model, unless its weights are an adapter's, or a single file that the user named."""
     if checkpoint.hub is None:
         return False
     files = [file.name for file in checkpoint.hub.identity.files]
@@ -56,8 +59,8 @@ def is_whole_model(checkpoint: Checkpoint) -> bool:
     return not (is_chosen or is_adapter_file(files[0]))
 
 
-def _shapes_in(checkpoint: Checkpoint) -> Mapping[str, Shape]:
-    """Return shapes by the names of the model in a checkpoint; none where these are another trainer's own."""
+def _shapes_of_model(checkpoint: Checkpoint) -> Mapping[str, Shape]:
+    """Return the shapes of a checkpoint's model by name; an empty dict if only its trainer can load these names."""
     catalog = checkpoint.catalog
     if checkpoint.hub is not None:
         return {name: entry.shape for name, entry in catalog.tensors.items()}

@@ -1,9 +1,10 @@
-"""Whose a file is that lies where an output goes: shardkit's own is replaced, a person's never is.
+"""Decide which files at an output's destination may be replaced: shardkit's own may, a person's never.
 
-Names decide. What the manifest of an output lists is ours, edited or not. Without a manifest ours is what the format has:
-the files of a DCP directory, or the weights, config, tokenizer and processor files of a Hub model. People edit cards,
-licences and code: these are ours only if they are what the run writes. Everything else is somebody's, except for what
-systems leave behind.
+Names decide. A file is ours (shardkit's) if the manifest of the output there lists it, edited or not. Without a manifest,
+the files of the format are ours: those of a DCP directory, or weights, config, tokenizer and processor files of a Hub
+model. People edit cards, licences and code; these are ours only if they equal what the run writes. What systems leave
+behind (`.DS_Store`, `__pycache__`) is nobody's and does not matter. Everything else is foreign: it is a person's, and
+blocks `--overwrite`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from shardkit.formats.hub.assets import (
 
 HUB_INDEX = "model.safetensors.index.json"
 MARKED_WEIGHTS = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
-"""Names of weight files in a store: those of two outputs differ."""
+"""Names of weight files in a store. A hash in them keeps two outputs from sharing a name."""
 _WEIGHTS = re.compile(
     r"pytorch_lora_weights\.safetensors|(adapter_|diffusion_pytorch_)?model(\.[\w-]+?)?(-\d{5,6}-of-\d{5,6})?(\.\w+)?\.safetensors"
     r"(\.index(\.[\w-]+)?\.json)?|" + MARKED_WEIGHTS.pattern,
@@ -53,19 +54,20 @@ _CACHE, _OF_HUGGING_FACE = ".cache", ".cache/huggingface"
 _TEXTS = ("*.md", "*.py", "readme*", "license*", "licence*", "notice*", "use_policy*")
 _MAX_TEXT, _MAX_KNOWN = 64 << 20, 16
 
-Made = Mapping[str, Callable[[], bytes]]
-"""By name, what returns the content that a run puts there. A name that ends with "/" is a folder with nothing in it."""
+RunFiles = Mapping[str, Callable[[], bytes]]
+"""Files that the run writes beside the weights: name -> function that returns the content. A name that ends with "/" is
+an empty folder."""
 
 
 class OutputKind(Enum):
-    """What an output is; the value is the file that makes it one, in a store."""
+    """The kind of an output; the value is the name of the file that completes it in a store."""
 
     SHARDED = METADATA
     HUB = HUB_INDEX
 
 
-class Whose(Enum):
-    """To whom a file belongs."""
+class Owner(Enum):
+    """The owner of a file."""
 
     OURS = "ours"
     OURS_UNCHANGED = "ours if it is what the run writes"
@@ -75,49 +77,49 @@ class Whose(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What is shardkit's in a directory, as far as something there says so."""
+    """Which files of a directory are ours."""
 
     kind: OutputKind
     listed: Collection[str]
-    """Names below the directory that manifests list."""
+    """Names that manifests list, relative to the directory."""
     by_format: bool
-    """What the format has is ours too: there is an output, and no manifest lists all of its files."""
+    """True if files of the format are ours too: the directory is an output, and no manifest lists all of its files."""
     folders: Collection[str]
-    """Where our files may lie, below the directory."""
+    """Folders that may hold files of ours, relative to the directory."""
     run_names: Collection[str] = ()
-    """Names of what the run puts there too."""
+    """Names of files that the run writes beside the weights."""
     is_stored: bool
-    """It lies in a store, where nothing is replaced but what has the same name."""
+    """True if the directory is in a store, where a file is replaced only by one of the same name."""
 
 
-def whose(name: str, claim: Claim) -> Whose:
-    """Say whose a file is. Pure.
+def owner_of(name: str, claim: Claim) -> Owner:
+    """Return the owner of a file. Pure.
 
     Args:
-        name: below the directory, with "/".
-        claim: what is ours there.
+        name: relative to the directory, with "/".
+        claim: which files of the directory are ours.
     """
-    if is_nobodys(name):
-        return Whose.NOBODYS
+    if is_system_leftover(name):
+        return Owner.NOBODYS
     is_ours = name in claim.listed or name == manifest.NAME or (claim.by_format and _has_format(name, claim))
     if not is_ours:
-        return Whose.PERSONS
-    return Whose.OURS_UNCHANGED if is_text(name) else Whose.OURS
+        return Owner.PERSONS
+    return Owner.OURS_UNCHANGED if is_text(name) else Owner.OURS
 
 
-def is_nobodys(name: str) -> bool:
-    """True for a file or folder that a system leaves behind, or for one in such a folder."""
+def is_system_leftover(name: str) -> bool:
+    """True for a file or folder that a system leaves behind, or that is inside such a folder."""
     if f"{name}/".startswith(f"{_OF_HUGGING_FACE}/"):
         return True
     return any(fnmatchcase(part, pattern) for part in name.split("/") for pattern in _NOBODYS)
 
 
-def is_models_own(name: str, folders: Collection[str] = ()) -> bool:
-    """True for a weight file, index, config, tokenizer or processor file of a Hub model, and for its card, licence and code.
+def is_model_file(name: str, folders: Collection[str] = ()) -> bool:
+    """True for any file of a Hub model: weights, index, config, tokenizer, processor, card, licence and code.
 
     Args:
-        name: below the model's directory.
-        folders: of modules with weights of their own.
+        name: relative to the model's directory.
+        folders: those of modules with weights of their own.
     """
     folder, _, base = name.rpartition("/")
     modules = [module for module in folders if not is_tokenizer_folder(module)]
@@ -137,14 +139,16 @@ def _has_format(name: str, claim: Claim) -> bool:
     if claim.kind is OutputKind.HUB:
         if claim.is_stored and _WEIGHTS.fullmatch(name):
             return name == HUB_INDEX or MARKED_WEIGHTS.fullmatch(name) is not None
-        return is_models_own(name, claim.folders) or name in claim.run_names
+        return is_model_file(name, claim.folders) or name in claim.run_names
     return (not folder or is_data_folder(folder)) and (
         base == METADATA or base.endswith((".distcp", ".chunks.json"))
     )
 
 
-def refusal(path: str, shown: str, kind: OutputKind, run_files: Made | None) -> OutputExists | None:
-    """Return why a directory may not be replaced: something in it is neither ours nor nobody's; None if it may.
+def replacement_refusal(
+    path: str, shown: str, kind: OutputKind, run_files: RunFiles | None
+) -> OutputExists | None:
+    """Return the error for a directory that must not be replaced, as it holds foreign files; None if it may be replaced.
 
     Args:
         path, kind, run_files: as for `find_foreign`.
@@ -176,8 +180,8 @@ def refusal(path: str, shown: str, kind: OutputKind, run_files: Made | None) -> 
     )
 
 
-def content_of(path: str) -> Callable[[], bytes]:
-    """Return what reads a file that a run copies, if it is a small one."""
+def reader_of(path: str) -> Callable[[], bytes]:
+    """Return a function that reads a file which the run copies; called for a large file, it raises."""
     return partial(read_small, path, os.path.basename(path), _MAX_TEXT)
 
 
@@ -189,45 +193,45 @@ def _listdir(path: str) -> list[str]:
 
 
 def is_output(path: str, kind: OutputKind) -> bool:
-    """True for a directory that looks like an output of a kind, by the names in it."""
+    """True if the names in a directory are those of an output of this kind."""
     names = _listdir(path)
     if kind is OutputKind.HUB:
         return any(map(_WEIGHTS.fullmatch, names))
     return METADATA in names or manifest.NAME in names
 
 
-def written_in(path: str) -> tuple[OutputKind, Made]:
-    """Return the kind of an output of shardkit in a directory, and its files, which are read when they are compared."""
+def output_in(path: str) -> tuple[OutputKind, RunFiles]:
+    """Return the kind of shardkit's output in a directory, and its files, which are read only when they are compared."""
     kind, files = None, dict[str, Callable[[], bytes]]()
     with suppress(ShardkitError, OSError):
-        kind = _said(os.path.join(path, manifest.NAME)).kind
+        kind = _summary_of(os.path.join(path, manifest.NAME)).kind
     for here, folders, names in storage.walk(path):
         inside = "" if here == path else f"{os.path.relpath(here, path)}/"
-        files |= {inside + name: content_of(os.path.join(here, name)) for name in names}
+        files |= {inside + name: reader_of(os.path.join(here, name)) for name in names}
         if inside and not (folders or names):
             files[inside] = bytes
     return kind or (OutputKind.SHARDED if METADATA in files else OutputKind.HUB), files
 
 
-def find_foreign(path: str, kind: OutputKind, run_files: Made | None) -> list[str]:
-    """Return a line for each file or folder in a directory that is neither ours nor nobody's.
+def find_foreign(path: str, kind: OutputKind, run_files: RunFiles | None) -> list[str]:
+    """Return a line for each foreign file or folder in a directory.
 
     Args:
-        path: of a directory, or of one in a store.
-        kind: of the output that is going to replace it.
-        run_files: what the run puts there; None if that is not known yet, and no text is looked into.
+        path: a directory on a disk or in a store.
+        kind: of the output that will replace it.
+        run_files: what the run writes beside the weights; None if not known yet: texts are not compared then.
 
     Raises:
-        ResourceError: it cannot be listed or read.
+        ResourceError: the directory cannot be listed, or a file cannot be read.
     """
     if storage.lexists(path) and (storage.islink(path) or not storage.isdir(path)):
         return [escape(os.path.basename(path))]
-    claim, foreign = _claim(path, kind, run_files or {}), list[str]()
+    claim, foreign = _find_claim(path, kind, run_files or {}), list[str]()
     try:
         for here, folders, names in storage.walk(path, onerror=_unless_gone):
             inside = os.path.relpath(here, path)
             inside = "" if inside == os.curdir else f"{inside}/"
-            passed = [folder for folder in sorted(folders) if is_nobodys(f"{inside}{folder}")]
+            passed = [folder for folder in sorted(folders) if is_system_leftover(f"{inside}{folder}")]
             if claim.is_stored and not inside:
                 passed += [folder for folder in folders if _may_lie_in_store(folder, claim)]
             other_folders = [
@@ -242,7 +246,7 @@ def find_foreign(path: str, kind: OutputKind, run_files: Made | None) -> list[st
             foreign += [f"{escape(inside + folder)}/" for folder in other_folders]
             foreign += _foreign_files(path, [inside + name for name in sorted(names)], claim, run_files)
     except OSError as error:
-        raise ResourceError(f"{escape(path)} cannot be looked through: {error.strerror}") from error
+        raise ResourceError(f"{escape(path)} cannot be searched: {error.strerror}") from error
     return foreign
 
 
@@ -252,37 +256,39 @@ def _unless_gone(error: OSError) -> None:
 
 
 def _may_lie_in_store(folder: str, claim: Claim) -> bool:
-    """True for a folder that stays where it is when an output is replaced, and that nobody names any more."""
+    """True for a folder in a store that stays when its output is replaced; nothing refers to it any more."""
     return is_job_folder(folder) or (claim.kind is OutputKind.SHARDED and is_data_folder(folder))
 
 
-def _foreign_files(path: str, names: Sequence[str], claim: Claim, run_files: Made | None) -> Iterator[str]:
+def _foreign_files(
+    path: str, names: Sequence[str], claim: Claim, run_files: RunFiles | None
+) -> Iterator[str]:
     for name in names:
-        to = whose(name, claim)
-        if to is Whose.PERSONS:
+        to = owner_of(name, claim)
+        if to is Owner.PERSONS:
             yield escape(name)
         elif (
-            to is Whose.OURS_UNCHANGED
+            to is Owner.OURS_UNCHANGED
             and run_files is not None
-            and not _is_made(os.path.join(path, name), run_files.get(name))
+            and not _is_run_content(os.path.join(path, name), run_files.get(name))
         ):
             yield f"{escape(name)}: it is not what this run writes there"
 
 
-def _is_made(place: str, make: Callable[[], bytes] | None) -> bool:
-    """True if a text is what a run puts there."""
+def _is_run_content(place: str, make: Callable[[], bytes] | None) -> bool:
+    """True if the file at `place` equals what the run writes there."""
     try:
-        return make is not None and content_of(place)() == make()
+        return make is not None and reader_of(place)() == make()
     except (ShardkitError, OSError) as error:  # a link that leads nowhere, a pipe: nothing of ours
         _raise_failed(error, place)
         return False
 
 
 def _raise_failed(error: ShardkitError | OSError, path: str) -> None:
-    """Raise the error of a disk that fails for now: what it does not give is not somebody else's for that.
+    """Raise if reading failed because of the disk: an unreadable file must not count as foreign for that reason.
 
     Raises:
-        ResourceError: a file that is there, and that this user may read, cannot be read.
+        ResourceError: the file exists, this user may read it, and reading failed.
     """
     if not (storage.isfile(path) and storage.access(path, os.R_OK)):
         return
@@ -292,10 +298,10 @@ def _raise_failed(error: ShardkitError | OSError, path: str) -> None:
         raise ResourceError(f"{escape(path)} cannot be read: {error.strerror}") from error
 
 
-def _claim(path: str, kind: OutputKind, run_files: Made) -> Claim:
-    """Look into a directory for what says which files are ours."""
+def _find_claim(path: str, kind: OutputKind, run_files: RunFiles) -> Claim:
+    """Return which files of a directory are ours, by its manifests and its names."""
     names, is_stored = _listdir(path), not location_of(path).renames
-    listed, lists_all = _listed(path, kind)
+    listed, lists_all = _listed_files(path, kind)
     if kind is OutputKind.HUB:
         is_output = any(map(_WEIGHTS.fullmatch, names))
         folders = {name for name in names if is_asset_folder(name)}
@@ -305,7 +311,7 @@ def _claim(path: str, kind: OutputKind, run_files: Made) -> Claim:
         is_output = METADATA in names
         folders = set() if is_stored else {name for name in names if is_data_folder(name)}
         for folder in sorted(folders):
-            listed |= {f"{folder}/{name}" for name in _listed(os.path.join(path, folder), kind)[0]}
+            listed |= {f"{folder}/{name}" for name in _listed_files(os.path.join(path, folder), kind)[0]}
     folders |= {name.rstrip("/") for name in run_files if name.endswith("/")}
     parents = {parent for name in (*listed, *folders) for parent in folders_above(name)}
     return Claim(
@@ -319,10 +325,10 @@ def _claim(path: str, kind: OutputKind, run_files: Made) -> Claim:
     )
 
 
-def _listed(path: str, kind: OutputKind) -> tuple[set[str], bool]:
-    """Return the files that the manifests of a directory and its folders list; and whether they are a whole output."""
+def _listed_files(path: str, kind: OutputKind) -> tuple[set[str], bool]:
+    """Return the files that the manifests of a directory and its folders list, and whether these are all of the output."""
     try:
-        summary = _said(os.path.join(path, manifest.NAME))
+        summary = _summary_of(os.path.join(path, manifest.NAME))
     except (ShardkitError, OSError) as error:
         _raise_failed(error, os.path.join(path, manifest.NAME))
         return set(), False
@@ -330,47 +336,47 @@ def _listed(path: str, kind: OutputKind) -> tuple[set[str], bool]:
         return set(), False
     files = {*summary.files}
     for folder in summary.folders:
-        inside = _listed(os.path.join(path, folder), kind)[0]
+        inside = _listed_files(os.path.join(path, folder), kind)[0]
         files |= {f"{folder}/{name}" for name in (*inside, manifest.NAME)}
     return files, summary.lists_all
 
 
-class _Said(NamedTuple):
-    """What a manifest says of whose files are."""
+class _ManifestSummary(NamedTuple):
+    """The part of a manifest that decides which files are ours."""
 
     kind: OutputKind | None
-    """Of the output that it was written with; None for a list of somebody's files, which claims nothing."""
+    """Of the output that the manifest belongs to; None if it lists files of a source, which are not ours."""
     files: Collection[str]
     folders: Sequence[str]
-    """Those with manifests of their own."""
+    """Folders with manifests of their own."""
     lists_all: bool
-    """False for one of an early version, which listed the weights alone."""
+    """False for a manifest of an early version, which listed the weights alone."""
 
 
-_summaries: dict[FileStamp, _Said] = {}
-"""What manifests say that were read lately: a run asks three times, and that of many tensors takes a second."""
+_summaries: dict[FileStamp, _ManifestSummary] = {}
+"""A cache by file stamp: a run needs each manifest three times, and one of many tensors takes a second to parse."""
 
 
-def _said(path: str) -> _Said:
-    """Return the content of a manifest.
+def _summary_of(path: str) -> _ManifestSummary:
+    """Return the summary of a manifest file, from the cache if the file has not changed.
 
     Raises:
-        ShardkitError, OSError: it is not there, damaged, or may not be read.
+        ShardkitError, OSError: the file is missing or damaged, or may not be read.
     """
     stamp = FileStamp.of(storage.stat(path))
     if stamp not in _summaries:
         content = manifest.read(os.path.dirname(path))
         if len(_summaries) >= _MAX_KNOWN:
             _summaries.clear()
-        _summaries[stamp] = _Said(None, (), (), False) if content is None else _summed_up(content)
+        _summaries[stamp] = _ManifestSummary(None, (), (), False) if content is None else _summarise(content)
     return _summaries[stamp]
 
 
-def _summed_up(content: manifest.Manifest) -> _Said:
+def _summarise(content: manifest.Manifest) -> _ManifestSummary:
     files = {file.name for file in manifest.every_file(content)}
     if isinstance(content, manifest.HubModel):
-        return _Said(OutputKind.HUB, files, (), content.others is not None)
+        return _ManifestSummary(OutputKind.HUB, files, (), content.others is not None)
     if isinstance(content, manifest.FileList):
         is_ours = content.folders is not None or content.writer == "shardkit"
-        return _Said(OutputKind.SHARDED if is_ours else None, files, content.folders or (), True)
-    return _Said(OutputKind.SHARDED, {*files, METADATA}, (), True)
+        return _ManifestSummary(OutputKind.SHARDED if is_ours else None, files, content.folders or (), True)
+    return _ManifestSummary(OutputKind.SHARDED, {*files, METADATA}, (), True)

@@ -1,4 +1,4 @@
-"""Checksums that a manifest records of a source, so that its bytes can be checked as they move."""
+"""Give the files of a source the checksums that its manifest records, so that bytes are checked as they move."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _WAYS_OUT = "use another copy of it; if you changed it on purpose, add --check-s
 
 @dataclass(slots=True, kw_only=True)
 class SourceManifests:
-    """The manifests that a source is compared with."""
+    """The manifests of a source that were found."""
 
     paths: list[str] = field(default_factory=list)
-    """Manifests that tensors are compared with."""
+    """Manifests whose checksums are used."""
     warnings: list[str] = field(default_factory=list)
-    """Why other manifests were not used."""
+    """Why other manifests are not used."""
     files: dict[str, int] = field(default_factory=dict)
-    """Real path of a listed file whose size is as recorded -> its CRC-32."""
+    """For each listed file of the recorded size: its real path -> its CRC-32."""
 
     def crc_of(self, path: str) -> int | None:
-        """Return the CRC-32 that a file should have; None if none is recorded."""
+        """Return the recorded CRC-32 of a file, or None."""
         return self.files.get(storage.realpath(path)) if self.files else None
 
     def check_copies(self, copies: Iterable[tuple[str, str, int | None]]) -> None:
-        """Refuse copied files that are not what was recorded.
+        """Refuse copied files whose bytes differ from what the manifests record.
 
         Args:
-            copies: name, path and CRC-32 of each.
+            copies: (name, path, CRC-32) of each.
 
         Raises:
             IntegrityError: naming all of them.
@@ -51,20 +51,22 @@ class SourceManifests:
             if crc is not None and (recorded := self.crc_of(path)) not in (None, crc)
         ]
         IntegrityError.raise_for(
-            problems, "files beside the weights are not what the source's manifest says", hint=_WAYS_OUT
+            problems, "files beside the weights differ from the source's manifest", hint=_WAYS_OUT
         )
 
 
 class _ReadManifest(NamedTuple):
-    """A manifest, and the directory that its names are relative to."""
+    """A manifest that was read."""
 
     content: manifest.Manifest
     home: str
+    """The directory that its names are relative to."""
     path: str
+    """Of the manifest itself."""
 
 
 def add_checksums(catalog: Catalog, path: str) -> None:
-    """Give files that record no CRC-32 the checksums of their manifests, if there are any, and if chunks lie in such files.
+    """Give files without a CRC-32 of their own the checksums of their manifests, if they hold chunks of the catalog.
 
     Args:
         catalog: of raw extents; its files get checksums.
@@ -74,7 +76,7 @@ def add_checksums(catalog: Catalog, path: str) -> None:
         IntegrityError: files have the recorded sizes but other tensors.
         ResourceError: a manifest may not be read.
     """
-    if any(_lacks(catalog.files[number]) for number in set(catalog.chunks.file)):
+    if any(_lacks_checksums(catalog.files[number]) for number in set(catalog.chunks.file)):
         find_manifests([catalog], path)
 
 
@@ -85,49 +87,49 @@ def find_manifests(
     manifest_path: str | os.PathLike[str] | None = None,
     check_source: bool = True,
 ) -> SourceManifests:
-    """Give files that record no CRC-32 the checksums of their manifests.
+    """Find the manifests of a source, and give files without a CRC-32 of their own the recorded checksums.
 
-    A manifest lies in a directory (`shardkit.json`) or else beside it (`<path>.shardkit.json`). A file of another size
-    than recorded is not compared: the manifest is about another file.
+    A manifest is in the directory (`shardkit.json`) or else beside it (`<path>.shardkit.json`). A file whose size is not
+    the recorded one gets no checksum: the manifest describes another file.
 
     Args:
         catalogs: of raw extents; their files get checksums.
         path: the source, a directory or a file.
-        manifest_path: a manifest of the source that lies elsewhere; it is used instead, and must fit.
-        check_source: False looks for no manifest.
+        manifest_path: a manifest that the user named; it replaces the source's own, and must describe this source.
+        check_source: False returns without manifests.
 
     Returns:
         The manifests that were used, and why others were not.
 
     Raises:
         UsageError: `manifest_path` without `check_source`.
-        SourceError: `manifest_path` is missing, or is not about this source.
-        IntegrityError: `manifest_path` is not what was written; or files have the recorded sizes but other tensors.
+        SourceError: `manifest_path` is missing, or does not describe this source.
+        IntegrityError: `manifest_path` is damaged; or files have the recorded sizes but other tensors.
         ResourceError: a manifest may not be read.
     """
     manifests = SourceManifests()
     if not check_source:
         if manifest_path is not None:
-            raise UsageError("--source-manifest is for comparing, and --check-source is off")
+            raise UsageError("--source-manifest is of no use, as --check-source is off")
         return manifests
     homes = [home_of(directory_of(path)), *(catalog.directory for catalog in catalogs if catalog.directory)]
     homes = list(dict.fromkeys(storage.realpath(home) for home in homes))
     if manifest_path is not None:
-        read = _read_given(os.fspath(manifest_path), homes.pop(0))
+        read = _read_named(os.fspath(manifest_path), homes.pop(0))
         _check_fits(read, catalogs)
-        _take(read, catalogs, manifests)
+        _use_manifest(read, catalogs, manifests)
     for home in homes:
         try:
-            home_manifest = _read_beside(home)
+            home_manifest = _read_own(home)
         except SourceError as error:
             manifests.warnings.append(f"the source is not compared with its manifest: {error.message}")
             continue
         if home_manifest is not None:
-            _take(home_manifest, catalogs, manifests)
+            _use_manifest(home_manifest, catalogs, manifests)
     return manifests
 
 
-def _read_given(path: str, source: str) -> _ReadManifest:
+def _read_named(path: str, source: str) -> _ReadManifest:
     if not storage.lexists(path):
         raise SourceError(f"{escape(path)}: no such file", hint=_ANOTHER)
     content = manifest.read_file(path, path)
@@ -136,7 +138,7 @@ def _read_given(path: str, source: str) -> _ReadManifest:
     )
 
 
-def _read_beside(home: str) -> _ReadManifest | None:
+def _read_own(home: str) -> _ReadManifest | None:
     """Return the manifest in a directory, or else the one beside it; for a file the order is reversed."""
     is_directory = storage.isdir(home)
     inside = os.path.join(home if is_directory else os.path.dirname(home), manifest.NAME)
@@ -149,21 +151,21 @@ def _read_beside(home: str) -> _ReadManifest | None:
     return None
 
 
-def _listed(read: _ReadManifest) -> dict[str, manifest.SavedFile]:
-    """Return each file that a manifest lists, by real path."""
+def _listed_files(read: _ReadManifest) -> dict[str, manifest.SavedFile]:
+    """Return the files that a manifest lists, by real path."""
     files = manifest.all_files(read.content)
     return {storage.realpath(os.path.join(read.home, file.name)): file for file in files}
 
 
 def _check_fits(read: _ReadManifest, catalogs: Iterable[Catalog]) -> None:
-    """Refuse a manifest that a person gave if it is about other files."""
-    sizes, home = {path: file.size for path, file in _listed(read).items()}, storage.realpath(read.home)
+    """Refuse a manifest that the user named if it describes other files."""
+    sizes, home = {path: file.size for path, file in _listed_files(read).items()}, storage.realpath(read.home)
     problems = dict[str, None]()
     for catalog in catalogs:
         for file in catalog.files:
             path = storage.realpath(file.path)
             if path not in sizes and (not file.is_raw or not path.startswith(os.path.join(home, ""))):
-                continue  # it is read from beside the source
+                continue  # this file is outside the source, such as a base's
             if path not in sizes:
                 problems[f"{escape(file.name)}: it is not listed"] = None
             elif file.is_raw and sizes[path] != file.size:
@@ -172,9 +174,9 @@ def _check_fits(read: _ReadManifest, catalogs: Iterable[Catalog]) -> None:
     SourceError.raise_for(list(problems), message, hint=_ANOTHER)
 
 
-def _take(read: _ReadManifest, catalogs: Iterable[Catalog], manifests: SourceManifests) -> None:
-    """Give files the checksums of a manifest."""
-    listed, tensors = _listed(read), manifest.all_tensors(read.content)
+def _use_manifest(read: _ReadManifest, catalogs: Iterable[Catalog], manifests: SourceManifests) -> None:
+    """Give files of the catalogs the checksums of a manifest, and add it to `manifests`."""
+    listed, tensors = _listed_files(read), manifest.all_tensors(read.content)
     for path, file in listed.items():
         crc = manifest.crc_of(file)
         if crc is not None and storage.isfile(path) and storage.getsize(path) == file.size:
@@ -185,10 +187,13 @@ def _take(read: _ReadManifest, catalogs: Iterable[Catalog], manifests: SourceMan
         manifests.paths.append(read.path)
 
 
-def unlike_stored(
+def mismatched_tensors(
     tensors: Mapping[str, manifest.DescribedTensor], catalog: Catalog
 ) -> Iterator[tuple[str, manifest.DescribedTensor, TensorEntry | None]]:
-    """Yield each tensor that a manifest lists, and that is stored with another dtype or shape; None if it is not stored."""
+    """Yield (name, description, entry) of each described tensor that is stored with another dtype or shape, or is not stored.
+
+    The entry of a tensor that is not stored is None.
+    """
     for fqn, description in tensors.items():
         entry = catalog.tensors.get(fqn)
         if entry is None or (description.dtype, description.shape) != (entry.dtype.name, entry.shape):
@@ -200,16 +205,16 @@ def _check_headers(
     listed: Mapping[str, manifest.SavedFile],
     tensors: Mapping[str, manifest.DescribedTensor],
 ) -> None:
-    """Refuse safetensors files whose headers differ from what was recorded: a header has no checksum of its own.
+    """Refuse safetensors files whose headers differ from the manifest; a header has no checksum of its own.
 
-    This checks only if the manifest is about exactly these files: each is there, with its size.
+    Nothing is checked unless the manifest lists exactly these files, with their sizes.
     """
     files = {storage.realpath(file.path): file for file in catalog.files}
     weights = {path for path in listed if path.endswith(_SAFETENSORS)}
     if weights != files.keys() or any(listed[path].size != file.size for path, file in files.items()):
         return
     problems = []
-    for fqn, description, entry in unlike_stored(tensors, catalog):
+    for fqn, description, entry in mismatched_tensors(tensors, catalog):
         if entry is None:
             problems.append(f"{escape(fqn)}: recorded, and not in the files")
         else:
@@ -224,8 +229,8 @@ def _check_headers(
     )
 
 
-def _lacks(file: SourceFile) -> bool:
-    """True for a file that is read as it lies on disk, and does not record the CRC-32 of every storage."""
+def _lacks_checksums(file: SourceFile) -> bool:
+    """True for a file that is read as stored, and that lacks a recorded CRC-32 for some storage."""
     return file.is_raw and (file.checksums is None or 0 in file.checksums.crcs)
 
 
@@ -234,11 +239,12 @@ def _add_checksums(
     listed: Mapping[str, manifest.SavedFile],
     tensors: Mapping[str, manifest.DescribedTensor],
 ) -> bool:
-    """Give files of a catalog that lack CRC-32s those of a manifest; True if any were added."""
+    """Give files of a catalog that lack CRC-32s those of a manifest, and return whether any were added."""
     lacking: dict[int, manifest.SavedFile] = {}
-    for number in sorted({*catalog.chunks.file}):  # of another file other processes read what they look at
+    # Files without chunks of this catalog are read, and so checked, by other processes.
+    for number in sorted({*catalog.chunks.file}):
         file = catalog.files[number]
-        if _lacks(file):
+        if _lacks_checksums(file):
             entry = listed.get(storage.realpath(file.path))
             if entry is not None and entry.size == file.size:
                 lacking[number] = entry
@@ -265,7 +271,7 @@ def _add_checksums(
 
 
 def _extents(file: manifest.SavedFile) -> Iterator[Entry]:
-    """Yield the parts of tensors that have a CRC-32 in a file's entry."""
+    """Yield the extents whose CRC-32 a file's entry in the manifest has."""
     extents = file.extents if isinstance(file, manifest.ListedFile) else None
     for start, nbytes, crc in extents or ():
         if nbytes and start + nbytes <= file.size:
@@ -275,7 +281,7 @@ def _extents(file: manifest.SavedFile) -> Iterator[Entry]:
 def _tensor_rows(
     catalog: Catalog, tensors: Mapping[str, manifest.DescribedTensor], files: Mapping[int, object]
 ) -> tuple[dict[int, list[Entry]], dict[int, list[Entry]]]:
-    """Return two dicts by file: tensors of one chunk that have a CRC-32 in a manifest, and all chunks."""
+    """Return two dicts by file number: the tensors of one chunk with their recorded CRC-32, and the extents of all chunks."""
     table = catalog.chunks
     recorded: dict[int, list[Entry]] = {}
     chunks: dict[int, list[Entry]] = {}
@@ -297,20 +303,20 @@ def _tensor_rows(
 
 
 class _DisjointRows:
-    """Rows of a file that do not overlap; the first to come stays."""
+    """Rows (start, stop, CRC-32) of a file that do not overlap; a row that was added earlier wins."""
 
     def __init__(self) -> None:
         self.rows: list[Entry] = []
 
     def add(self, rows: Iterable[Entry]) -> None:
-        """Add the rows that overlap nothing."""
+        """Add those rows that overlap no present row."""
         for row in sorted(rows):
             place = bisect_left(self.rows, row)
             if self._stop_before(place) <= row.start and self._start_from(place) >= row.stop:
                 insort(self.rows, row)
 
     def fill(self, rows: Iterable[Entry]) -> None:
-        """Add the parts of some rows that nothing covers."""
+        """Add those parts of the rows that no present row covers."""
         for row in sorted(rows):
             start = row.start
             while start < row.stop:

@@ -1,9 +1,10 @@
-"""Every format that shardkit opens: what marks it, which module opens it, and what it can do.
+"""The table of all formats that shardkit opens: which files mark a format, which module opens it, what it can do.
 
-A format is recognised by marker files, never guessed. The order of the table avoids mistakes: exact markers first,
-then the directories that trainers put around a checkpoint, then names that more than one writer uses.
+A format is recognised by marker files, never guessed. The order of the table decides if a directory has the markers of
+several: exact markers come first, then the directories that trainers put around a checkpoint, then names that more than
+one writer uses.
 
-A new format is one module, with its `OPENERS`, and one row here.
+A new format is one module with `OPENERS`, and one row here.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from shardkit.formats.contract import (
     NAME_A_REPO,
     Checkpoint,
     Opener,
-    absent,
+    folder_name,
     has_any,
     listing,
-    meant_path,
-    own_name,
+    missing_path,
+    with_path_hint,
 )
 from shardkit.formats.hub.assets import list_assets, list_weights, weights_beside
 from shardkit.formats.hub.directory import choose_weights
-from shardkit.formats.hub.files import empty_directory, other_form
+from shardkit.formats.hub.files import empty_directory, unread_format
 from shardkit.formats.trainers import plain_dcp
 
 _log = logging.getLogger("shardkit")
@@ -43,27 +44,28 @@ _GIVE = "give a checkpoint directory, a .safetensors file, or a file of torch.sa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A format that can be opened."""
+    """A format that can be opened: a row of the table."""
 
     name: str
     module: str
-    """Relative to this package; imported when its turn comes. Its `OPENERS` have an entry for `name`."""
+    """The module that opens it, relative to this package. Its `OPENERS` have an entry for `name`. It is imported only
+    for a path that may have the format."""
     gate: tuple[str, ...]
-    """Such a directory's name, or a name in it, matches one of these patterns; they save importing the module in vain."""
+    """Patterns. The directory's own name or a name in it must match one, else the module is not imported to check."""
     what: str
-    """What marks it, for people."""
+    """Its marker files, in words for people."""
     parts: tuple[str, ...] = ()
-    """Patterns of files that stand for the directory around them."""
+    """Patterns of files that a user may name instead of the directory around them."""
     is_sharded: bool = True
-    """A training saved it, rank by rank. False for a Hub model or a file of `torch.save`: it may come from anywhere."""
+    """True if the ranks of a training job saved it. False for a Hub model or a file of `torch.save`, of any origin."""
     is_trainers: bool = True
-    """Its markers belong to one trainer. False if more than one writer uses their names."""
+    """True if its markers belong to one trainer; False if several writers use these names."""
     is_dcp_alone: bool = False
-    """Nothing but its DCP directories is opened: it is complete if they are."""
+    """True if only its DCP directories are opened, so that it is complete if they are."""
     keeps_folders: bool = True
-    """Resharded, it keeps its DCP directories and the files beside them; otherwise all tensors go into one."""
+    """True if reshard keeps its DCP directories and the files beside them; False if reshard writes one directory."""
     follows_tracker: bool = False
-    """The directory holds several saves, and stands for the one that its tracker file names."""
+    """True if the directory holds several saves, and stands for the save that its tracker file names."""
 
 
 _EXACT = (
@@ -160,18 +162,18 @@ _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "adapter_model.*", "p
 
 
 def recognise(path: str) -> Format | None:
-    """Return the format of a checkpoint, recognised by marker files alone; None if the path is no checkpoint.
+    """Return the format of a checkpoint by its marker files alone, or None if the path is not a checkpoint.
 
-    A directory that a trainer puts around a checkpoint has the format of the checkpoint inside, under the trainer's
-    name, such as "olmo-core" or "skyrl".
+    For a directory that a trainer puts around a checkpoint, this is the format of the checkpoint inside under the
+    trainer's name, such as "olmo-core" or "skyrl".
 
     Args:
-        path: a directory, or a file that is a checkpoint or stands for one.
+        path: a directory, a file that is a checkpoint, or a file that stands for its directory.
     """
-    row, recognised = _look(home_of(directory_of(path)))
+    row, recognised = _find_format(home_of(directory_of(path)))
     if recognised is None:
         return row
-    inside, _ = _look(home_of(recognised.weights))
+    inside, _ = _find_format(home_of(recognised.weights))
     name = recognised.structure.format
     if name is None:
         return inside
@@ -179,7 +181,7 @@ def recognise(path: str) -> Format | None:
 
 
 def format_of(path: str) -> str | None:
-    """Return the name of the format that `recognise` finds; None if the path is no checkpoint."""
+    """Return the name of the format that `recognise` finds, or None if the path is not a checkpoint."""
     row = recognise(path)
     return None if row is None else row.name
 
@@ -220,21 +222,21 @@ def _open_local(source: str, format: str | None) -> Checkpoint:
             ) from None
     if format is not None:
         return _open(_FORMATS[format], directory)
-    row, recognised = _look(directory)
+    row, recognised = _find_format(directory)
     if recognised is not None:
         weights = home_of(recognised.weights)
-        inside, _ = _look(weights)
+        inside, _ = _find_format(weights)
         if inside is None:
-            raise _nothing(recognised.weights)
-        return plain_dcp.inside(_open(inside, weights), recognised, directory)
+            raise _no_checkpoint(recognised.weights)
+        return plain_dcp.checkpoint_of_structure(_open(inside, weights), recognised, directory)
     if row is None:
-        raise _nothing(source)
+        raise _no_checkpoint(source)
     return _open(row, directory)
 
 
 def _open_hub(source: str, *, revision: str | None, variant: str | None, headers_only: bool) -> Checkpoint:
     """Open a Hub model from wherever it is; a path that exists is never looked up on the Hub."""
-    # Here, as other formats need none of it.
+    # Imported here, as other formats do not need these modules.
     from shardkit.formats.hub.directory import as_checkpoint, open_model
     from shardkit.formats.hub.repo import fetch_model, named_repo
 
@@ -250,16 +252,16 @@ def _open_hub(source: str, *, revision: str | None, variant: str | None, headers
         try:
             model = fetch_model(repo.id, revision=repo.revision, variant=variant, headers_only=headers_only)
         except ShardkitError as error:
-            raise meant_path(source, error) from None
+            raise with_path_hint(source, error) from None
         return as_checkpoint(model.directory, model)
-    raise absent(source, hint=f"check the path, or {NAME_A_REPO}")
+    raise missing_path(source, hint=f"check the path, or {NAME_A_REPO}")
 
 
 def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield (name, what it is) of files with weights in a checkpoint's directory that were not read.
+    """Yield (name, description) of each file in a checkpoint's directory that has weights and was not read.
 
-    This lists directories, and opens no file with weights. It leaves out files that the format itself names as skipped,
-    and those beside the model's config that belong to it.
+    Files that the format itself reports as skipped, and assets of the model, are left out. Files are recognised by
+    name; no file with weights is opened.
     """
     home = checkpoint.path
     if checkpoint.hub is not None or not storage.isdir(home):  # a Hub model names them itself
@@ -286,14 +288,14 @@ def stray_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 
 
 def directory_of(path: str) -> str:
-    """Return the directory that a file stands for; any other path unchanged."""
+    """Return the directory for a file that stands for it, such as `.metadata`; return any other path unchanged."""
     if storage.isdir(path) or not has_any((os.path.basename(path),), *_PARTS):
         return path
     return os.path.dirname(path) or os.curdir
 
 
-def _look(path: str) -> tuple[Format | None, plain_dcp.RecognisedDirectory | None]:
-    """Return the format of a path, or the structure around it."""
+def _find_format(path: str) -> tuple[Format | None, plain_dcp.RecognisedDirectory | None]:
+    """Return (format, None), or (None, the trainer's structure) for a directory around a checkpoint."""
     if not storage.isdir(path):
         return next((row for row in (_HUB, _FULL_FILE) if _opener(row).matches(path)), None), None
     names = listing(path)
@@ -307,7 +309,7 @@ def _look(path: str) -> tuple[Format | None, plain_dcp.RecognisedDirectory | Non
 
 
 def _matches(row: Format, path: str, names: frozenset[str]) -> bool:
-    return has_any(names | {own_name(path)}, *row.gate) and _opener(row).matches(path)
+    return has_any(names | {folder_name(path)}, *row.gate) and _opener(row).matches(path)
 
 
 def _opener(row: Format) -> Opener:
@@ -319,11 +321,11 @@ def _open(row: Format, path: str) -> Checkpoint:
     return replace(_opener(row).open(path), path=path)
 
 
-def _nothing(path: str) -> SourceError:
-    """Return an error that says what was looked for, and what is there."""
+def _no_checkpoint(path: str) -> SourceError:
+    """Return the error for a path without a checkpoint: it lists the marker files, and what the directory holds."""
     if not storage.isdir(path):
         refuse_pointers({path: path})
-        form = other_form([os.path.basename(path)])
+        form = unread_format([os.path.basename(path)])
         return SourceError(f"{escape(path)}: {form or _NO_CHECKPOINT}", hint=_GIVE)
     names = listing(path)
     if not names:
@@ -331,7 +333,7 @@ def _nothing(path: str) -> SourceError:
     if has_any(names, *_HUB_FILES) and not has_any(names, "*.distcp"):
         return _no_hub_model(names, path)
     shown = ", ".join(map(escape, sorted(names)[:_MAX_SHOWN])) + (", ..." if len(names) > _MAX_SHOWN else "")
-    why = unfinished(path) or other_form(names)
+    why = why_unfinished(path) or unread_format(names)
     looked_for = [] if why else [f"looked for: {row.what}" for row in _FORMATS.values()]
     return SourceError(
         f"{escape(path)} is not a checkpoint{f': {why}' if why else ''}",
@@ -340,8 +342,8 @@ def _nothing(path: str) -> SourceError:
     )
 
 
-def unfinished(path: str) -> str | None:
-    """Return the evidence that a directory is a save that did not finish; None if there is none."""
+def why_unfinished(path: str) -> str | None:
+    """Return the evidence that a directory is a save that did not finish, or None."""
     names = listing(path)
     if ".metadata.tmp" in names:
         return "the save did not finish: .metadata.tmp was never renamed"
@@ -353,7 +355,7 @@ def unfinished(path: str) -> str | None:
 
 
 def _no_hub_model(names: frozenset[str], path: str) -> SourceError:
-    """Return an error that says why files that look like a Hub model's cannot be opened."""
+    """Return the reason why files that look like a Hub model's cannot be opened, as an error."""
     try:
         choose_weights(path, names)
     except SourceError as error:

@@ -63,7 +63,7 @@ class Lowering(DispatchMode):  # type: ignore[no-untyped-call]
         else:
             self._expressions[id(tensor)] = expression
 
-    def seen(self, name: str, inputs: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+    def on_operation(self, name: str, inputs: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         """Note what an operation made."""
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         tensors = [value for value in results if isinstance(value, torch.Tensor)]

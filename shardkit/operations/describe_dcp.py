@@ -177,13 +177,13 @@ class DcpDescriptions:
         listed = self._files.write(chunk_list.name_for(image.name), data)
         self._lists[image.name] = listed
 
-    def _lines_of(self, kind: RecordKind) -> chunk_list.Lines | None:
+    def _lines_of(self, kind: RecordKind) -> chunk_list.LineFormatter | None:
         """Return the template of chunk list lines for one kind of record; None for byte entries, which have no lines."""
         if kind.fqn in self._job.output.objects:
             return None
         shape, skeleton = self._job.output.catalog.tensors[kind.fqn].shape, kind.skeleton
         record = (skeleton.nbytes, len(skeleton.prefix), skeleton.data_nbytes)
-        return chunk_list.Lines(kind.fqn, kind.dtype, shape, kind.sizes, record)
+        return chunk_list.LineFormatter(kind.fqn, kind.dtype, shape, kind.sizes, record)
 
     def _lines(self, image: DcpImage, digest: FileDigest) -> list[str]:
         crcs = digest.data_crcs or (None,) * len(image)

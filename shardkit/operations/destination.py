@@ -28,7 +28,7 @@ from shardkit.files.output.contract import OutputExists
 from shardkit.files.output.local import is_free, output_of
 from shardkit.files.remote.objects import Objects
 from shardkit.files.stores import WRITTEN_TO
-from shardkit.formats.owned import Made, OutputKind, refusal
+from shardkit.formats.owned import OutputKind, RunFiles, replacement_refusal
 
 _MAX_NAME_BYTES = 255  # NAME_MAX of every file system in use
 _CHOOSE, _CHOOSE_IN_IT = "choose another name", "choose a directory in it"
@@ -42,7 +42,7 @@ def check_destination(
     *,
     overwrite: bool,
     kind: OutputKind | None = OutputKind.SHARDED,
-    files: Made | None = None,
+    files: RunFiles | None = None,
     named_after: str | None = None,
 ) -> str:
     """Return the absolute path of a destination that may be written.
@@ -108,7 +108,7 @@ def check_replaceable(
     *,
     overwrite: bool,
     kind: OutputKind | None,
-    files: Made | None,
+    files: RunFiles | None,
     another: str | None = None,
 ) -> None:
     """Refuse to replace an existing path, unless it is an empty directory, or an output without foreign files.
@@ -135,7 +135,7 @@ def check_replaceable(
         if _is_working_directory(path):  # a shell in it would remain in the replaced directory
             raise OutputExists(f"{shown} is the working directory: it is not replaced", hint=_CHOOSE_IN_IT)
         return
-    refused = None if kind is None else refusal(path, shown, kind, files)
+    refused = None if kind is None else replacement_refusal(path, shown, kind, files)
     if not overwrite:
         raise OutputExists(f"{shown} exists", hint=choose if refused else choose + _OR_REPLACE)
     if refused is not None:
@@ -329,7 +329,7 @@ def check_target(
     kind: OutputKind,
     *,
     overwrite: bool,
-    files: Made | None = None,
+    files: RunFiles | None = None,
     looks: bool = True,
 ) -> tuple[str, bool]:
     """Return the address of an output in a store, and whether an output of its kind exists there.
@@ -357,7 +357,7 @@ def check_target(
         check_apart(path, source, shown)
     is_there = Objects(path).head(kind.value) is not None
     stores.forget()
-    refused = refusal(path, shown, kind, files) if looks and (overwrite or not is_there) else None
+    refused = replacement_refusal(path, shown, kind, files) if looks and (overwrite or not is_there) else None
     if refused is not None:
         raise refused
     return path, is_there

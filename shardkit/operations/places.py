@@ -20,7 +20,7 @@ from shardkit.files.output import bucket, local
 from shardkit.files.output.bucket import BucketOutput
 from shardkit.files.output.contract import JobRecord, JobStatus, OutputExists, other_job
 from shardkit.files.output.local import LocalOutput, is_free
-from shardkit.formats.owned import Made, OutputKind, find_foreign, refusal, written_in
+from shardkit.formats.owned import OutputKind, RunFiles, find_foreign, output_in, replacement_refusal
 from shardkit.operations.destination import (
     KEEP_OR_REPLACE,
     absolute,
@@ -55,7 +55,7 @@ class Destination(ABC):
         self.path = output
         self.exists: UsageError | None = None
         """The error for an existing output that is not replaced. It is not raised with `exist_ok`, nor by the job that made it."""
-        self.files: Made | None = None
+        self.files: RunFiles | None = None
         """The argument of `check_beside`; None before."""
         self._options, self._kind, self._looks_late = options, kind, looks_late
         share = options.share
@@ -65,7 +65,7 @@ class Destination(ABC):
     def check(self, output: str, source: str | None, named_after: str | None) -> None:
         """Refuse a destination that may not be written. Arguments and errors are those of `destination.check_destination`."""
 
-    def check_beside(self, files: Made) -> None:
+    def check_beside(self, files: RunFiles) -> None:
         """Refuse to replace files that shardkit did not write, before any byte moves.
 
         Args:
@@ -168,7 +168,7 @@ class DiskDestination(Destination):
                 raise
             self.exists = error
 
-    def check_beside(self, files: Made) -> None:
+    def check_beside(self, files: RunFiles) -> None:
         super().check_beside(files)
         if self._overwrite and storage.lexists(self.path):
             self._check_replaceable(self.path)
@@ -189,12 +189,12 @@ class DiskDestination(Destination):
         return LocalOutput(
             self.path,
             may_replace=self._check_replaceable,
-            foreign_files=lambda path, new: find_foreign(path, *written_in(new)),
+            foreign_files=lambda path, new: find_foreign(path, *output_in(new)),
             overwrite=self._overwrite,
         )
 
     def _check_replaceable(self, path: str, new: str = "") -> None:
-        kind, files = written_in(new) if new else (self._kind, self.files)
+        kind, files = output_in(new) if new else (self._kind, self.files)
         check_replaceable(path, escape(self.path), overwrite=self._overwrite, kind=kind, files=files)
 
     def unnamed_data(self) -> tuple[str, ...]:
@@ -227,7 +227,7 @@ class StoreDestination(Destination):
                 raise self.exists
             # Otherwise `begin` finds out whether this very job has made it.
 
-    def check_beside(self, files: Made) -> None:
+    def check_beside(self, files: RunFiles) -> None:
         super().check_beside(files)
         if self.exists is not None:
             return
@@ -236,7 +236,7 @@ class StoreDestination(Destination):
             at_once(lambda name: check_same(os.path.join(self.path, name), files[name]()), files)
 
     def _look(self, path: str) -> None:
-        refused = refusal(path, escape(self.path), self._kind, self.files)
+        refused = replacement_refusal(path, escape(self.path), self._kind, self.files)
         if refused is not None:
             raise refused
 

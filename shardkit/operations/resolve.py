@@ -21,14 +21,21 @@ from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of, is_data_folder
 from shardkit.files.links import read_inside
-from shardkit.formats.contract import Checkpoint, absent, has_any, inner, listing, refuse_unfinished
+from shardkit.formats.contract import (
+    Checkpoint,
+    folder_below,
+    has_any,
+    listing,
+    missing_path,
+    refuse_unfinished,
+)
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.hub.adapter import ADAPTER_WEIGHTS, is_adapter, is_adapter_file
 from shardkit.formats.hub.assets import list_weights, may_be_model
 from shardkit.formats.hub.files import PIPELINE, TORCH_FILES, select_weights
-from shardkit.formats.registry import directory_of, recognise, unfinished
-from shardkit.formats.trainers.plain_dcp import find_structure, lacks_last, optimizers_beside
+from shardkit.formats.registry import directory_of, recognise, why_unfinished
+from shardkit.formats.trainers.plain_dcp import find_structure, missing_last_warning, optimizers_beside
 
 EXPORT_ENDING = "-hf"
 """Suffix of consolidate's default output: `last.ckpt` -> `last-hf`."""
@@ -192,7 +199,7 @@ def choose_checkpoint(
     """
     place = stores.as_path(path)
     if not storage.lexists(place):
-        raise absent(place)
+        raise missing_path(place)
     refuse_unfinished(place)
     if not storage.isdir(place) and os.path.basename(place) in TRACKERS:
         place = os.path.dirname(place) or os.curdir
@@ -261,7 +268,7 @@ def find_checkpoint(path: str, *, strict: bool = False) -> ResolvedCheckpoint:
         except SourceError:
             if not any(map(storage.lexists, (os.path.join(path, manifest.NAME), manifest.sidecar_of(path)))):
                 raise  # with a manifest, verify can list what is wrong
-    doubt = tuple(filter(None, [lacks_last(path)]))
+    doubt = tuple(filter(None, [missing_last_warning(path)]))
     return ResolvedCheckpoint(path=adapter or path, format="", step=None, reason=ITSELF, warnings=doubt)
 
 
@@ -278,7 +285,7 @@ def was_checkpoint(path: str) -> bool:
 def _unlisted(path: str) -> Iterator[str]:
     """Yield the directories in a directory that have shard files but no `.metadata` to list them."""
     for name in listing(path):
-        below = inner(path, name)
+        below = folder_below(path, name)
         names = listing(below) if below is not None else frozenset[str]()
         if below is not None and METADATA not in names and has_any(names, "*.distcp"):
             yield below
@@ -395,7 +402,7 @@ class _Search:
             return []
         if recognised.follows_tracker and tracked is not None:
             return self._tracked(self.home, self._names(self.home), *tracked, _MAX_DEPTH)
-        doubt = tuple(filter(None, [lacks_last(self.home)]))
+        doubt = tuple(filter(None, [missing_last_warning(self.home)]))
         return [replace(self._candidate(self.home, recognised.name, ITSELF), warnings=doubt)]
 
     def below(self, directory: str, depth: int) -> list[ResolvedCheckpoint]:
@@ -523,7 +530,7 @@ class _Search:
     def _at(self, path: str, depth: int) -> list[ResolvedCheckpoint]:
         """Return the checkpoint at a path, or the chosen one below it; several if no rule decides."""
         candidates = self._look(path, depth) if path not in self.broken else []
-        lacking = lacks_last(path) if candidates else None
+        lacking = missing_last_warning(path) if candidates else None
         if lacking is not None and self.needs_last:
             self.broken[path] = lacking
         if path in self.broken:
@@ -536,7 +543,7 @@ class _Search:
 
     def _look(self, path: str, depth: int) -> list[ResolvedCheckpoint]:
         if recognise(path) is None:
-            adapter, reason = adapter_file(path), unfinished(path)
+            adapter, reason = adapter_file(path), why_unfinished(path)
             if adapter is None and reason is not None:
                 self.broken[path] = reason
                 return []
@@ -694,7 +701,7 @@ def _unfinished_part(path: str, depth: int, read: Collection[str]) -> str | None
         part = os.path.join(path, name)
         if step_of(name) is not None or part in read or storage.islink(part) or not storage.isdir(part):
             continue
-        reason = None if is_dcp(part) else unfinished(part) or _unfinished_part(part, depth - 1, read)
+        reason = None if is_dcp(part) else why_unfinished(part) or _unfinished_part(part, depth - 1, read)
         if reason is not None:
             return f"{escape(name)}: {reason}"
     return None

@@ -31,7 +31,7 @@ from shardkit.formats.hub.assets import (
     GENERATION_CONFIG,
     MODULES,
     card_of,
-    is_own_card,
+    is_generated_card,
     is_tokenizer_file,
     is_weights,
     list_assets,
@@ -265,7 +265,7 @@ def _of_directory(directory: str, problems: list[str]) -> _Files:
     repo_id = repo_id_of(directory)
     if repo_id is not None:
         files[CARD] = Asset(CARD, None, card_of(repo_id))
-    elif CARD in assets and is_own_card(read_small(assets[CARD], CARD, _MAX_BYTES)):
+    elif CARD in assets and is_generated_card(read_small(assets[CARD], CARD, _MAX_BYTES)):
         files[CARD] = _copied(CARD, assets[CARD])
     return files
 

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from shardkit._torch import describe_as_before, fsdp1_unit, is_fsdp1_part
+from shardkit._torch import fsdp1_unit, is_fsdp1_part, pickle_without_strides
 from shardkit.core.keywords import suggests_keywords
 from shardkit.core.result import Result
 from shardkit.core.text import count, escape, format_size, listed
@@ -581,7 +581,7 @@ class SaveWriter(FileSystemWriter):
             name = written.storage_data.relative_path
             self.files[name] = max(stop, self.files.get(name, 0))
         results = [*results, self._copies(metadata, results)]
-        describe_as_before(metadata)
+        pickle_without_strides(metadata)
         if self._sends:
             super().finish(metadata, results)
             self.folder_metadata = self.metadata()

@@ -29,7 +29,7 @@ from shardkit.files.output.local import LocalOutput, is_free
 from shardkit.files.remote import objects
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import METADATA
-from shardkit.formats.owned import OutputKind, find_foreign, written_in
+from shardkit.formats.owned import OutputKind, find_foreign, output_in
 from shardkit.operations.destination import check_destination, check_replaceable, check_target
 
 _MAX_METADATA = 1 << 30
@@ -60,7 +60,7 @@ class Lead:
             self._output = LocalOutput(
                 self.path,
                 may_replace=self._check_replaceable,
-                foreign_files=lambda old, new: find_foreign(old, *written_in(new)),
+                foreign_files=lambda old, new: find_foreign(old, *output_in(new)),
                 overwrite=overwrite,
             )
         else:
@@ -133,7 +133,7 @@ class Lead:
 
     def _check_replaceable(self, path: str, new: str) -> None:
         """Raise OutputExists if the directory at the destination, which may be somebody else's by now, has to stay."""
-        kind, made_files = written_in(new) if new else (OutputKind.SHARDED, None)
+        kind, made_files = output_in(new) if new else (OutputKind.SHARDED, None)
         check_replaceable(path, escape(path), overwrite=self._overwrite, kind=kind, files=made_files)
 
     def _keep_on_disk(self) -> tuple[str, str]:

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardkit._torch import checkpointed, flattened, is_checkpointed
+from shardkit._torch import checkpointed_module, flattened_mesh, is_checkpointed
 from shardkit.core.keywords import suggests_keywords
 from shardkit.core.text import count, escape
 from shardkit.errors import MeshError, PolicyError, UsageError
@@ -371,7 +371,7 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
             hint="name one dp_shard, after dp_replicate; without sharding, use DistributedDataParallel",
         )
     if has_both:
-        return flattened(mesh, tuple(data[-2:]), _WITH_CONTEXT, tuple(data[:-2]))
+        return flattened_mesh(mesh, tuple(data[-2:]), _WITH_CONTEXT, tuple(data[:-2]))
     return mesh if tuple(data) == tuple(names) else mesh[data[0] if len(data) == 1 else tuple(data)]
 
 
@@ -493,7 +493,7 @@ def _apply_checkpointing(
         if is_transformers_layer(module):
             _enable_own_checkpointing(module)
         elif not is_checkpointed(module):
-            wrappers[id(module)] = checkpointed(module)
+            wrappers[id(module)] = checkpointed_module(module)
     named = model.named_modules(remove_duplicate=False)
     wrapped = {path: wrappers[id(module)] for path, module in named if id(module) in wrappers}
     # Inner ones first: no path has a wrapper in it yet.

@@ -39,7 +39,7 @@ def start(tmp_path):
     root = os.path.dirname(os.path.dirname(shardkit.__file__))
 
     def begin(*args, **options):
-        # After ten seconds a command says how far it is: on a busy machine that would be one line more.
+        # After ten seconds a command shows how far it is: on a busy machine that would be one line more.
         quiet = {} if "stderr" in options else {"SHARDKIT_NO_PROGRESS": "1"}
         env = {**os.environ, **quiet, "PYTHONPATH": root, **options.pop("env", {})}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -349,7 +349,7 @@ def test_what_parts_have_begun_is_found_from_anywhere(run, tiny, monkeypatch):
     for verb in ("inspect", "verify", "diff .", "consolidate", "reshard --world-size 3"):
         absent = run(*verb.split(), "../an out")
         assert absent.exit_code == 3
-        assert f"hint: it is not committed: {status} says how far it is" in absent.stderr
+        assert f"hint: it is not committed: {status} shows how far it is" in absent.stderr
     monkeypatch.chdir(tiny.parent)
     assert run(*shlex.split(typed)[1:]).exit_code == 0
     assert run("commit", "an out").exit_code == 0

@@ -11,9 +11,18 @@ from pathlib import Path
 import pytest
 
 from shardkit.files import manifest
-from shardkit.formats.owned import Claim, Made, OutputKind, Whose, find_foreign, is_text, refusal, whose
+from shardkit.formats.owned import (
+    Claim,
+    OutputKind,
+    Owner,
+    RunFiles,
+    find_foreign,
+    is_text,
+    owner_of,
+    replacement_refusal,
+)
 
-OURS, UNCHANGED, NOBODYS, PERSONS = Whose.OURS, Whose.OURS_UNCHANGED, Whose.NOBODYS, Whose.PERSONS
+OURS, UNCHANGED, NOBODYS, PERSONS = Owner.OURS, Owner.OURS_UNCHANGED, Owner.NOBODYS, Owner.PERSONS
 LEFT_BEHIND = (
     ".DS_Store",
     ".nfs000000000000abcd00000001",
@@ -79,8 +88,8 @@ def claim(kind: OutputKind, *, listed: tuple[str, ...] = (), by_format: bool = F
         *((name, NOBODYS) for name in LEFT_BEHIND),
     ],
 )
-def test_of_a_hub_model_without_a_manifest(name: str, to: Whose) -> None:
-    assert whose(name, claim(OutputKind.HUB, by_format=True)) is to
+def test_of_a_hub_model_without_a_manifest(name: str, to: Owner) -> None:
+    assert owner_of(name, claim(OutputKind.HUB, by_format=True)) is to
 
 
 @pytest.mark.parametrize("kind", OutputKind)
@@ -98,9 +107,9 @@ def test_of_a_hub_model_without_a_manifest(name: str, to: Whose) -> None:
         *((name, NOBODYS) for name in LEFT_BEHIND),
     ],
 )
-def test_with_a_manifest_ours_is_what_it_lists(kind: OutputKind, name: str, to: Whose) -> None:
+def test_with_a_manifest_ours_is_what_it_lists(kind: OutputKind, name: str, to: Owner) -> None:
     listed = ("config.json", "scheduler.pt", "args.yaml", "README.md")
-    assert whose(name, claim(kind, listed=listed)) is to
+    assert owner_of(name, claim(kind, listed=listed)) is to
 
 
 @pytest.mark.parametrize(
@@ -115,8 +124,8 @@ def test_with_a_manifest_ours_is_what_it_lists(kind: OutputKind, name: str, to: 
         ("model.safetensors", PERSONS),
     ],
 )
-def test_of_a_dcp_directory_without_a_manifest(name: str, to: Whose) -> None:
-    assert whose(name, claim(OutputKind.SHARDED, by_format=True)) is to
+def test_of_a_dcp_directory_without_a_manifest(name: str, to: Owner) -> None:
+    assert owner_of(name, claim(OutputKind.SHARDED, by_format=True)) is to
 
 
 def test_what_people_write() -> None:
@@ -141,7 +150,7 @@ def hub(path: Path, others: Mapping[str, str]) -> Path:
     return path
 
 
-def found(path: Path, made: Made | None) -> list[str]:
+def found(path: Path, made: RunFiles | None) -> list[str]:
     return find_foreign(str(path), OutputKind.HUB, made)
 
 
@@ -206,13 +215,13 @@ def test_a_listed_file_is_ours_whoever_edited_it_and_a_listed_text_if_the_run_wr
 
 def test_the_hint_moves_the_first_of_them(tmp_path: Path) -> None:
     path = hub(tmp_path / "a b", {"README.md": "by hand", "config.json": "{}"})
-    refused = refusal(str(path), str(path), OutputKind.HUB, {})
+    refused = replacement_refusal(str(path), str(path), OutputKind.HUB, {})
     assert refused is not None
     command = re.search("`(.*)`", str(refused.hint))
     assert command is not None
     subprocess.run(command[1], shell=True, check=True)
     assert (tmp_path / "a b-README.md").read_text() == "by hand"
-    assert refusal(str(path), str(path), OutputKind.HUB, {}) is None
+    assert replacement_refusal(str(path), str(path), OutputKind.HUB, {}) is None
 
 
 def test_an_early_manifest_lists_weights_alone(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from shardkit.formats.torchsave.file import (
     TensorNames,
     TensorRef,
     TorchFile,
-    leaves,
     open_torch_file,
+    tree_leaves,
 )
 from shardkit.pickles.policies import Inert, UnmadeObject
 from tests.formats.dcp.samples import as_rank, replicate
@@ -53,7 +53,7 @@ def check_file(data: bytes) -> bool:
     file = attempt(lambda: open_torch_file(path, "f.pt"))
     if file is None:
         return False
-    for leaf in leaves(file.tree):
+    for leaf in tree_leaves(file.tree):
         _check_leaf(leaf.value, len(data))
     if b"distributed" in data:  # torch would make a mesh, and take milliseconds
         return True
@@ -148,7 +148,7 @@ def check_inert(data: bytes) -> bool:
     found = attempt(lambda: [vm.run("f")])
     if found is None:
         return False
-    for leaf in leaves(found):
+    for leaf in tree_leaves(found):
         _check_leaf(leaf.value, 1 << 20)
     # Keys that we drop, Python would hash, endlessly if the file wants it.
     if vm.num_dropped or any(code in data for code in _SET_OPCODES):

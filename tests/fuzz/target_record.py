@@ -171,7 +171,7 @@ def check_scan(data: bytes) -> bool:
         except ShardkitError:
             alone.append(None)
         assert found == alone[-1], "the scanner and the reader differ"
-        template = template or scanner.known("kind", length)
+        template = template or scanner.template_of("kind", length)
     if template is not None and ranges[-1][1] == length:
         _check_bulk(template, ranges, alone)
     return alone[-1] is not None

@@ -1,6 +1,7 @@
-"""What a checkpoint of any format opens to, and what every opener asks about a directory and about names.
+"""The types that an opened checkpoint consists of, and the helpers that all formats use to inspect a directory.
 
-The functions that ask never raise because of what a directory holds: they run before anything is known about it.
+Each format has an `Opener`, which recognises a path and opens it to a `Checkpoint`. The helpers for recognising
+(`listing`, `has_any`, `folder_below`, ...) never raise because of the content of a directory: nothing is known about it yet.
 
 Internal: import from `shardkit`.
 """
@@ -32,7 +33,7 @@ from shardkit.files.strict_json import parse_object
 
 if TYPE_CHECKING:
     from shardkit.core.regions import Region
-    from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
+    from shardkit.formats.contract.optimizer import OptimizerState, UnusableOptimizer
     from shardkit.keys.rule_sets import Padding
 
 NAME_A_REPO = "name a model on the Hub as organisation/name"
@@ -53,34 +54,34 @@ _ASSETS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedHubModel:
-    """A model as the Hub lays it out, opened."""
+    """An opened model with the files of a Hub repo: config, weights, perhaps an index."""
 
     catalog: Catalog
-    """Tensors in the order of the index; without an index, by their bytes in a safetensors file, or by the entries of a
-    legacy one."""
+    """Tensors in the order of the index. Without an index: in the order of their bytes in a safetensors file, or of the
+    entries in a legacy one."""
     config: dict[str, object] | None
-    """config.json, None if there is none."""
+    """The content of config.json, or None."""
     directory: str
-    """Where the files lie."""
+    """The directory of the files."""
     label: str
-    """A short name, for the names of outputs."""
+    """A short name, from which names of outputs are made."""
     stem: str = "model"
-    """What the names of its weight files begin with, variants aside."""
+    """Beginning of the names of its weight files, without a variant."""
     index: str | None = None
     """The name of its index, if it has one."""
     settings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """What the headers of its safetensors files say beside the tensors, without the format; by file."""
+    """By safetensors file, the `__metadata__` of its header without `format`."""
     identity: manifest.RecordedSource
-    """Which weights these are, as plain data; the same wherever they lie."""
+    """Which weights these are, as plain data that does not depend on where they are stored."""
     other_weights: tuple[tuple[str, str], ...] = ()
-    """(name, what it is) of other files with weights, which are not read."""
+    """(name, description) of other files with weights, which are not read."""
     download_bytes: int = 0
     """Size of the weight files that are not on this machine; only their headers were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryLocation:
-    """Where the bytes of one entry of a DCP directory lie."""
+    """The place of one entry's bytes in a DCP directory."""
 
     file: int
     """Index into the files that `.metadata` names."""
@@ -89,88 +90,90 @@ class EntryLocation:
     nbytes: int
     """Length in bytes."""
     transforms: tuple[str, ...] = ()
-    """The extensions that the bytes went through, e.g. ("stream.zstd/1",)."""
+    """The stream extensions that encoded the bytes, e.g. ("stream.zstd/1",)."""
 
 
 class DcpFolder(Protocol):
-    """A directory that torch's DCP saved, opened; `formats.dcp` makes these."""
+    """An opened directory of torch's DCP; `formats.dcp` implements it."""
 
     @property
     def catalog(self) -> Catalog:
-        """Its tensors; extents may still be records."""
+        """Its tensors. An extent may be a whole record, which has to be opened to find the bytes."""
 
     @property
     def transforms(self) -> Mapping[int, tuple[str, ...]]:
-        """By chunk, the extensions that its record went through."""
+        """By chunk, the stream extensions that encoded its record; most chunks have none."""
 
     @property
     def objects(self) -> Mapping[str, EntryLocation | None]:
-        """Entries that are not tensors, and where each one's record lies."""
+        """Entries that are not tensors, with the place of each one's record."""
 
     @property
     def copy_ends(self) -> Sequence[tuple[int, int]]:
-        """File and end of each record that another rank's stands for."""
+        """(file, end) of each record that is not in the catalog because another rank saved the same chunk."""
 
     @property
     def has_records(self) -> bool:
         """True if tensors are stored as `torch.save` records, which have a CRC-32."""
 
     def select(self, names: Collection[str]) -> Catalog:
-        """Return a catalog of some tensors, in the order given, whose extents are raw bytes."""
+        """Return a catalog of the named tensors, in that order, whose extents are raw bytes."""
 
     def select_within(
         self, regions: Mapping[str, Sequence[Region]], opened: dict[str, int] | None = None
     ) -> Catalog:
-        """Return the same with those chunks alone in which some regions lie; no other record is opened."""
+        """Like `select`, but only with the chunks that intersect the regions; no other record is opened."""
 
     def defer(self, names: Collection[str]) -> Catalog:
-        """Return the same with records that its `open_records` opens, as far as somebody reads them."""
+        """Like `select`, but records stay closed until the catalog's `open_records` opens those that are read."""
 
 
 PLAIN = BY_NAME["bfloat16"]
-"""The dtype of weights that were quantised, unless another is asked for."""
+"""The default dtype of dequantised weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainWeights:
-    """How a checkpoint is opened as plain weights."""
+    """How to open a checkpoint that may be quantised, so that its weights are plain (one number for each value)."""
 
     dequantize: bool = True
-    """Put plain tensors in the place of quantised ones. Otherwise these are refused."""
+    """Replace quantised tensors by plain ones. False refuses them."""
     dtype: DType = PLAIN
     """Of the plain tensors."""
     by_config: bool = False
-    """Take the word of a config beside the checkpoint of a training for it, although it may be that of its base."""
+    """Trust the `quantization_config` of a config beside a training checkpoint, although it may be that of its base."""
     by_content: bool = False
-    """Take or refuse narrow numbers with scales beside them too, whatever names and config tell. They may be moved and
-    compared as bytes, but not be divided; NVFP4 alone may be made plain."""
+    """Count narrow numbers with scales beside them as quantised too, even if names and config do not show a method.
+    Such tensors can be moved and compared as bytes, but not cut; only NVFP4 among them can be dequantised."""
     has_option: bool = True
-    """Whoever asks could be told to dequantise."""
+    """The caller has an option to dequantise, which an error may suggest."""
 
 
 class Dequantized(NamedTuple):
-    """Plain tensors that are quantised in the files."""
+    """The tensors of a catalog that are plain there and quantised in the files."""
 
     method: str
-    """How, such as "fp8"."""
+    """Of quantising, such as "fp8"."""
     names: frozenset[str]
 
 
 class DifferentCopies(NamedTuple):
-    """A tensor that files of ranks have whole, with other bytes."""
+    """A tensor that several ranks saved whole, with different bytes."""
 
     tensor: str
     first_file: str
-    """The file whose copy counts."""
+    """The file whose copy is used."""
     file: str
-    """The first file with another."""
+    """The first file with a different copy."""
     num_files: int
-    """Files with other bytes than the one that counts."""
+    """The number of files with a different copy."""
 
     def line(self) -> str:
-        """Return tensor, ranks and files, as one line that is safe to print."""
+        """Return a line with tensor, ranks and files that is safe to print."""
         more = f" and {count(self.num_files - 1, 'more file')}" if self.num_files > 1 else ""
-        return f"{escape(self.tensor)}: {_of_rank(self.first_file)} is taken, {_of_rank(self.file)}{more} differs"
+        return (
+            f"{escape(self.tensor)}: {_of_rank(self.first_file)} is used, {_of_rank(self.file)}{more} differs"
+        )
 
 
 def _of_rank(file: str) -> str:
@@ -179,95 +182,95 @@ def _of_rank(file: str) -> str:
 
 
 def copies_message(differing: Collection[DifferentCopies]) -> str:
-    """Return what to say of tensors that differ between the files of ranks, for `DifferentCopies.line` to follow."""
+    """Return a message about tensors that differ between ranks; the lines of `DifferentCopies.line` follow it."""
     return (
         f"{count(len(differing), 'tensor differs', 'tensors differ')} between the files of ranks, and one rank's "
-        "alone can be taken (each rank's own part of a tensor, such as its experts, has to be saved as a DTensor)"
+        "alone can be used (each rank's own part of a tensor, such as its experts, has to be saved as a DTensor)"
     )
 
 
 def copies_warnings(differing: Collection[DifferentCopies]) -> list[str]:
-    """Return the warning of tensors that differ between the files of ranks; none if there are none."""
+    """Return one warning about all tensors that differ between ranks, or an empty list."""
     folded = [line.pattern for line in fold_lines((each.line() for each in differing), spreads=True)]
     return [f"{copies_message(differing)}: {few(folded, _MAX_COPIES, '; ')}"] if differing else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a checkpoint holds beside the tensors in its catalog, and what its tensors are."""
+    """The parts of a checkpoint: which tensors are model, optimizer or average, and what lies beside the catalog."""
 
     roots: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
-    """Prefix paths that the format itself gives a meaning, by "model", "optimizer" or "ema". The empty tuple stands for
-    everything. A kind is absent where only the names can tell."""
+    """For "model", "optimizer" and "ema", the path in the state dict below which the format keeps it. The empty tuple is
+    the whole state dict. A kind is absent if the format does not fix its place, so that only names can show it."""
     refused_weights: Mapping[str, str] = field(default_factory=dict)
-    """Kinds of weights that are there but cannot be recovered, with the reason, e.g. {"ema": "..."}."""
-    optimizer: Callable[[], OptimizerState | Unmapped] | None = None
-    """Open the optimizer's state if it lies in files of its own, or if the catalog lacks its settings. None if there is
-    none, or if the catalog holds all of it.
+    """Kinds of weights that are stored but cannot be recovered, with the reason, e.g. {"ema": "..."}."""
+    optimizer: Callable[[], OptimizerState | UnusableOptimizer] | None = None
+    """Opens the optimizer's state if that is in files of its own, or if the catalog lacks its settings. None if there is
+    no optimizer, or if the catalog holds all of it.
 
     Raises:
         SourceError, IntegrityError, ResourceError: as opening does.
     """
     has_boxes: bool = True
-    """The chunks show how tensors were cut for ranks. Flat partitions and tensors saved whole do not."""
+    """True if the chunks show how tensors were cut for ranks; flat partitions and whole tensors do not."""
     assets: tuple[str, ...] = ()
     """Directories with the model's config, tokenizer and the like, best first."""
     padding: Padding | None = None
-    """What the trainer's arguments say of a vocabulary that it padded; None if they say nothing."""
+    """The padding of the vocabulary that the trainer's arguments record, or None."""
     manifests: dict[str, Manifest | None] = field(default_factory=dict, repr=False, compare=False)
-    """What `Checkpoint.read_manifest` read, by directory: a manifest is parsed once while somebody has it."""
+    """Results of `Checkpoint.read_manifest` by directory: keeping them alive keeps `manifest.read` from parsing again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remarks:
-    """What opening a checkpoint showed."""
+    """Findings from opening a checkpoint."""
 
     notes: tuple[str, ...] = ()
-    """What a person should be told."""
+    """Notes for the user."""
     skipped: tuple[tuple[str, str], ...] = ()
     """(file or entry, why it was not read)."""
     differing: tuple[DifferentCopies, ...] = ()
-    """Tensors that differ between the files of ranks, of which one rank's are in the catalog."""
+    """Tensors that differ between ranks; the catalog has one rank's."""
     why_missing: str = ""
-    """Why the save left parameters of the model out; empty if nothing says that it did."""
+    """Why the save left out parameters of the model; empty if the checkpoint records no such reason."""
     dequantized: Dequantized | None = None
-    """What is quantised in the files, where the catalog has plain tensors in their place."""
+    """The tensors that were dequantised on opening."""
 
     def plus(self, notes: Iterable[str] = (), skipped: Iterable[tuple[str, str]] = ()) -> Remarks:
-        """Return these remarks and further ones."""
+        """Return these remarks with further notes and skipped files."""
         return replace(self, notes=(*self.notes, *notes), skipped=(*self.skipped, *skipped))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint, opened: names, dtypes, shapes and places; no tensor data."""
+    """An opened checkpoint: names, dtypes, shapes and places of its tensors; no tensor data."""
 
     path: str
     """The directory or file that was opened."""
     format: str
     """Stable identifier, e.g. "dcp", "dcp-hf", "lightning", "accelerate", "verl", "deepspeed-zero3", "hub"."""
     writer: str
-    """Who wrote it, for people, e.g. "Lightning FSDPStrategy"."""
+    """The software that wrote it, for people, e.g. "Lightning FSDPStrategy"."""
     catalog: Catalog
-    """All of its tensors, model or not, under their stored names. Extents may still be records (`encoding`)."""
+    """All of its tensors, model or not, under their stored names. An extent may be a whole record (`encoding`)."""
     select: Callable[[Collection[str]], Catalog]
-    """Return a catalog of some tensors, in the order given, whose extents are raw bytes. Opens and checks their records
-    and nothing else. Factors whose dense weights are in the catalog can be selected too.
+    """Return a catalog of the named tensors, in that order, whose extents are raw bytes. Opens and checks the records of
+    these tensors only. If the catalog has dense weights in place of factors, the factors can be selected too.
 
     Raises:
         SourceError, IntegrityError, ResourceError: naming file and tensor; all problems of a kind at once.
     """
     hub: OpenedHubModel | None = None
-    """The Hub model that it is; None for a checkpoint of a training."""
+    """Its files as a Hub model; None for a training checkpoint."""
     dcp: DcpFolder | None = None
-    """The DCP directory that its weights lie in; None if they lie in files of another kind."""
+    """The DCP directory with its weights; None if they are in files of another kind."""
     contents: Contents = field(default_factory=Contents)
-    """What it holds beside the tensors, and what these are."""
+    """Which tensors are model, optimizer or average, and what lies beside the catalog."""
     remarks: Remarks = field(default_factory=Remarks)
-    """What opening it showed."""
+    """Findings from opening it."""
 
     def read_manifest(self) -> Manifest | None:
-        """Return the manifest that lies with its files; None if there is none. It is parsed again only if it changes.
+        """Return the manifest in the directory of its files, or None. It is parsed again only if it changes.
 
         Raises:
             SourceError, IntegrityError, ResourceError: as `manifest.read`.
@@ -277,7 +280,7 @@ class Checkpoint:
         return content
 
     def opened_at(self, directory: str) -> DcpFolder | None:
-        """Return the opened DCP directory if it is the one at a path, so that nobody parses it again; else None."""
+        """Return `dcp` if it is the DCP directory at this path, else None; so it need not be parsed twice."""
         if self.dcp and storage.realpath(self.dcp.catalog.directory) == storage.realpath(directory):
             return self.dcp
         return None
@@ -287,13 +290,13 @@ class Opener(NamedTuple):
     """How a format is recognised and opened."""
 
     matches: Callable[[str], bool]
-    """True for a path that has the format. Never raises."""
+    """True if a path has the format. Never raises."""
     open: Callable[[str], Checkpoint]
     """Open a path that has the format."""
 
 
 def listing(path: str) -> frozenset[str]:
-    """Return the names in a directory, as `names_in`; none if it cannot be listed."""
+    """Return the names in a directory, like `names_in`, or an empty set if it cannot be listed."""
     try:
         return frozenset(names_in(path))
     except (OSError, ValueError):  # ValueError: a NUL in the path
@@ -301,13 +304,13 @@ def listing(path: str) -> frozenset[str]:
 
 
 class DamagedFiles(SourceError):
-    """Files of a checkpoint are not there, cannot be read, or are too short.
+    """Files of a checkpoint are missing, cannot be read, or are too short.
 
     Args:
         message: what is wrong.
-        files: name, relative to the directory that was opened -> the reason; "" where there is no such file.
+        files: name, relative to the directory that was opened -> the reason; "" for a missing file.
         hint: what to do.
-        problems: lines for people, where they are not one for each file.
+        problems: lines for people; by default one for each file.
     """
 
     def __init__(
@@ -318,11 +321,12 @@ class DamagedFiles(SourceError):
         self.files = dict(files)
 
 
-def absent(path: str, *, hint: str | None = None) -> SourceError:
-    """Return the error for a path at which there is nothing, with the nearest name beside it; or what writes there.
+def missing_path(path: str, *, hint: str | None = None) -> SourceError:
+    """Return the error for a path that does not exist. It names the closest existing path, or a job that writes there.
 
     Args:
-        hint: None for whoever reads `hf://`: it says how a repo of the Hub is written, if the path may name one.
+        path: as the user wrote it.
+        hint: what to do; None if the caller accepts `hf://` too: the hint then shows that form if `path` may be a repo.
     """
     if is_other_address(path):
         meant = address_of(path)
@@ -337,7 +341,7 @@ def absent(path: str, *, hint: str | None = None) -> SourceError:
             hint += f"; a model on the Hub is read as {SCHEME}{escape(path)}"
     closest, where = _closest(path), storage.absolute(path)
     if _is_under_way(where):
-        closest, hint = None, f"it is not committed: `shardkit status {in_shell(where)}` says how far it is"
+        closest, hint = None, f"it is not committed: `shardkit status {in_shell(where)}` shows how far it is"
     elif path.startswith("~") or set("*?") & set(path):
         closest, hint = None, "no shell has expanded it: give the whole path, or leave quotes out"
     near = f"  (closest name: {closest})" if closest else ""
@@ -345,7 +349,7 @@ def absent(path: str, *, hint: str | None = None) -> SourceError:
 
 
 def _is_under_way(destination: str) -> bool:
-    """True if a job for this path on a disk is not committed."""
+    """True if this path on a disk is the destination of a job that is not committed."""
     if not location_of(destination).renames:
         return False
     try:
@@ -355,21 +359,21 @@ def _is_under_way(destination: str) -> bool:
 
 
 def refuse_unfinished(path: str) -> None:
-    """Refuse the directory of a job that is not committed, where a model or a checkpoint is expected.
+    """Refuse a source that is the hidden directory of a job that is not committed.
 
     Raises:
-        SourceError: it is one, or lies in one.
+        SourceError: the path is such a directory, or is inside one.
     """
     output = local.output_of(storage.absolute(path)) if location_of(path).renames else None
     if output is not None:
         raise SourceError(
             f"{escape(path)} is no checkpoint: a job of shardkit writes there that is not committed",
-            hint=f"`shardkit status {in_shell(output)}` says how far it is",
+            hint=f"`shardkit status {in_shell(output)}` shows how far it is",
         )
 
 
-def meant_path(path: str, error: ShardkitError) -> ShardkitError:
-    """Return an error of the Hub that first says that no such path is here, where a path may have been meant."""
+def with_path_hint(path: str, error: ShardkitError) -> ShardkitError:
+    """Return a Hub error that also says that no such path exists, if the user may have meant a path."""
     closest, reason = _closest(path), error.message.removeprefix(f"{escape(path)}: ")
     if reason == error.message or not (closest or "/" not in path):  # only a few old repos have such names
         return error
@@ -386,31 +390,31 @@ def meant_path(path: str, error: ShardkitError) -> ShardkitError:
 
 
 def _closest(path: str) -> str | None:
-    """Return the path whose name is nearest to that of a path, escaped; None if no name there is like it."""
+    """Return the existing path in the same directory with the most similar name, escaped; None if no name is similar."""
     around, name = os.path.split(path.rstrip("/"))
     closest = nearest(name, sorted(listing(around or os.curdir)))
     return None if closest is None else escape(os.path.join(around, closest))
 
 
-def matching(names: Iterable[str], *patterns: str) -> list[str]:
+def matching_names(names: Iterable[str], *patterns: str) -> list[str]:
     """Return the names that match one of the patterns, sorted."""
     return sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 def has_any(names: Collection[str], *patterns: str) -> bool:
-    """True if a name matches one of the patterns."""
+    """True if any of the names matches one of the patterns."""
     return any(
-        pattern in names if not set(pattern) & set("*?[") else bool(matching(names, pattern))
+        pattern in names if not set(pattern) & set("*?[") else bool(matching_names(names, pattern))
         for pattern in patterns
     )
 
 
-def explained(names: Iterable[str], reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, why it was not read) for each name that a regular expression matches as a whole, sorted.
+def explain_skipped(names: Iterable[str], reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, why it was not read), sorted, for each name with a reason.
 
     Args:
-        names: in a directory.
-        reasons: by expression; the first that matches counts.
+        names: of files in a directory.
+        reasons: regular expression for the whole name -> the reason; the first match counts.
     """
     for name in sorted(names):
         reason = next((reason for pattern, reason in reasons.items() if re.fullmatch(pattern, name)), None)
@@ -418,8 +422,8 @@ def explained(names: Iterable[str], reasons: Mapping[str, str]) -> Iterator[tupl
             yield name, reason
 
 
-def inner(path: str, below: str) -> str | None:
-    """Return a directory below `path`; None if there is none, or a link leads out of `path`.
+def folder_below(path: str, below: str) -> str | None:
+    """Return the path of the directory `below` inside `path`; None if it does not exist, or a link leads out of `path`.
 
     Args:
         below: relative, with "/" between its parts.
@@ -431,18 +435,18 @@ def inner(path: str, below: str) -> str | None:
     return directory if storage.realpath(directory).startswith(home) else None
 
 
-def own_name(path: str) -> str:
-    """Return the name of a directory itself, however the path is spelled."""
+def folder_name(path: str) -> str:
+    """Return the last part of a directory's absolute path: "run" for `run/`, and the directory's name for `.`."""
     return os.path.basename(storage.absolute(path))
 
 
-def parent(path: str) -> str:
+def parent_folder(path: str) -> str:
     """Return the directory that holds `path`."""
     return os.path.dirname(storage.absolute(path))
 
 
 def asset_directories(*candidates: str | None) -> tuple[str, ...]:
-    """Return the directories that hold a Hub model's config, tokenizer, template or processor, each once."""
+    """Return those candidates that hold a Hub model's config, tokenizer, template or processor, each once."""
     directories = dict[str, str]()
     for path in candidates:
         if path is not None and _has_assets(path):
@@ -457,7 +461,7 @@ def _has_assets(path: str) -> bool:
 
 
 def has_model_config(path: str) -> bool:
-    """True for a config.json as on the Hub; trainers keep their own settings under that name too."""
+    """True if a directory's config.json describes a model; some trainers keep their own settings under that name."""
     try:
         content = json.loads(read_inside(path, "config.json", _MAX_CONFIG))
     except (ShardkitError, ValueError, RecursionError):
@@ -466,7 +470,7 @@ def has_model_config(path: str) -> bool:
 
 
 def settings_in(directory: str, name: str, max_bytes: int = _MAX_CONFIG) -> dict[str, object]:
-    """Return the JSON object in a file of a directory; an empty one if it is missing or cannot be read."""
+    """Return the JSON object in a file of a directory, or an empty dict if the file is missing or cannot be read."""
     try:
         return parse_object(read_inside(directory, name, max_bytes), name)
     except (SourceError, ResourceError):
@@ -476,8 +480,8 @@ def settings_in(directory: str, name: str, max_bytes: int = _MAX_CONFIG) -> dict
 def heads_of(catalog: Catalog, num_steps: int) -> dict[tuple[str | int, ...], None]:
     """Return the distinct first `num_steps` steps of all names, in the order of the source.
 
-    The steps are the keys of the state dict that was saved, if the checkpoint records them; else the parts of a name
-    between its dots. A name with fewer steps is returned whole.
+    For `model.layers.0.weight` and one step this is ("model",). The steps are the keys of the saved state dict, if the
+    checkpoint records them, else the parts of a name between its dots. A name with fewer steps is returned whole.
     """
     if catalog.paths is not None:
         return dict.fromkeys(path[:num_steps] for path in catalog.paths.values())

@@ -1,4 +1,4 @@
-"""Compare the copies of a tensor that ranks saved, by what their zips record of them: no data is read."""
+"""Compare the copies of a tensor that several ranks saved, by the CRC-32s in their zips: no data is read."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class StoredCopy(NamedTuple):
-    """What is recorded of a copy."""
+    """What a zip records of one copy: enough to compare it with another."""
 
     crc32: int | None
-    """Of its storage; None if it is not recorded."""
+    """Of its storage; None if not recorded."""
     is_all: bool
-    """The storage has nothing else in it."""
+    """True if the storage holds nothing but this tensor."""
     layout: tuple[object, ...]
-    """How the storage is viewed."""
+    """Size of the storage, and the tensor's offset and strides in it."""
 
     @classmethod
     def of(cls, record: TensorRecord) -> StoredCopy:
-        """Return what is recorded of a tensor."""
+        """Make one from a tensor's record."""
         layout = (record.data_nbytes, record.storage_offset, record.stride, record.flipped)
         return cls(record.crc32, record.nbytes == record.data_nbytes, layout)
 
 
-class Copies:
-    """The copies that were compared."""
+class CopyComparison:
+    """Compares copies one by one, and collects which differ and which cannot be compared."""
 
     def __init__(self) -> None:
         self._different: dict[str, tuple[str, dict[str, None]]] = {}
@@ -41,21 +41,21 @@ class Copies:
 
         Args:
             name: of the tensor.
-            first: the one that counts.
-            first_file: its file.
-            copy: another.
-            file: its file.
+            first: the copy that is used.
+            first_file: the file of `first`.
+            copy: another rank's copy.
+            file: the file of `copy`.
         """
         if None in (first.crc32, copy.crc32):
             self._uncompared[name] = None
         elif first != copy:
             if first.is_all and copy.is_all and first.layout == copy.layout:
                 self._different.setdefault(name, (first_file, {}))[1][file] = None
-            else:  # the storage has more in it, or lies in another order
+            else:  # the storage has other bytes too, or another order
                 self._uncompared[name] = None
 
     def differing(self) -> tuple[DifferentCopies, ...]:
-        """Return those with other bytes, but for statistics of a rank's own batches."""
+        """Return the tensors whose copies differ, except statistics of a rank's own batches."""
         return tuple(
             DifferentCopies(name, first_file, next(iter(other_files)), len(other_files))
             for name, (first_file, other_files) in self._different.items()
@@ -63,11 +63,11 @@ class Copies:
         )
 
     def notes(self) -> Iterator[str]:
-        """Yield notes of buffers that differ, and of copies that were not compared."""
+        """Yield notes about buffers that differ, and about copies that were not compared."""
         if buffers := [name for name in self._different if _is_of_rank(name)]:
             yield (
                 f"{count(len(buffers), 'buffer differs', 'buffers differ')} between the files of ranks, and the first "
-                f"file's are taken: {listed(buffers)}"
+                f"file's are used: {listed(buffers)}"
             )
         if self._uncompared:
             yield (
@@ -77,6 +77,6 @@ class Copies:
 
 
 def _is_of_rank(name: str) -> bool:
-    """True for statistics of a rank's own batches, and its random numbers."""
+    """True for statistics of a rank's own batches and the state of its random numbers: they differ in a sound save."""
     last = name.rpartition(".")[2]
     return last in _BUFFERS or "rng" in last

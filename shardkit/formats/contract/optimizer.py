@@ -4,10 +4,11 @@
     param_groups.<number>.lr, ...                   byte entries, one for each setting
 
 `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns it nested; `dcp.save` makes these flat names.
+A leaf is one value of a parameter's state, such as `exp_avg`.
 
-Where each rank saved a file of its own, `OptimizerComparison` compares them: all ranks count the same steps. The files
-of two saves in one directory fit each other by name, shape and place, but training would go on with moments
-of different steps.
+If each rank saved a file of its own, `OptimizerComparison` checks that all are of one save, by their step counts and
+settings. Files of two saves would fit together by name and shape, but training would resume with moments of
+different steps.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shardkit.formats.torchsave.writer import is_plain, plain_record
 STATE, GROUPS, PARAMS, STEP = "state", "param_groups", "params", "step"
 Path = tuple[str | int, ...]
 Group = Mapping[str, Any]
-"""Settings of a group of parameters, as `optimizer.state_dict()` has them."""
+"""An item of `optimizer.state_dict()["param_groups"]`: the settings of a group of parameters."""
 
 _MAX_COUNT = 1 << 53
 # Byte entries. A group for each of 15,000 parameters needs fewer; a pickle of a few KiB can ask for millions.
@@ -43,36 +44,36 @@ _ADAMW_SETTINGS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerState:
-    """An optimizer's state, opened; no tensor data."""
+    """An opened optimizer's state; no tensor data."""
 
     catalog: Catalog
-    """Raw extents, with `paths`; a byte entry is a tensor of bytes."""
+    """Its extents are raw bytes, and it has `paths`; a byte entry is a tensor of bytes in it."""
     objects: tuple[str, ...]
     """Names of the byte entries."""
     has_boxes: bool = True
-    """As in `Checkpoint`."""
+    """As in `Contents`."""
     is_whole: bool = False
-    """The catalog has the model too: one file holds both, under names that stay."""
+    """True if the catalog has the model too: one file holds both, and all names stay as they are."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """The values of the byte entries, by name."""
     notes: tuple[str, ...] = ()
-    """What a person should be told."""
+    """Notes for the user."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unmapped:
+class UnusableOptimizer:
     """An optimizer's state that cannot be used."""
 
     names: Sequence[str]
-    """Its files, or its places in the model's file."""
+    """Its files, or its entries in the model's file."""
     reason: str
-    """Why; escaped."""
+    """Why it cannot be used; escaped."""
     settings: Mapping[str, object] = field(default_factory=dict)
-    """The settings of its groups by name, as far as they were read."""
+    """Those settings of its groups that could be read, by name."""
 
 
 def state_path(fqn: str, leaf: str | int) -> Path:
-    """Return the path of a parameter's state in the nested dict."""
+    """Return the path of one leaf of a parameter's state in the nested dict."""
     return STATE, fqn, str(leaf)
 
 
@@ -82,11 +83,11 @@ def path_name(path: Path) -> str:
 
 
 def read_groups(name: str, value: object) -> list[Group] | None:
-    """Return the groups of a state dict; None for what is not a list of dicts.
+    """Return the groups of an optimizer's state dict; None if the value is not a list of dicts.
 
     Args:
-        name: of the file.
-        value: its entry `param_groups`.
+        name: of the file, for messages.
+        value: the entry `param_groups`.
 
     Raises:
         SourceError: more settings than any optimizer has.
@@ -106,12 +107,12 @@ def _refuse_many(name: str, number: int) -> None:
 
 
 class StateWriter:
-    """Adds to a catalog of state tensors what the source does not store as a tensor: settings and counts.
+    """Adds settings and counts, which the source does not store as tensors, to a catalog of state tensors.
 
     Args:
         catalog: receives the entries.
-        source: the file that they were read from; the entries are tied to its state.
-        below: what the names of all entries begin with.
+        source: the file that they were read from; if it changes, the entries are stale too.
+        below: the path in front of every entry's path.
     """
 
     def __init__(self, catalog: Catalog, source: SourceFile, below: Path = ()) -> None:
@@ -141,7 +142,7 @@ class StateWriter:
     def add_count(self, path: Path, value: float) -> None:
         """Add a number as torch's optimizers store their step count: a float32 tensor without dims.
 
-        One that is too large, or NaN, is left out, and a note names it.
+        A number that is too large, or NaN, is left out, and a note names it.
         """
         if abs(value) <= _MAX_COUNT:
             self._add_bytes(path, "float32", (), struct.pack("<f", value))
@@ -232,7 +233,7 @@ class StateWriter:
 
 
 class OptimizerComparison:
-    """Compares the file of each rank with the first one; keeps the values of the first one only."""
+    """Compares the optimizer's file of each rank with that of the first, whose values alone are kept."""
 
     def __init__(self) -> None:
         self._first: str | None = None
@@ -243,12 +244,12 @@ class OptimizerComparison:
     def add(
         self, name: str, states: Mapping[str, Mapping[str, object]], groups: Sequence[Group] | None
     ) -> None:
-        """Take a rank's file.
+        """Compare a rank's file with the first, or keep it if it is the first.
 
         Args:
             name: of the file.
-            states: by parameter or flat tensor, its leaves.
-            groups: as `optimizer.state_dict()` has them; None if they were not saved.
+            states: by parameter or flat tensor, the leaves of its state.
+            groups: the file's `param_groups`; None if they were not saved.
         """
         counts = {
             f"{leaf} of {parameter}": value
@@ -262,7 +263,7 @@ class OptimizerComparison:
             return
         differences = [key for key, value in counts.items() if self._counts.get(key, value) != value]
         if settings is not None and self._groups is not None:
-            differences += _other_settings(self._groups, settings)
+            differences += _differing_settings(self._groups, settings)
         if differences:
             self._problems.append(f"{escape(name)}: not as in {escape(self._first)}: {listed(differences)}")
 
@@ -283,9 +284,9 @@ class OptimizerComparison:
 
 
 def count_of(value: object) -> object | None:
-    """Return a count in a form that can be compared: the number's text, or the dtype and CRC-32 of a scalar tensor.
+    """Return a step count in a form that can be compared: a number's text, or the dtype and CRC-32 of a scalar tensor.
 
-    None if it is neither, or if no CRC-32 is recorded.
+    None if the value is neither, or if no CRC-32 is recorded.
     """
     if type(value) in (int, float):
         return repr(value)
@@ -295,7 +296,7 @@ def count_of(value: object) -> object | None:
 
 
 def _settings(group: Group) -> dict[str, str]:
-    """Return the settings of a group as text; torch gathers named parameters in no fixed order."""
+    """Return a group's settings as text. Names of parameters are sorted: torch gathers them in no fixed order."""
     params = group.get(PARAMS)
     settings = {str(key): repr(value) for key, value in group.items() if key != PARAMS and is_plain(value)}
     if isinstance(params, list):
@@ -303,7 +304,7 @@ def _settings(group: Group) -> dict[str, str]:
     return settings
 
 
-def _other_settings(
+def _differing_settings(
     groups: Sequence[Mapping[str, str]], other_groups: Sequence[Mapping[str, str]]
 ) -> Iterator[str]:
     if len(groups) != len(other_groups):

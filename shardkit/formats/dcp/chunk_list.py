@@ -1,7 +1,7 @@
-"""The small list beside each shard file: what the file holds, so that a rank never parses `.metadata`.
+"""The chunk list beside each shard file: it lists the chunks of that file, so that a rank need not parse `.metadata`.
 
 `.metadata` describes every chunk of every rank, and takes seconds to parse at a thousand ranks. A rank's own
-list has one line for each of its tensors. docs/format.md is the contract.
+list has one line for each of its chunks. docs/format.md specifies the format.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ListedChunk(NamedTuple):
 
 
 class ChunkList(NamedTuple):
-    """What one shard file holds, in file order."""
+    """The parsed list of one shard file; its chunks are in file order."""
 
     file: str
     size: int
@@ -57,15 +57,15 @@ def name_for(file: str) -> str:
     return file.removesuffix(".distcp") + ".chunks.json"
 
 
-class Lines:
-    """Makes the lines of a tensor's chunks of one size; what they have in common is made once."""
+class LineFormatter:
+    """Formats the lines of one tensor's chunks of equal size; the text that they share is made once."""
 
     __slots__ = ("_before", "_data_nbytes", "_head", "_record_nbytes", "_sizes")
 
     def __init__(
         self, fqn: str, dtype: DType, shape: Shape, sizes: Shape, record: tuple[int, int, int]
     ) -> None:
-        """Take what such chunks have in common.
+        """Make the text that all these lines share.
 
         Args:
             fqn: the tensor's name.
@@ -84,20 +84,20 @@ class Lines:
         Args:
             offsets: of its region, in elements.
             start: first byte of its record in the file.
-            crc: CRC-32 of its data, None if digests are off.
+            crc: CRC-32 of its data; None if digests are off.
         """
         places = f"{start},{self._record_nbytes},{start + self._before},{self._data_nbytes}"
         return f"{self._head},{offsets},{self._sizes},{places},{'null' if crc is None else crc}]"
 
 
 def dump(file: str, size: int, aliases: Mapping[str, Sequence[str]], lines: Sequence[str]) -> bytes:
-    """Return a chunk list as bytes, one chunk on each line.
+    """Return the bytes of a chunk list, a JSON object with one chunk on each line.
 
     Args:
         file: name of the shard file.
         size: bytes of the shard file.
         aliases: by tensor, the other names of the same parameter.
-        lines: of its chunks in file order, from `Lines`.
+        lines: of its chunks in file order, from `LineFormatter`.
     """
     head = json.dumps({"format": FORMAT, "file": file, "size": size, "aliases": aliases})
     rows = ",\n".join(lines)
@@ -105,10 +105,10 @@ def dump(file: str, size: int, aliases: Mapping[str, Sequence[str]], lines: Sequ
 
 
 def read_beside(directory: str, file: str, size: int) -> tuple[ChunkList, int]:
-    """Return the chunk list of a shard file that is not opened for it, and the CRC-32 of the list's bytes.
+    """Return the chunk list of a shard file and the CRC-32 of the list's bytes, without opening the shard file.
 
     Args:
-        directory: where both lie.
+        directory: of both files.
         file: name of the shard file.
         size: of the shard file, in bytes.
 

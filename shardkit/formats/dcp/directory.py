@@ -1,11 +1,11 @@
-"""Open a DCP directory: `.metadata`, and `.distcp` files full of `torch.save` records, whichever trainer saved it.
+"""Open a DCP directory of any trainer: a `.metadata`, and `.distcp` files full of `torch.save` records.
 
 `.metadata` is trusted over the directory listing: a reused directory can hold shards of an older, larger
-world. What it says is checked against the files: every chunk's bytes are there, no two entries overlap (tied
-names may share all their bytes), and the chunks of each tensor make it up exactly once.
+world. It is compared with the files: every chunk's bytes must be there, no two entries may overlap (tied
+names may share all their bytes), and the chunks of each tensor must make it up exactly once.
 
-With very many chunks, numpy compares the columns with the arrangement that trainers write. If they differ, the
-checks go chunk by chunk, and say what is wrong, if anything is.
+With very many chunks, numpy first tests whether the columns have the arrangement that trainers write. If not, the
+chunks are checked one by one, so that an error can name the wrong ones.
 
 Source: torch 2.13, torch/distributed/checkpoint/filesystem.py.
 """
@@ -61,13 +61,13 @@ from shardkit.formats.contract import (
     asset_directories,
     listing,
 )
-from shardkit.formats.contract.copies import Copies, StoredCopy
+from shardkit.formats.contract.copies import CopyComparison, StoredCopy
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.metadata import (
     Copy,
     DcpMetadata,
     RecordPlace,
-    num_enough,
+    num_sufficient_ranks,
     parse_metadata,
     rank_files,
     read_rank_metadata,
@@ -87,22 +87,22 @@ _OTHER_RANKS = "files of a rank may be missing: copy all __R.metadata and .distc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DcpDirectory:
-    """A DCP directory, opened; its records are not opened yet."""
+    """An opened DCP directory whose records are still closed; it implements `DcpFolder`."""
 
     catalog: Catalog
     """Its extents are whole records ("torch-record"), or bytes ("raw") if the files hold no records."""
     transforms: Mapping[int, tuple[str, ...]]
-    """By chunk, the extensions that its record went through."""
+    """By chunk, the extensions that encoded its record; most chunks have none."""
     objects: Mapping[str, EntryLocation | None]
-    """Entries that are not tensors, and where each one's record lies."""
+    """Entries that are not tensors, with the place of each one's record."""
     copies: Sequence[Copy] = ()
-    """What ranks with metadata of their own saved again."""
+    """With rank-local metadata, chunks that a later rank saved again; the catalog has the first rank's."""
     differing: tuple[DifferentCopies, ...] = ()
-    """Those with other bytes."""
+    """Those of `copies` whose bytes differ from the first rank's."""
 
     @property
     def copy_ends(self) -> Sequence[tuple[int, int]]:
-        """File and end of each record that another rank's stands for."""
+        """(file, end) of each record that is not in the catalog because another rank saved the same chunk."""
         return [(file, start + nbytes) for _, _, (file, start, nbytes) in self.copies]
 
     @property
@@ -111,9 +111,9 @@ class DcpDirectory:
         return self.catalog.encoding != "raw"
 
     def select(self, names: Collection[str]) -> Catalog:
-        """Return a catalog of some tensors, in the order given, whose extents are the chunks' bytes.
+        """Return a catalog of the named tensors, in that order, whose extents are the chunks' bytes.
 
-        Their records, and no others, are opened and compared with what `.metadata` says.
+        Only the records of these tensors are opened, and they are compared with `.metadata`.
 
         Raises:
             SourceError, IntegrityError, ResourceError: names file and tensor; all problems of a kind at once.
@@ -125,11 +125,11 @@ class DcpDirectory:
     def select_within(
         self, regions: Mapping[str, Sequence[Region]], opened: dict[str, int] | None = None
     ) -> Catalog:
-        """Return the same with those chunks alone in which some regions lie: the records of no others are opened.
+        """Like `select`, but only with the chunks that intersect the regions; no other record is opened.
 
         Args:
             regions: of each tensor, in elements; a tensor may have none.
-            opened: descriptors by path, which are taken from there and put there.
+            opened: descriptors of open files by path, which are reused; files opened here are added.
 
         Raises:
             SourceError, IntegrityError, ResourceError: as `select`.
@@ -144,9 +144,9 @@ class DcpDirectory:
         return select_raw(chosen, transforms, tuple(regions), opened=opened)
 
     def defer(self, names: Collection[str]) -> Catalog:
-        """Return the same with records that are still closed: what is decided by names, dtypes and shapes needs none.
+        """Like `select`, but records stay closed: decisions by names, dtypes and shapes do not need them.
 
-        Those that went through an extension are not opened before they are read, whoever reads them.
+        If extensions encoded records, this is `select`: packed chunks are decoded only when they are read anyway.
 
         Raises:
             SourceError, IntegrityError, ResourceError: as `select`.
@@ -155,16 +155,16 @@ class DcpDirectory:
             return self.select(names)
         catalog = subset(self.catalog, names)
         if coded := [name for name, entry in catalog.tensors.items() if entry.dtype.name in OF_CODES]:
-            self.select(coded)  # refuses them by their class, before anything else is said of such a dtype
-        catalog.open_records = partial(self._open_of, catalog)
+            self.select(coded)  # raises for their class, which says more than an error about the dtype
+        catalog.open_records = partial(self._open_records, catalog)
         return catalog
 
-    def _open_of(self, catalog: Catalog, names: Collection[str], /, *, as_read: bool = False) -> Catalog:
+    def _open_records(self, catalog: Catalog, names: Collection[str], /, *, as_read: bool = False) -> Catalog:
         chosen = [name for name in catalog.tensors if name in names]
         return with_missing(open_late(self.catalog, chosen) if as_read else self.select(chosen), catalog)
 
     def check(self, names: Collection[str]) -> Iterator[str]:
-        """Read the bytes of some tensors and yield a line for each record with another CRC-32 than recorded.
+        """Read the bytes of the named tensors, and yield a line for each record with another CRC-32 than recorded.
 
         Raises:
             SourceError, IntegrityError, ResourceError: records that cannot be read.
@@ -173,7 +173,7 @@ class DcpDirectory:
 
 
 def is_dcp(directory: str) -> bool:
-    """True if the directory has the marker file of a finished DCP save, or a rank's."""
+    """True if the directory has `.metadata`, which marks a finished DCP save, or the `__R.metadata` of a rank."""
     names = listing(directory)
     return METADATA in names or bool(rank_files(names))
 
@@ -196,7 +196,7 @@ def as_checkpoint(path: str, opened: DcpDirectory) -> Checkpoint:
     """
     catalog = opened.catalog
     if not catalog.tensors and opened.objects:
-        # Here: most directories have tensors.
+        # Imported here, as most directories have tensors.
         from shardkit.formats.dcp.objects import refuse_objects_alone
 
         refuse_objects_alone(path, opened)
@@ -219,10 +219,10 @@ def as_checkpoint(path: str, opened: DcpDirectory) -> Checkpoint:
 
 
 def open_dcp(directory: str) -> DcpDirectory:
-    """Open a DCP directory without its records; `select` opens those of the wanted tensors.
+    """Open a DCP directory, but not its records: `DcpDirectory.select` opens those.
 
     Args:
-        directory: where `.metadata` lies, or `__R.metadata` of each rank.
+        directory: with `.metadata`, or with `__R.metadata` of each rank.
 
     Raises:
         SourceError: missing, damaged, hostile or contradictory; names the file and the tensors.
@@ -232,8 +232,8 @@ def open_dcp(directory: str) -> DcpDirectory:
     return open_metadata(directory, _read_metadata(directory))
 
 
-def told_catalog(directory: str) -> Catalog:
-    """Return what `.metadata` says, whether or not its files are there and whole. This is to look at, not to read from.
+def described_catalog(directory: str) -> Catalog:
+    """Return a catalog of what `.metadata` describes, without checking its files. It is for display, not for reading data.
 
     Raises:
         SourceError, ResourceError: the metadata cannot be read.
@@ -264,22 +264,22 @@ def _catalog(directory: str, metadata: DcpMetadata, files: list[SourceFile]) -> 
 
 
 def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
-    """Return an opened DCP directory, after comparing what its metadata says with its files.
+    """Return an opened DCP directory, after checking its files against its metadata.
 
     Raises:
         SourceError, ResourceError: as `open_dcp`.
     """
-    if metadata.where != METADATA:  # first: files that another save has left may lack others
-        check_tiling(metadata, partial(_other_ranks, directory))
+    if metadata.where != METADATA:  # first, as ranks left by another save may name files that are gone
+        check_tiling(metadata, partial(_hint_for_ranks, directory))
     described = path_in(directory, METADATA)
-    files = _told_files(directory, metadata, described)
+    files = _shared_files(directory, metadata, described)
     if files is None:
         stamp = stamp_at(described)  # None for rank-local metadata
-        files = _stat_files(directory, metadata)
+        files = _check_files(directory, metadata)
         if stamp is not None:
             shared_reads.note(SIZES, described, json.dumps([file.size for file in files]).encode(), stamp)
     if _holds_bare_bytes(metadata):
-        # Here, so that DCP opens without the modules for Hub models.
+        # Imported here, so that other DCP directories open without the modules for Hub models.
         from shardkit.formats.dcp.hugging_face import point_at_parts
 
         point_at_parts(metadata, files)
@@ -298,13 +298,13 @@ def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
     )
 
 
-def _compare(catalog: Catalog, copies: Sequence[Copy]) -> Copies:
-    """Compare what ranks saved again, by the directories of the records. Those in a store are left out.
+def _compare(catalog: Catalog, copies: Sequence[Copy]) -> CopyComparison:
+    """Compare chunks that several ranks saved, by the CRC-32s in their records. In a store nothing is compared.
 
     Raises:
         ResourceError: a file may not be read.
     """
-    compared, table, stored = Copies(), catalog.chunks, dict[RecordPlace, StoredCopy]()
+    compared, table, stored = CopyComparison(), catalog.chunks, dict[RecordPlace, StoredCopy]()
     if catalog.encoding == "raw" or is_far(catalog):
         return compared
     firsts = [(table.file[copy.row], table.start[copy.row], table.nbytes[copy.row]) for copy in copies]
@@ -313,7 +313,7 @@ def _compare(catalog: Catalog, copies: Sequence[Copy]) -> Copies:
         source = catalog.files[number]
         with suppress(SourceError), open_regular(source.path, source.name, follow=False) as (fd, _):
             for place in group:
-                with suppress(SourceError):  # whoever reads it says what is wrong
+                with suppress(SourceError):  # reading the tensor raises the same error
                     record, _entries = read_entries(pread_of(fd), *place[1:], where=escape(source.name))
                     stored[place] = StoredCopy.of(record)
     for copy, first in zip(copies, firsts, strict=True):
@@ -323,13 +323,16 @@ def _compare(catalog: Catalog, copies: Sequence[Copy]) -> Copies:
     return compared
 
 
-def _other_ranks(directory: str, problems: Sequence[str]) -> str:
-    """Return what to do where the files of all ranks do not make up the tensors.
+def _hint_for_ranks(directory: str, problems: Sequence[str]) -> str:
+    """Return the hint for ranks' files that do not make up the tensors: a rank is missing, or some are of an older save.
 
-    Only chunks that overlap show an older save: with pipeline stages the first ranks have whole tensors, too.
+    Only overlapping chunks show an older save: with pipeline stages the first ranks have whole tensors too.
     """
     names, is_more = _listing(directory), any(problem.endswith(" overlap") for problem in problems)
-    files, enough = list(rank_files(names).values()), is_more and num_enough(directory, names, MAX_METADATA)
+    files, enough = (
+        list(rank_files(names).values()),
+        is_more and num_sufficient_ranks(directory, names, MAX_METADATA),
+    )
     if not enough:
         return _OTHER_RANKS
     stamps = [stamp_at(os.path.join(directory, name)) for name in files]
@@ -348,7 +351,7 @@ def _other_ranks(directory: str, problems: Sequence[str]) -> str:
 
 
 def refuse_flat(path: str, catalog: Catalog) -> None:
-    """Refuse flat parameters: they hold many tensors end to end, and only the wrapped model knew which.
+    """Refuse flat parameters of FSDP1: each is many tensors end to end, and which ones is not recorded.
 
     Raises:
         SourceError: names them.
@@ -357,18 +360,20 @@ def refuse_flat(path: str, catalog: Catalog) -> None:
     SourceError.raise_for(
         [f"{escape(entry.fqn)}: {entry.num_elements} elements" for entry in flat],
         f"{escape(path)} holds {len(flat)} flat parameters of FSDP1 (LOCAL_STATE_DICT): the names and shapes "
-        "of what is in them are not recorded",
+        "of the parameters in them are not recorded",
         hint="load it into the model that was wrapped the same way, and save it with SHARDED_STATE_DICT",
     )
 
 
 def _read_metadata(directory: str) -> DcpMetadata:
-    """Read `.metadata`; rank-local metadata only if there is none, never instead of a damaged one."""
+    """Read `.metadata`, or the metadata of each rank if there is no `.metadata`; a damaged one is an error."""
     path = path_in(directory, METADATA)
     if storage.lexists(path):
         data = shared_reads.read(path, METADATA, MAX_METADATA)
         metadata = replace(parse_metadata(data, where=METADATA), crc32=int(crc32(data)))
-        return metadata if path == os.path.join(directory, METADATA) else _at_home(metadata, directory)
+        return (
+            metadata if path == os.path.join(directory, METADATA) else _with_home_names(metadata, directory)
+        )
     names = _listing(directory)
     if not rank_files(names):
         is_begun = f"{METADATA}.tmp" in names
@@ -377,8 +382,8 @@ def _read_metadata(directory: str) -> DcpMetadata:
     return read_rank_metadata(directory, names, MAX_METADATA)
 
 
-def _at_home(metadata: DcpMetadata, home: str) -> DcpMetadata:
-    """Return metadata that lies above a home, with the files' names in it."""
+def _with_home_names(metadata: DcpMetadata, home: str) -> DcpMetadata:
+    """Return metadata that is in the parent directory, with names of files relative to `home` instead."""
     folder = os.path.join(os.path.basename(home.rstrip("/")), "")
     strays = [escape(name) for name in metadata.files if not name.startswith(folder)]
     SourceError.raise_for(
@@ -394,8 +399,12 @@ def _listing(directory: str) -> set[str]:
         raise SourceError(f"{escape(directory)} cannot be listed: {error.strerror}") from None
 
 
-def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
-    """Look at every file that an entry needs, and report everything that is wrong with them at once."""
+def _check_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
+    """Return all files with their sizes, after checking that each file with bytes of an entry is there.
+
+    Raises:
+        DamagedFiles: lists every file that cannot be read.
+    """
     used = set(metadata.chunks.file) | {place.file for place in metadata.objects.values() if place}
     problems: dict[str, str] = {}
     files: list[SourceFile] = []
@@ -408,7 +417,7 @@ def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
             size, problem = (0, reason) if path and reason else _file_size(path)
             if problem:
                 owner = _owner_of_file(metadata, index)
-                problems[name] = f"{problem} ({_named(owner)} there)"
+                problems[name] = f"{problem} ({_owners_text(owner)} there)"
         files.append(SourceFile(name=name, path=path, size=size))
     if problems:
         are_links = all(FOLLOW in problem for problem in problems.values())
@@ -421,8 +430,8 @@ def _stat_files(directory: str, metadata: DcpMetadata) -> list[SourceFile]:
     return files
 
 
-def _told_files(directory: str, metadata: DcpMetadata, described: str) -> list[SourceFile] | None:
-    """Return the files of a `.metadata` that another process has looked at, and found right; None if none has."""
+def _shared_files(directory: str, metadata: DcpMetadata, described: str) -> list[SourceFile] | None:
+    """Return the files of a `.metadata` with the sizes that another process shared after checking them, or None."""
     shared_sizes = shared_reads.take(SIZES, described)
     if shared_sizes is None:
         return None
@@ -438,7 +447,7 @@ def _is_shard(name: str) -> bool:
 
 
 def _folder_problems(directory: str, names: Iterable[str]) -> dict[str, str]:
-    """Return, by folder below the directory, why no file in it is read: links lead out of the directory."""
+    """Return the reason for each folder of shards that must not be read, as it is a link that leaves the directory."""
     problems = dict[str, str]()
     for folder in {os.path.dirname(name) for name in names if _is_shard(name)} - {""}:
         try:
@@ -465,7 +474,7 @@ def _file_size(path: str) -> tuple[int, str | None]:
 
 
 def _owner_of_file(metadata: DcpMetadata, file: int) -> list[str]:
-    """Return names that have bytes in a file; only the first few if there are many."""
+    """Return the names of entries that have bytes in a file; of many, only the first few."""
     owners: list[str] = []
     for fqn, entry in metadata.tensors.items():
         rows = entry.chunk_ids
@@ -476,7 +485,7 @@ def _owner_of_file(metadata: DcpMetadata, file: int) -> list[str]:
     return owners + [fqn for fqn, place in metadata.objects.items() if place and place.file == file]
 
 
-def _named(names: Sequence[str]) -> str:
+def _owners_text(names: Sequence[str]) -> str:
     shown = ", ".join(escape(name) for name in names[:_SHOWN_NAMES])
     return f"{shown} and others lie" if len(names) > _SHOWN_NAMES else f"{shown} would lie"
 
@@ -496,11 +505,11 @@ def _notes(directory: str, metadata: DcpMetadata) -> Iterator[str]:
 
 
 def unused_shards(directory: str, names: Collection[str]) -> list[str]:
-    """Return shard files that a checkpoint does not use, in its directory and in the folders that it has files in.
+    """Return the shard files that a checkpoint does not use, in its directory and the folders of its files.
 
     Args:
         directory: the checkpoint's.
-        names: the files that it uses; all names are relative to the directory.
+        names: of the files that it uses, relative to the directory, as are those returned.
     """
     folders = {os.path.dirname(name) for name in names if _is_shard(name)} | {""}
     present = (
@@ -510,7 +519,7 @@ def unused_shards(directory: str, names: Collection[str]) -> list[str]:
 
 
 def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
-    """Require that every extent lies in its file, and shares no byte with another unless the two are equal.
+    """Check that every extent is inside its file, and that two extents either share no byte or are equal.
 
     Raises:
         SourceError: names every tensor and file.
@@ -573,18 +582,18 @@ def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
 
 
 def _owners(tensors: dict[str, TensorEntry]) -> Callable[[int], str]:
-    """Return a function from a chunk to its tensor's name."""
+    """Return a function that maps a chunk's row to its tensor's name."""
     names = list(tensors)
     firsts = [entry.first_chunk for entry in tensors.values()]
     return lambda row: names[bisect_right(firsts, row) - 1]
 
 
 def check_tiling(metadata: DcpMetadata, hint: Callable[[Sequence[str]], str] | None = None) -> None:
-    """Require that the chunks of every tensor make it up exactly once.
+    """Check that the chunks of every tensor cover each of its elements exactly once.
 
     Args:
-        metadata: whose chunks are looked at.
-        hint: what makes of the problems what to do next; None if it is another copy.
+        metadata: with the chunks.
+        hint: returns the error's hint for a list of problems; None for the hint to use another copy.
 
     Raises:
         SourceError: names every tensor.
@@ -604,7 +613,7 @@ def check_tiling(metadata: DcpMetadata, hint: Callable[[Sequence[str]], str] | N
 
 
 def are_row_shards(shape: Shape, boxes: array[int]) -> bool:
-    """True if chunks, in their order, cut a tensor along its first dim; empty ones may lie anywhere in it.
+    """True if chunks, in their order, cut a tensor along its first dim; empty chunks may be anywhere inside it.
 
     Args:
         shape: the tensor's.
@@ -640,7 +649,7 @@ def are_apart(
     sizes: Sequence[int],
     more: Sequence[Sequence[int]],
 ) -> bool:
-    """True if extents that are not empty lie in their files, and no two have a byte in common.
+    """True if all extents are non-empty and inside their files, and no two have a byte in common.
 
     Args:
         files, starts, nbytes: of each chunk, in bytes.
@@ -662,7 +671,7 @@ def are_apart(
 
 
 def _holds_bare_bytes(metadata: DcpMetadata) -> bool:
-    """True if every chunk has exactly the bytes of its elements: no record is as short as that."""
+    """True if every extent has exactly as many bytes as its chunk's elements, which is too short for a record."""
     table = metadata.chunks
     return bool(metadata.tensors) and all(
         table.nbytes[row] == table.region(row).num_elements * entry.dtype.itemsize

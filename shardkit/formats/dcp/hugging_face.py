@@ -4,18 +4,18 @@
     model-I-of-N.safetensors, ...index.json           beside sharded/, once they have been consolidated
     .hf_metadata/                                     NeMo Automodel: config, and the file of each tensor
 
-Each rank R writes its parts of the tensors, spread over N numbered files. A header says where a part lies in
-its tensor (DCP_SHARDING_INFO), but nothing says the shape of the whole tensor: it is taken to end where the
-last part ends. So gaps show, and so does a missing rank between others. Files missing at the end show only
-if something else says what should be there: consolidate compares with the base or the class (`LAST_RANKS`).
+Each rank R writes its parts of the tensors into N numbered files. A header has the offsets of each part in its tensor
+(DCP_SHARDING_INFO), but no file has the shape of the whole tensor: it is assumed to end where the last part ends. So
+gaps are noticed, and so is a missing rank between others. Missing files of the last ranks are noticed only by comparing
+with a list of names beside the shards, or, when consolidating, with the base or the class (`LAST_RANKS`).
 
 Consolidated files beside the shards are not read: torch's consolidation writes 0 for scalars.
 
 DCP also has `serialization_format=SAFETENSORS`: a `.metadata`, and each `.distcp` ends with one safetensors
-file. The places in that `.metadata` are not true. It places every tensor of a file where the safetensors part
-begins, with the length of its bare bytes. (torch's own reader cannot load it.) The header of the part says
-where the bytes lie, and must agree with `.metadata` on everything else. The writer keeps the parts by name:
-of several chunks of one tensor in one file, only the last is there.
+file, its safetensors part. The places in that `.metadata` are wrong: every tensor of a file has the first byte of the
+safetensors part and the length of its bare bytes. (torch's own reader cannot load such a save.) The part's header has
+the true places, and must agree with `.metadata` on everything else. The writer stores chunks by name: of several chunks
+of one tensor in one file, only the last is stored.
 
 Source: torch 2.13, torch/distributed/checkpoint/hf_storage.py, _hf_utils.py and filesystem.py
 (`_write_files_from_queue`).
@@ -43,9 +43,9 @@ from shardkit.formats.contract import (
     Opener,
     Remarks,
     asset_directories,
-    inner,
+    folder_below,
     listing,
-    matching,
+    matching_names,
     settings_in,
 )
 from shardkit.formats.dcp.metadata import DcpMetadata
@@ -69,45 +69,48 @@ _MAX_LISTED = 1000  # missing files: a name with a huge number must not make mor
 _INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # a key of the header, and of each tensor in it
 _MAX_OFFSET = 1 << 62
 _COPY = "copy all shard-*.safetensors files of the save; each rank wrote some"
-_CONSOLIDATED = "consolidated from the shards, which are read; in a directory without shards it is a model"
+_CONSOLIDATED = "consolidated from the shards, which are read; alone in a directory it is read as a model"
 LAST_RANKS = "nothing shows how many ranks saved shards, so those of the last ranks may be missing"
-"""A note of every such checkpoint: shapes are what the shards make up, until they are compared with the model's."""
+"""A note on every such checkpoint: shapes are those that the shards make up, until they are compared with the model's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShardDirectory:
-    """Where shards lie, and what lies beside them."""
+    """The directory of the shards, and the model's config beside them."""
 
     path: str
-    """The directory that was given."""
+    """The directory that is opened."""
     directory: str
-    """Where the shards are: the same, or `sharded/` in it."""
+    """The directory of the shards: `path`, or `sharded/` in it."""
     config: Mapping[str, object]
-    """config.json of the model; empty if there is none."""
+    """The model's config.json; empty if it is missing."""
 
     @property
     def writer(self) -> str:
-        is_nemo = inner(self.path, _HF_METADATA) or inner(self.directory, _HF_METADATA)
+        is_nemo = folder_below(self.path, _HF_METADATA) or folder_below(self.directory, _HF_METADATA)
         return "NeMo Automodel" if is_nemo else "torch.distributed.checkpoint (safetensors)"
 
 
 def is_dcp_hf(path: str) -> bool:
-    """True if shards lie in the directory, or in `sharded/` below it."""
+    """True if the directory has shards, or its `sharded/` does."""
     return _shard_directory(path) is not None
 
 
 def open_dcp_hf(path: str) -> Checkpoint:
-    """Open the shards; consolidated files beside them are skipped.
+    """Open the shards as a checkpoint; consolidated files beside them are skipped.
 
     Raises:
-        SourceError: files of a rank are missing, a file is damaged, parts have gaps or overlap, tensors that
+        SourceError: files of a rank are missing, a file is damaged, parts have gaps or overlap, or tensors that
             an index lists are missing; names files and tensors.
         ResourceError: a file may not be read.
     """
     directory = _shard_directory(path) or path
-    home = _ShardDirectory(path=path, directory=directory, config=_config(path, directory))
+    home = _ShardDirectory(path=path, directory=directory, config=_read_config(path, directory))
     assets = asset_directories(
-        inner(directory, _HF_METADATA), inner(path, _HF_METADATA), path, inner(path, "consolidated")
+        folder_below(directory, _HF_METADATA),
+        folder_below(path, _HF_METADATA),
+        path,
+        folder_below(path, "consolidated"),
     )
     shards = _open_shards(home)
     return Checkpoint(
@@ -119,19 +122,21 @@ def open_dcp_hf(path: str) -> Checkpoint:
         contents=Contents(assets=assets),
         remarks=Remarks(
             notes=(*shards.notes, LAST_RANKS),
-            skipped=tuple((name, _CONSOLIDATED) for name in matching(listing(path), "model*.safetensors")),
+            skipped=tuple(
+                (name, _CONSOLIDATED) for name in matching_names(listing(path), "model*.safetensors")
+            ),
         ),
     )
 
 
 def _shard_directory(path: str) -> str | None:
-    for directory in (path, inner(path, _SHARDED)):
+    for directory in (path, folder_below(path, _SHARDED)):
         if directory is not None and _shard_names(listing(directory)):
             return directory
     return None
 
 
-def _config(path: str, directory: str) -> Mapping[str, object]:
+def _read_config(path: str, directory: str) -> Mapping[str, object]:
     places = (
         (home, name) for name in (f"{_HF_METADATA}/config.json", "config.json") for home in (directory, path)
     )
@@ -139,18 +144,18 @@ def _config(path: str, directory: str) -> Mapping[str, object]:
 
 
 def _open_shards(home: _ShardDirectory) -> Catalog:
-    """Open the shards, and compare them with whatever else says what should be there."""
+    """Open the shards, and compare their tensors with the lists of names beside them."""
     catalog = _read_shards(home.directory, f"{_SHARDED}/" if home.directory != home.path else "")
     SourceError.raise_for(
-        list(_absent(home, catalog)),
+        list(_absent_tensors(home, catalog)),
         f"the shards in {escape(home.directory)} are not all of the model: files of the last ranks may be missing",
         hint=_COPY,
     )
     return catalog
 
 
-def _absent(home: _ShardDirectory, catalog: Catalog) -> Iterator[str]:
-    """Yield each tensor that a list of names beside the shards has, but the shards lack."""
+def _absent_tensors(home: _ShardDirectory, catalog: Catalog) -> Iterator[str]:
+    """Yield a line for each tensor that a list of names beside the shards has, but the shards lack."""
     is_tied = ties_embeddings(home.config)
     for name, fqns in _lists_of_names(home):
         for fqn in fqns:
@@ -177,7 +182,7 @@ class _ShardName(NamedTuple):
 
 
 class _PartExtent(NamedTuple):
-    """Where a part lies."""
+    """The place of a part's bytes."""
 
     file: int
     start: int
@@ -185,7 +190,7 @@ class _PartExtent(NamedTuple):
 
 
 class _PartsOfTensor(NamedTuple):
-    """One tensor's parts."""
+    """The parts of one tensor."""
 
     dtype: DType
     chunks: dict[Region, _PartExtent]
@@ -202,7 +207,7 @@ def _read_shards(directory: str, prefix: str) -> Catalog:
     """Open the shards in a directory as one checkpoint.
 
     Args:
-        directory: where they lie.
+        directory: of the shards.
         prefix: put before the files' names in messages, e.g. "sharded/".
 
     Raises:
@@ -218,7 +223,7 @@ def _read_shards(directory: str, prefix: str) -> Catalog:
     for name in shards:
         _read_shard(catalog, parts, locate(directory, name), prefix + name, problems)
     for fqn, tensor_parts in parts.items():
-        _add(catalog, fqn, tensor_parts, problems)
+        _add_tensor(catalog, fqn, tensor_parts, problems)
     SourceError.raise_for(
         problems,
         f"the shards in {escape(directory)} do not make up {count(len(problems), 'tensor')}",
@@ -238,13 +243,13 @@ def _check_numbers(shards: Mapping[str, _ShardName], prefix: str) -> None:
         )
     ranks = {shard.rank for shard in shards.values()}
     numbers = {shard.number for shard in shards.values()}
-    missing_names = [f"shard-{rank:05d}-model-*" for rank in _gaps(ranks, max(ranks))]
-    missing_names += [f"shard-*-model-{number:05d}" for number in _gaps(numbers, totals[0])]
+    missing_names = [f"shard-{rank:05d}-model-*" for rank in _missing_numbers(ranks, max(ranks))]
+    missing_names += [f"shard-*-model-{number:05d}" for number in _missing_numbers(numbers, totals[0])]
     problems = [f"{prefix}{name}-of-{totals[0]:05d}.safetensors: no such file" for name in missing_names]
     SourceError.raise_for(problems, f"{count(len(problems), 'shard')} missing", hint=_COPY)
 
 
-def _gaps(present: Collection[int], last: int) -> list[int]:
+def _missing_numbers(present: Collection[int], last: int) -> list[int]:
     """Return the first few of the numbers from 1 to `last` that are absent."""
     return list(islice((number for number in range(1, last + 1) if number not in present), _MAX_LISTED))
 
@@ -269,11 +274,11 @@ def _read_shard(
             problems.append(
                 f"{escape(tensor.fqn)}: {escape(name)} has {len(tensor.shape)} dims, another does not"
             )
-        else:  # an equal region is a replica
+        else:  # a second part with the same region is a replica
             tensor_parts.chunks.setdefault(region, _PartExtent(file, tensor.start, tensor.nbytes))
 
 
-def _add(catalog: Catalog, fqn: str, parts: _PartsOfTensor, problems: list[str]) -> None:
+def _add_tensor(catalog: Catalog, fqn: str, parts: _PartsOfTensor, problems: list[str]) -> None:
     regions, chunks = list(parts.chunks), list(parts.chunks.values())
     shape: Shape = tuple(map(max, zip(*(region.stops for region in regions), strict=True)))
     reason = find_tiling_error(shape, regions)
@@ -287,7 +292,7 @@ def _add(catalog: Catalog, fqn: str, parts: _PartsOfTensor, problems: list[str])
 
 
 def point_at_parts(metadata: DcpMetadata, files: list[SourceFile]) -> None:
-    """Point every chunk at its bytes in the safetensors part of its file; the encoding becomes "raw".
+    """Give every chunk its true place in the safetensors part of its file; the encoding becomes "raw".
 
     Raises:
         SourceError: a part is damaged, or lacks chunks that `.metadata` lists; names files and tensors.
@@ -302,8 +307,8 @@ def point_at_parts(metadata: DcpMetadata, files: list[SourceFile]) -> None:
         files[file] = _point_in_file(metadata, files[file], rows, problems)
     SourceError.raise_for(
         problems,
-        f"{len(problems)} chunks that {metadata.where} lists are not in their files",
-        hint="torch keeps one chunk of a tensor in each safetensors file: what is lost cannot be recovered",
+        f"{len(problems)} chunks that {metadata.where} lists are missing from their files",
+        hint="torch stores one chunk of a tensor in each safetensors file: the others are lost",
     )
     metadata.encoding = "raw"
 
@@ -337,7 +342,7 @@ def _point_in_file(
 
 
 def _read_part(fd: int, base: int, size: int, name: str) -> SafetensorsHeader:
-    """Read the header at byte `base` of a file; the places in it count from there."""
+    """Return the header of the safetensors part at byte `base` of a file; its places are relative to `base`."""
     size -= base
     if size < 0:
         raise SourceError(f"{escape(name)}: its safetensors part would begin at byte {base}, past its end")
@@ -363,14 +368,14 @@ def _difference(
 
 
 def saved_offsets(header: SafetensorsHeader, name: str) -> dict[str, Shape] | None:
-    """Return the offsets of each tensor's part in the whole tensor, as DCP_SHARDING_INFO gives them.
+    """Return the offsets of each tensor's part in the whole tensor, from the header's DCP_SHARDING_INFO.
 
     Args:
         header: of the file.
         name: of the file, for messages.
 
     Returns:
-        By name; None if the file has no such info.
+        Offsets in elements by tensor; None if the header has no DCP_SHARDING_INFO.
 
     Raises:
         SourceError: malformed, or at odds with the header; names file and tensors.
@@ -384,7 +389,7 @@ def saved_offsets(header: SafetensorsHeader, name: str) -> dict[str, Shape] | No
     for tensor in header.tensors:
         fields = info.get(tensor.fqn)
         offsets = fields.get(_OFFSETS) if isinstance(fields, dict) else None
-        corner = _corner(offsets, len(tensor.shape))
+        corner = _parse_offsets(offsets, len(tensor.shape))
         if corner is None:
             problems.append(
                 f"{escape(tensor.fqn)}: expected {len(tensor.shape)} offsets, found {escape(repr(offsets))}"
@@ -399,7 +404,7 @@ def saved_offsets(header: SafetensorsHeader, name: str) -> dict[str, Shape] | No
     return corners
 
 
-def _corner(offsets: object, num_dims: int) -> Shape | None:
+def _parse_offsets(offsets: object, num_dims: int) -> Shape | None:
     if not isinstance(offsets, list) or len(offsets) != num_dims:
         return None
     if any(type(offset) is not int or not 0 <= offset < _MAX_OFFSET for offset in offsets):

@@ -1,7 +1,7 @@
-"""The safetensors shards of a layout, as torch's HuggingFaceStorageWriter names them and its reader takes them.
+"""Make the safetensors shards of a layout, with the names and headers of torch's HuggingFaceStorageWriter.
 
-A header has one entry for each tensor, so a file holds one region of a tensor at most, and a tied name has bytes of its
-own: safetensors knows no aliases. Regions without elements are left out, as nothing would read them.
+A safetensors header has one entry for each name. So a file holds at most one region of a tensor, and each tied name has
+its own copy of the bytes. Regions without elements are left out, as nothing would read them.
 
 Source: torch 2.13, torch/distributed/checkpoint/hf_storage.py and filesystem.py; transformers 5.23,
 distributed/checkpoint.py.
@@ -25,8 +25,8 @@ _NAME = "shard-{:05d}-model-00001-of-00001.safetensors"
 _VERSION = "1.0"  # torch 2.13: filesystem.py, DCP_VERSION
 
 
-def unstrided(layout: Layout) -> Layout:
-    """Return a layout in which each rank holds one region of a tensor, the one that the loader of transformers asks for."""
+def without_strided_shards(layout: Layout) -> Layout:
+    """Return a layout without strided shards: each rank holds one region of a tensor, which transformers' loader expects."""
     return replace(
         layout,
         tensors={
@@ -42,13 +42,13 @@ def shard_images(
     sources: Mapping[str, str],
     aliases: Mapping[str, Sequence[str]],
 ) -> RankImages:
-    """Return the files of a layout in which every rank holds one region of a tensor at most.
+    """Return the files of a layout in which every rank holds at most one region of a tensor.
 
     Args:
-        layout: where each tensor's regions belong.
-        dtypes: what each tensor is to be stored as.
+        layout: the regions of each tensor, by rank.
+        dtypes: the dtype in which each tensor is stored.
         sources: each tensor's name in the source.
-        aliases: for a tensor, its other names.
+        aliases: the other names of a tensor.
 
     Raises:
         SourceError: dtypes or names that safetensors cannot hold, or a header that is too large.
@@ -64,7 +64,7 @@ def shard_images(
             files[file_of[rank]].append(PlacedRegion(name, sources[fqn], dtypes[fqn], shape, region))
     fqn, shape = next(((f, t.shape) for f, t in layout.tensors.items() if t.shape), ("", ()))
     for placed in files:
-        # A rank that stores nothing has a file all the same: the gap would look like a loss.
+        # A rank that stores nothing still gets a file, as a missing file looks like a loss.
         if not placed and fqn:
             empty = Region((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
             placed.append(PlacedRegion(fqn, sources[fqn], dtypes[fqn], shape, empty))

@@ -1,14 +1,14 @@
-"""The `.distcp` files of a layout, as images with holes.
+"""Plan the `.distcp` files of a layout as images with holes.
 
 Each stored chunk is one `torch.save` record. Readers find records only through `.metadata`, so there may be
-gaps between them. A large record is put where its data has the same offset modulo 4,096 as its source bytes:
-file systems that share extents then need not move them, and elsewhere page-aligned copies stay page-aligned.
-If the bytes are converted or gathered, there is no such choice, and large data starts at a multiple of 4,096.
+gaps between them. A large record is placed so that its data has the same offset modulo 4,096 as its source bytes:
+file systems that share extents then need not copy them, and elsewhere page-aligned copies stay page-aligned.
+If bytes are converted or gathered they have no such source offset, and large data starts at a multiple of 4,096.
 
-The order of the records is that of the names. A wrap policy does not change it, nor does tracing the model.
+Records are in the natural order of their names. Neither a wrap policy nor tracing the model changes it.
 
-Trainers that save model and optimizer apart leave several DCP directories in the folders of one checkpoint.
-`JoinedImages` takes their images as one set, with the folder in front of each name.
+Trainers that save model and optimizer separately write several DCP directories, in folders of one checkpoint.
+`JoinedImages` combines their images into one set, with the folder in front of each name.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ BLOCK = 4096  # the block size of the file systems that share extents, and of a 
 _ALIGNED_NBYTES = 16 * BLOCK  # below this a gap costs more than it saves
 
 Phase = Callable[[str], int | None]
-"""First byte of a tensor in its source file; None if it is not copied as it lies, or not one chunk."""
+"""Returns the first byte of a tensor in its source file; None if it is converted, or is stored in several chunks."""
 
 
 class RecordKind(NamedTuple):
-    """What all records of one tensor and one size have in common."""
+    """The shared description of all records of one tensor whose chunks have equal sizes."""
 
     fqn: str
     """The stored name."""
@@ -59,7 +59,7 @@ class DcpImage:
         return len(self._rows)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Yield the first and the last byte (exclusive) of every record."""
+        """Yield (start, stop) of every record, in bytes."""
         table = self._images.catalog.chunks
         for row in self._rows:
             start = table.start[row]
@@ -86,11 +86,10 @@ class DcpImage:
 
 
 class DcpImages(ImageList[DcpImage]):
-    """Every record of a checkpoint to be written: where it lies and what it holds.
+    """The images of a DCP checkpoint to be written: the place and content of every record.
 
-    `catalog` describes the finished checkpoint, with one extent for each record. The rows of a tensor in the
-    chunk table have the order of its regions. The rows of a file have the natural order of their names,
-    objects last.
+    `catalog` describes the finished checkpoint, with one extent for each record. In its chunk table the rows of a
+    tensor are in the order of its regions. In a file, records are in the natural order of their names, objects last.
     """
 
     def __init__(
@@ -105,19 +104,18 @@ class DcpImages(ImageList[DcpImage]):
         """Place every chunk of `layout`.
 
         Args:
-            layout: where each tensor's regions belong.
-            dtypes: what each tensor is to be stored as.
+            layout: the regions of each tensor, by rank.
+            dtypes: the dtype in which each tensor is stored.
             sources: each tensor's name in the source.
-            phase: where the source's bytes lie, for alignment.
-            objects: names of tensors of bytes that are stored as they are, without a record around them: the
-                byte entries of a checkpoint, which are records already.
+            phase: returns the place of the source's bytes, for alignment.
+            objects: names of byte entries. They are records already, so no record is put around them.
         """
         self.catalog = Catalog(format="dcp", directory="", encoding="torch-record")
         self.kinds: list[RecordKind] = []
         self.kind_of = array("i")
-        """Of each row of the chunk table, the index into `kinds`."""
+        """By row of the chunk table, the index into `kinds`."""
         self.first_of = array("q")
-        """Of each row, the first element of its region in the whole tensor."""
+        """By row, the first element of its region in the whole tensor."""
         self.objects = frozenset(objects)
         self._holes: dict[str, TensorHoles] = {}
         file_ranks = layout.mesh.file_ranks
@@ -147,7 +145,7 @@ class DcpImages(ImageList[DcpImage]):
         shape = layout.tensors[fqn].shape
         owners = list(layout.owners(fqn))
         ranks, regions = [rank for rank, _ in owners], [region for _, region in owners]
-        if self._file_of is not None:  # a replica of a stage lies between the files of two stages
+        if self._file_of is not None:  # with pipeline stages, ranks without a file lie between ranks with one
             ranks = [self._file_of[rank] for rank in ranks]
         firsts = flat_offsets([region.offsets for region in regions], shape)
         first_row, num_data_bytes, data_nbytes = len(self.kind_of), 0, self.data_nbytes
@@ -155,7 +153,7 @@ class DcpImages(ImageList[DcpImage]):
         starts, nbytes, kinds = list[int](), list[int](), list[int]()
         sizes: Shape | None = None
         for row, (rank, region, first) in enumerate(zip(ranks, regions, firsts, strict=True), first_row):
-            if region.sizes != sizes:  # nearly all are of one size, one after the other
+            if region.sizes != sizes:  # neighbours nearly always have equal sizes
                 sizes = region.sizes
                 if sizes not in kind_numbers:
                     kind_numbers[sizes] = len(self.kinds)
@@ -181,7 +179,7 @@ class DcpImages(ImageList[DcpImage]):
         self.catalog.add_tensor_columns(fqn, dtype, shape, ranks, starts, nbytes, regions)
 
     def tensors(self) -> Iterator[TensorHoles]:
-        """Yield what is known of each tensor's holes together."""
+        """Yield one `TensorHoles` for each tensor, which describes all of its holes."""
         yield from self._holes.values()
 
     def holes(self, fqn: str) -> Iterator[tuple[int, Hole]]:
@@ -204,10 +202,10 @@ class DcpImages(ImageList[DcpImage]):
 
 
 class JoinedImages(ImageList[DcpImage]):
-    """The images of all folders, as one `shardkit.transfer.images.ImageSet`.
+    """The images of several folders, combined into one `shardkit.transfer.images.ImageSet`.
 
     Args:
-        sets: images by folder. Their sources are named as in the joined catalog.
+        sets: images by folder, with the source names of the joined catalog.
     """
 
     def __init__(self, sets: Mapping[str, DcpImages]) -> None:
@@ -228,7 +226,7 @@ class JoinedImages(ImageList[DcpImage]):
         }
 
     def tensors(self) -> Iterator[TensorHoles]:
-        """Yield what is known of each tensor's holes together."""
+        """Yield one `TensorHoles` for each tensor, which describes all of its holes."""
         for folder, images in self._sets.items():
             for holes in images.tensors():
                 yield holes._replace(fqn=join_name(folder, holes.fqn))

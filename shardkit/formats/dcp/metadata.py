@@ -1,12 +1,12 @@
-"""`.metadata` of a DCP directory, parsed: tensors with their chunks and places, objects, planner paths.
+"""Parse the `.metadata` of a DCP directory: tensors with their chunks and places, objects, planner paths.
 
-This looks at the file alone, whatever lies beside it: every chunk has a place, and every name is known once.
-`formats.dcp.directory` checks what the places point at, when it opens the directory.
+Only the file itself is checked here: every chunk must have a place, and every name must occur once.
+`formats.dcp.directory` checks the places against the other files, when it opens the directory.
 
-`dcp.save(..., use_collectives=False)` leaves rank-local metadata instead of one `.metadata`: each rank writes
-`__R.metadata` with the chunks that it holds, and nobody records how many ranks there were. All files together
-are the checkpoint. The ranks must be there without a gap, and the chunks must make up each tensor. A tensor
-that every rank holds whole is taken from the first.
+`dcp.save(..., use_collectives=False)` writes rank-local metadata instead of one `.metadata`: each rank writes
+`__R.metadata` with the chunks that it holds, and no file records the number of ranks. All of them together
+are the checkpoint: there must be no gap between ranks, and the chunks must make up each tensor. A chunk that
+several ranks saved is read from the first of them.
 
 Source: torch 2.2 to 2.13, torch/distributed/checkpoint/metadata.py, filesystem.py (`finish`),
 _nested_dict.py, state_dict_saver.py.
@@ -48,7 +48,8 @@ Path = tuple[str | int, ...]
 _VERSIONS = (None, "1.0.0")  # torch 2.13: metadata.CURRENT_DCP_VERSION
 _MAX_INDEX = 1 << 24  # list index in a planner path: torch extends a list up to it
 _MAX_PATH = 64  # steps of a planner path
-_BYTE_CHECKPOINT, _CLASS_WITHIN = b"bytecheckpoint.", 128  # bytes: a pickle names the class of its top first
+# A pickle begins with the class of its top object: ByteCheckpoint's name is within the first 128 bytes.
+_BYTE_CHECKPOINT, _CLASS_WITHIN = b"bytecheckpoint.", 128
 _MAX_SHARED = 4  # names that may share one description without places for all their chunks
 _MAX_ELEMENTS = 1 << 62
 _NO_ROWS = array("i")
@@ -60,52 +61,53 @@ _MISSING_RANK = "a rank's files may be missing: copy all __R.metadata and .distc
 
 
 RecordPlace = tuple[int, int, int]
-"""File, first byte and bytes of a record."""
+"""File number, first byte and length in bytes of a record."""
 
 
 class Copy(NamedTuple):
-    """A chunk that another rank saved too."""
+    """A rank's copy of a chunk that an earlier rank saved too."""
 
     fqn: str
     row: int
-    """The chunk that counts."""
+    """The earlier rank's chunk, which is used."""
     place: RecordPlace
+    """Of the copy."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DcpMetadata:
-    """What a `.metadata` says."""
+    """The content of a `.metadata`, or of the metadata of all ranks."""
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     """By name, in the order of the file."""
     chunks: ChunkTable = field(default_factory=ChunkTable)
-    """Regions and places, in file `files[chunks.file[row]]`."""
+    """Regions and places; the file of a row is `files[chunks.file[row]]`."""
     transforms: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """By chunk, the extensions that its record went through, e.g. ("stream.zstd/1",); absent for most."""
+    """By chunk, the extensions that encoded its record, e.g. ("stream.zstd/1",); absent for most."""
     files: tuple[str, ...] = ()
     """The values of relative_path, unchecked."""
     objects: dict[str, EntryLocation | None] = field(default_factory=dict)
-    """Entries that are not tensors, and their place if they have one."""
+    """Entries that are not tensors, and the place of each, or None."""
     paths: dict[str, Path] | None = None
-    """planner_data: the path of each name in the state dict that was saved; None if there is none."""
+    """planner_data: the path of each name in the saved state dict, or None."""
     orphans: tuple[str, ...] = ()
     """Names of storage entries that belong to no tensor or object."""
     where: str = ".metadata"
-    """What to call it in messages, escaped."""
+    """Name of the file in messages, escaped."""
     encoding: str = "torch-record"
-    """What the chunks' extents are; see `Catalog.encoding`."""
+    """See `Catalog.encoding`."""
     crc32: int | None = None
     """Of `.metadata`; None for rank-local metadata."""
     copies: list[Copy] = field(default_factory=list)
-    """What ranks with metadata of their own saved again."""
+    """With rank-local metadata, chunks that a later rank saved again."""
 
 
 def parse_metadata(data: bytes, *, where: str = ".metadata") -> DcpMetadata:
     """Parse a `.metadata`.
 
     Args:
-        data: the whole file.
-        where: what to call it in messages, escaped.
+        data: the content of the file.
+        where: name of the file in messages, escaped.
 
     Raises:
         SourceError: damaged, hostile, from another tool, or contradicting itself; names the tensors.
@@ -122,18 +124,18 @@ def parse_metadata(data: bytes, *, where: str = ".metadata") -> DcpMetadata:
 
 
 def join_fields(fields: Mapping[str, object], where: str) -> DcpMetadata:
-    """Combine the fields of a parsed `Metadata`.
+    """Combine the fields of a parsed `Metadata`: each chunk of `state_dict_metadata` gets its place in `storage_data`.
 
     Args:
         fields: by name; `state_dict_metadata` and `storage_data` at least.
-        where: what to call the file in messages, escaped.
+        where: name of the file in messages, escaped.
 
     Raises:
-        SourceError: fields of other types, or contradicting each other; names the tensors.
+        SourceError: fields have wrong types, or contradict each other; names the tensors.
     """
     entries, storage = _main_fields(fields, where)
     _check_number(entries, storage, where)
-    join = _Join(storage, where)
+    join = _FieldJoiner(storage, where)
     join.add(entries)
     join.result.paths = _planner_paths(fields.get("planner_data"), where, join.problems)
     SourceError.raise_for(
@@ -176,7 +178,7 @@ def _main_fields(fields: Mapping[str, object], where: str) -> tuple[dict[str, ob
     return entries, table
 
 
-class _Join:
+class _FieldJoiner:
     """Gives every entry its place in `storage_data`, in the order of the file."""
 
     def __init__(self, storage: StorageTable, where: str) -> None:
@@ -185,7 +187,7 @@ class _Join:
         self.problems: list[str] = []
 
     def add(self, entries: Mapping[str, object]) -> None:
-        """Add all entries; names of `storage_data` that are left over become orphans."""
+        """Add all entries; the other names of `storage_data` become orphans."""
         rows, used = self._rows_by_name(), 0
         for fqn, entry in entries.items():
             mine = rows.get(fqn, _NO_ROWS)
@@ -214,7 +216,7 @@ class _Join:
         self.problems.append(f"{escape(fqn)}: {reason}")
 
     def _add_object(self, fqn: str, rows: array[int]) -> int:
-        """Place an object; return how many storage entries it took."""
+        """Place an object, and return the number of its storage entries."""
         storage, place = self._storage, None
         if any(storage.num_dims[row] >= 0 for row in rows) or len(rows) > 1:
             self._problem(fqn, "an object, but storage_data places chunks of a tensor under its name")
@@ -230,7 +232,7 @@ class _Join:
         return len(rows)
 
     def _add_tensor(self, fqn: str, tensor: Tensor, rows: array[int]) -> int:
-        """Append a tensor's chunks to the table; return how many storage entries they took."""
+        """Append a tensor's chunks to the table, and return the number of their storage entries."""
         storage, chunks, problem = self._storage, self.result.chunks, _shape_problem(tensor)
         if problem is not None or tensor.dtype is None:
             self._problem(fqn, str(problem))
@@ -253,7 +255,7 @@ class _Join:
         return num_chunks
 
     def _add_chunks(self, fqn: str, tensor: Tensor, places: Mapping[bytes | None, int]) -> None:
-        """Append a tensor's chunks one by one, given the row of each corner."""
+        """Append a tensor's chunks one by one, given the storage entry of each corner (the chunk's offsets)."""
         storage, append, seen = self._storage, self.result.chunks.append, set[bytes]()
         for region, corner in _regions(tensor):
             row = places.get(corner)
@@ -270,16 +272,16 @@ class _Join:
 
 
 def match_columns(tensor: Tensor, storage: StorageTable, rows: array[int]) -> Columns | None:
-    """Return the columns of a tensor's chunks that `ChunkTable.extend_columns` takes.
+    """Return a tensor's chunks as the arguments of `ChunkTable.extend_columns`, or None if they are not in order.
 
-    None unless the chunks are listed in the order of their offsets, and placed in the same order, each once:
-    the arrangement that trainers write. The caller then looks chunk by chunk, and says what is wrong.
-    An empty chunk may be listed again; ranks without a part of a tensor do that.
+    They are in order if the tensor lists its chunks by ascending offsets, and `storage` places them in the same order,
+    each once. Trainers write this arrangement; for any other the caller checks chunk by chunk and reports what is wrong.
+    An empty chunk may be listed several times: ranks without a part of a tensor do that.
 
     Args:
         tensor: with at least one chunk.
-        storage: every entry.
-        rows: those under the tensor's name.
+        storage: all storage entries.
+        rows: the storage entries with the tensor's name.
     """
     import numpy as np
 
@@ -374,17 +376,17 @@ def _path_problem(path: object) -> str | None:
 
 
 def rank_files(names: Collection[str]) -> dict[int, str]:
-    """Return rank -> file, in the order of ranks, of the finished rank-local metadata among some names."""
+    """Return rank -> name, in the order of ranks, for the names of finished rank-local metadata."""
     files = {int(match[1]): name for name in names if (match := _RANK.fullmatch(name)) and not match[2]}
     return dict(sorted(files.items()))
 
 
 def read_rank_metadata(directory: str, names: Collection[str], max_bytes: int) -> DcpMetadata:
-    """Read the metadata of every rank, and return it as that of one checkpoint.
+    """Read the metadata of every rank, and merge it into that of one checkpoint.
 
     Args:
-        directory: where the files lie.
-        names: what the directory holds.
+        directory: of the files.
+        names: of all files in the directory.
         max_bytes: largest size of one file.
 
     Raises:
@@ -401,26 +403,26 @@ def read_rank_metadata(directory: str, names: Collection[str], max_bytes: int) -
         f"{escape(directory)} has rank-local metadata, but not of every rank",
         hint=_MISSING_RANK,
     )
-    return _Merge(_parts(directory, names, max_bytes)).result()
+    return _RankMerger(_read_parts(directory, names, max_bytes)).result()
 
 
-def _parts(directory: str, names: Collection[str], max_bytes: int) -> list[DcpMetadata]:
+def _read_parts(directory: str, names: Collection[str], max_bytes: int) -> list[DcpMetadata]:
     return [
         parse_metadata(read_small(os.path.join(directory, name), name, max_bytes, follow=False), where=name)
         for name in rank_files(names).values()
     ]
 
 
-def num_enough(directory: str, names: Collection[str], max_bytes: int) -> int:
-    """Return how many of the first ranks have every tensor whole among them; 0 if only all ranks do, or none.
+def num_sufficient_ranks(directory: str, names: Collection[str], max_bytes: int) -> int:
+    """Return the largest number of first ranks, fewer than all, whose chunks make up every tensor exactly; 0 if none do.
 
-    A save by fewer ranks into the same directory leaves the files of the others.
+    Such a number shows that a save by so many ranks went into a directory with an older save by more ranks.
 
     Args:
         directory, names, max_bytes: as for `read_rank_metadata`.
     """
     enough, seen, lacking = 0, set[tuple[str, Region]](), dict[str, int]()
-    for number, part in enumerate(_parts(directory, names, max_bytes)[:-1], 1):
+    for number, part in enumerate(_read_parts(directory, names, max_bytes)[:-1], 1):
         for fqn, entry in part.tensors.items():
             regions = {(fqn, region) for region in part.chunks.regions(entry.chunk_ids)} - seen
             seen |= regions
@@ -431,8 +433,8 @@ def num_enough(directory: str, names: Collection[str], max_bytes: int) -> int:
     return enough
 
 
-class _Merge:
-    """Puts the metadata of all ranks together."""
+class _RankMerger:
+    """Merges the metadata of all ranks."""
 
     def __init__(self, parts: Sequence[DcpMetadata]) -> None:
         self._parts = parts

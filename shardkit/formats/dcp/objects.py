@@ -1,8 +1,9 @@
-"""Byte entries of a DCP directory that have tensors in them, seen without unpickling.
+"""Find tensors inside the byte entries of a DCP directory, without unpickling them.
 
-torch's DCP looks for tensors in dicts and lists only. One in a tuple, a set or any other object is pickled with it, and
-so is all of a state dict that is saved with `flatten_state_dict=False`. Ranks have such an entry under the same name, and
-DCP keeps one: of a sharded tensor the rows of one rank.
+DCP stores a pickled object as a byte entry. It looks for tensors only in dicts and lists: a tensor in a tuple, a set or
+any other object is pickled with the object, and so is a whole state dict that is saved with `flatten_state_dict=False`.
+Every rank has this entry under the same name, and DCP saves one rank's. If a sharded tensor is inside, the rows of the
+other ranks are lost.
 
 Source: torch 2.13, torch/distributed/checkpoint/_nested_dict.py and default_planner.py; placement_types.py.
 """
@@ -27,27 +28,27 @@ from shardkit.pickles.policies import Inert, Maker
 _LEAST = 1400  # bytes: torch 2.13 writes a number in 1,261, and a tensor of one element in 1,577
 _MAX_PICKLE = 1 << 24
 _OF_MESH = re.compile(rb"ctorch\.distributed\.[\w.]+\n(DTensor|ShardedTensor)\n")
-"""How pickles of torch.save name their classes."""
+"""The classes of distributed tensors, as a pickle of torch.save names them."""
 _OF_TYPE = "_rebuild_from_type"
-"""What begins the names of the functions that make them."""
+"""Beginning of the names of the functions that make distributed tensors."""
 
-Holds = Literal["tensors", "distributed", "parts"]
-"""What an object has in it: plain tensors, distributed ones that each rank has whole, or parts of one rank."""
+ObjectContent = Literal["tensors", "distributed", "parts"]
+"""What an object contains: plain tensors, distributed tensors that every rank has whole, or one rank's parts of them."""
 
 
 class SavedAsObjects(SourceError):
-    """Nothing but objects was saved, and sharded tensors are in them: the parts of one rank are all that there is."""
+    """Only objects were saved, with sharded tensors inside, so that only the parts of one rank are stored."""
 
 
-def objects_with_tensors(opened: DcpFolder) -> dict[str, Holds]:
-    """Return the byte entries that have tensors in them.
+def objects_with_tensors(opened: DcpFolder) -> dict[str, ObjectContent]:
+    """Return what each byte entry with tensors inside contains, by name.
 
-    Entries that went through an extension, or are damaged, are left out.
+    Entries that an extension encoded, and damaged ones, are left out.
 
     Raises:
         ResourceError: a file may not be read.
     """
-    kinds = dict[str, Holds]()
+    kinds = dict[str, ObjectContent]()
     by_file: dict[int, list[tuple[str, EntryLocation]]] = {}
     for name, place in opened.objects.items():
         if place is not None and place.nbytes >= _LEAST and not place.transforms:
@@ -61,11 +62,11 @@ def objects_with_tensors(opened: DcpFolder) -> dict[str, Holds]:
                     members = read_directory(reader)
                     if "data.pkl" in members and any(member.startswith("data/") for member in members):
                         data = reader.content("data.pkl", members["data.pkl"], _MAX_PICKLE)
-                        kinds[name] = _kind(data, members)
+                        kinds[name] = _content_of(data, members)
     return {name: kinds[name] for name in opened.objects if name in kinds}
 
 
-def _kind(data: bytes, members: Mapping[str, ZipEntry]) -> Holds:
+def _content_of(data: bytes, members: Mapping[str, ZipEntry]) -> ObjectContent:
     if not _OF_MESH.search(data):
         return "tensors"
     names = TensorNames({key[5:]: entry for key, entry in members.items() if key.startswith("data/")})
@@ -89,14 +90,14 @@ def _kind(data: bytes, members: Mapping[str, ZipEntry]) -> Holds:
 
 
 def _is_whole(tensor: object) -> bool:
-    """Return whether one rank has all of it; of one that is not understood nobody can say so."""
+    """True if one rank has all of a tensor; False also for a tensor of an unknown class."""
     if not isinstance(tensor, DistributedRef):
         return not isinstance(tensor, UnreadableTensor)
     return sum(prod(part.tensor.shape) for part in tensor.parts) == prod(tensor.shape)
 
 
 def distributed_objects(opened: DcpFolder) -> tuple[str, ...]:
-    """Return the byte entries with distributed tensors in them, which fit the mesh of the save alone.
+    """Return the names of byte entries with distributed tensors inside, which fit only the mesh of the save.
 
     Raises:
         ResourceError: a file may not be read.
@@ -105,16 +106,16 @@ def distributed_objects(opened: DcpFolder) -> tuple[str, ...]:
 
 
 class ObjectLines(NamedTuple):
-    """What to say of objects with distributed tensors in them."""
+    """Messages about objects with distributed tensors inside."""
 
     lost: tuple[str, ...]
-    """Parts of other ranks are in no file."""
+    """About objects of which other ranks' parts are lost."""
     notes: tuple[str, ...]
-    """Nothing is lost, but another mesh cannot take them."""
+    """About objects that are complete, but cannot be loaded on another mesh."""
 
 
 def object_lines(opened: DcpFolder) -> ObjectLines:
-    """Return what to say of objects with distributed tensors in them.
+    """Return messages about objects with distributed tensors inside.
 
     Raises:
         ResourceError: a file may not be read.
@@ -124,13 +125,13 @@ def object_lines(opened: DcpFolder) -> ObjectLines:
     bound = [name for name, kind in kinds.items() if kind == "distributed"]
     return ObjectLines(
         (
-            f"{_entries(lost)} sharded tensors in an object, such as a tuple, of which torch saves the rows of one rank; "
+            f"{_entry_count(lost)} sharded tensors in an object, such as a tuple, of which torch saves the rows of one rank; "
             f"those of the others are in no file: {listed(lost)}",
         )
         if lost
         else (),
         (
-            f"{_entries(bound)} distributed tensors in an object, such as a tuple, which fit the mesh of this save alone: "
+            f"{_entry_count(bound)} distributed tensors in an object, such as a tuple, which fit the mesh of this save alone: "
             f"{listed(bound)}",
         )
         if bound
@@ -138,16 +139,16 @@ def object_lines(opened: DcpFolder) -> ObjectLines:
     )
 
 
-def _entries(names: Collection[str]) -> str:
+def _entry_count(names: Collection[str]) -> str:
     return count(len(names), "byte entry has", "byte entries have")
 
 
 def refuse_objects_alone(path: str, opened: DcpFolder) -> None:
-    """Refuse a directory with byte entries and no tensor.
+    """Refuse a directory that has byte entries and no tensor.
 
     Raises:
-        SavedAsObjects: parts of tensors are lost.
-        SourceError: they are not, or nothing is known of them.
+        SavedAsObjects: tensors were saved inside objects, and parts of them are lost.
+        SourceError: no part is known to be lost.
     """
     sizes: Mapping[str, int] = {name: place.nbytes if place else 0 for name, place in opened.objects.items()}
     tensors, lost = objects_with_tensors(opened), object_lines(opened).lost

@@ -1,10 +1,11 @@
 """From records to bytes: open the `torch.save` records of a DCP catalog and point at the data inside.
 
-A record says itself what it holds. If that is not what `.metadata` says, the checkpoint is refused.
+A record is the zip that `torch.save` wrote for one chunk. It records dtype, shape and strides itself; if these differ
+from what `.metadata` says, the checkpoint is refused.
 
-The bytes of some chunks lie in no file as they are. A dense tensor that was not contiguous is stored with its
-strides. A record that went through a stream extension (torch's `ZStandard`) is stored compressed. Such a
-chunk becomes a file of its own, which exists only after decoding (`SourceFile.derivation`).
+Some chunks need decoding. A dense tensor that was not contiguous is stored with its strides, and a stream extension
+(torch's `ZStandard`) compresses whole records. Such a chunk is "packed": it becomes a virtual file of its own, whose
+bytes exist only once it is decoded (`SourceFile.derivation`).
 
 Source: torch 2.13, torch/distributed/checkpoint/_extension.py.
 """
@@ -47,8 +48,8 @@ from shardkit.files.remote.contract import OtherVersion
 from shardkit.files.strict_json import open_regular, read_exactly, stamp_of, status_of
 from shardkit.formats.contract import EntryLocation
 from shardkit.formats.torchsave.archive import crc_of_range
-from shardkit.formats.torchsave.classes import UnreadableClass, padding, refuse_classes
-from shardkit.formats.torchsave.record import TensorRecord, decoded_file, gather, strided_file
+from shardkit.formats.torchsave.classes import UnreadableClass, padding_error, refuse_classes
+from shardkit.formats.torchsave.record import TensorRecord, decoded_file, gather_strided, strided_file
 from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template, expect_records, read_entries
 
 if TYPE_CHECKING:
@@ -56,17 +57,17 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-_MIN_ROWS = 16  # chunks of a file from which comparing many at once pays
+_MIN_ROWS = 16  # chunks of a file; with fewer, comparing many at once costs more than it saves
 _MOST_AT_ONCE = 1024  # records: the bytes around their data take 2 MB
 
 _READ_BYTES = 1 << 20
-_AHEAD = 32  # records whose ends the system is asked for before they are read
+_AHEAD = 32  # records whose ends the system fetches ahead
 _END_BYTES = 4096
 _READ_AHEAD = 128 << 10  # what Linux reads ahead of its own accord
 
 _ZSTD = "stream.zstd"
 _MAX_OVERHEAD = 1 << 16  # bytes of a record that are not its data; torch writes less than 2 KiB
-_MAX_WINDOW = 1 << 27  # bytes a decompressor may keep; torch's default level takes 2 MiB
+_MAX_WINDOW = 1 << 27  # bytes that a decompressor may keep in memory; torch's default level needs 2 MiB
 
 Transforms = Mapping[int, tuple[str, ...]]
 
@@ -74,21 +75,21 @@ Transforms = Mapping[int, tuple[str, ...]]
 def select_raw(
     catalog: Catalog, transforms: Transforms, names: Collection[str], *, opened: dict[str, int] | None = None
 ) -> Catalog:
-    """Return a catalog of some of the tensors whose extents are the chunks' bytes; encoding "raw".
+    """Return a catalog of the named tensors whose extents are the chunks' bytes; its encoding is "raw".
 
-    Their records are opened and compared with what the catalog says. No other record is opened, and no data
-    is read.
+    The records of these tensors are opened and compared with the catalog. No other record is opened, and no data is
+    read.
 
     Args:
         catalog: with encoding "torch-record".
-        transforms: by chunk, the extensions that a record was put through.
-        names: in the order that the result is to have.
-        opened: as for `open_regular`; gets some of the files that are not in a store.
+        transforms: by chunk, the extensions that encoded its record.
+        names: in the order of the result.
+        opened: descriptors of open files by path, as for `open_regular`; files in stores are not added to it.
 
     Raises:
-        SourceError: records that are damaged, or transformed in a way that cannot be undone here.
-        UnreadableClass: tensors are of classes whose values cannot be taken from a file.
-        IntegrityError: records that are intact, but not what `.metadata` says.
+        SourceError: records are damaged, or encoded by extensions that cannot be undone here.
+        UnreadableClass: tensors are of classes whose values cannot be read from a file.
+        IntegrityError: records are intact, but differ from `.metadata`.
         ResourceError: a file may not be read.
     """
     scan = _RecordOpener(catalog, transforms, names, opened)
@@ -100,7 +101,7 @@ def select_raw(
             _ask_for_ends(fd, chosen, rows)
             rows_left, checksums = pointer.point(fd, rows)
         for row, record in scan.records_of_file(fd, source, rows_left):
-            _point(chosen, scan.tensor_of[row], row, record)
+            _point_at_data(chosen, scan.tensor_of[row], row, record)
             stored.append((record.data_start, record.data_nbytes, record.crc32 or 0))
         if stored or checksums is None:
             stored_checksums = Checksums.of(stored)
@@ -109,7 +110,7 @@ def select_raw(
         chosen.files[number] = replace(source, checksums=checksums)
     scan.raise_problems()
     for row, chunk in scan.packed.items():
-        _attach(chosen, row, packed_file(scan.stamped(chosen.chunks.file[row]), chunk))
+        _attach_file(chosen, row, packed_file(scan.stamped_file(chosen.chunks.file[row]), chunk))
     chosen.encoding = "raw"
     if num_unrecorded:
         chosen.notes = (f"{num_unrecorded} of {len(chosen.chunks)} records have no CRC-32 to check them by",)
@@ -117,7 +118,10 @@ def select_raw(
 
 
 def stamp_unread(file: SourceFile) -> FileStamp:
-    """Return the stamp of a file that is not opened before it is read: each of many parts, or ranks, would open all."""
+    """Return the stamp of a file without opening it, unless it cannot be read: then opening raises the error.
+
+    Otherwise each of many processes would open every file.
+    """
     try:
         status = status_of(file.path)
     except OSError:
@@ -129,15 +133,15 @@ def stamp_unread(file: SourceFile) -> FileStamp:
 
 
 def open_late(catalog: Catalog, names: Collection[str]) -> Catalog:
-    """Return a catalog of some of the tensors, whose records its `late` opens when they are read.
+    """Return a catalog of the named tensors with closed records; its `late` opens each record when it is read.
 
     Args:
-        catalog: with encoding "torch-record"; no record was put through an extension.
-        names: in the order that the result is to have.
+        catalog: with encoding "torch-record", and no record encoded by an extension.
+        names: in the order of the result.
     """
     chosen = subset(catalog, names)
     table, rows = chosen.chunks, dict[int, dict[int, list[int]]]()
-    for row in _in_order(chosen):
+    for row in _rows_in_order(chosen):
         rows.setdefault(table.file[row], {}).setdefault(table.start[row], []).append(row)
     for file, of_file in rows.items():
         checksums = Checksums.of((start, table.nbytes[row], UNSEEN) for start, (row, *_) in of_file.items())
@@ -147,12 +151,12 @@ def open_late(catalog: Catalog, names: Collection[str]) -> Catalog:
 
 
 class _LateDcpRecords:
-    """See `LateRecords`.
+    """Opens the records of DCP files when they are read; see `LateRecords`.
 
     Args:
-        closed: with encoding "torch-record".
-        catalog: from `open_late`. Its chunks, and the checksums of its files, become those of records that are open.
-        rows: its chunks by file and by the first byte of their records, in that order.
+        closed: the catalog with encoding "torch-record", to which errors refer.
+        catalog: from `open_late`. Opening a record updates its chunks, and the checksums of its files.
+        rows: its chunks, by file and first byte of their record, in the order of the bytes.
     """
 
     def __init__(
@@ -195,15 +199,15 @@ class _LateDcpRecords:
             place = table.start[row], table.nbytes[row]
             try:
                 record = scanner.read((entry.dtype, sizes), *place, where=escape(source.name))
-                if reason := difference(entry, sizes, record):
+                if reason := record_difference(entry, sizes, record):
                     raise IntegrityError(f"{escape(entry.fqn)}: {escape(source.name)}: {reason}")
-                if (padded := padding(record, entry.shape)) is not None:
+                if (padded := padding_error(record, entry.shape)) is not None:
                     raise padded
             except SourceError:
-                select_raw(self._closed, {}, tuple(catalog.tensors))  # refuses all that are wrong
+                select_raw(self._closed, {}, tuple(catalog.tensors))  # its error lists all wrong records
                 raise
             with self._appending:
-                _point(catalog, entry, row, record)
+                _point_at_data(catalog, entry, row, record)
         checksums = source.checksums
         assert checksums is not None  # `open_late`
         checksums.starts[index] = record.data_start
@@ -215,7 +219,7 @@ class _LateDcpRecords:
 
 
 def check_records(catalog: Catalog, transforms: Transforms, names: Collection[str]) -> Iterator[str]:
-    """Read the bytes of some tensors and yield a line for each record whose CRC-32 is not the recorded one.
+    """Read the bytes of the named tensors, and yield a line for each record with another CRC-32 than recorded.
 
     Records without a CRC-32 are skipped. Arguments and errors are those of `select_raw`.
     """
@@ -240,33 +244,33 @@ def check_records(catalog: Catalog, transforms: Transforms, names: Collection[st
             yield error.message
 
 
-def difference(entry: TensorEntry, sizes: Shape, record: TensorRecord) -> str | None:
-    """Return how a record differs from its chunk, None if it does not.
+def record_difference(entry: TensorEntry, sizes: Shape, record: TensorRecord) -> str | None:
+    """Return how a record differs from what `.metadata` says of its chunk, or None.
 
     Args:
         entry: the chunk's tensor.
         sizes: the chunk's, in elements.
-        record: what the record says of itself.
+        record: dtype, shape and places that the record contains.
     """
     if record.dtype != entry.dtype:
         return f"stored as {record.dtype.name}, .metadata says {entry.dtype.name}"
-    # Without elements, the shapes say nothing: torch stores a part of [4, 0] of an FSDP x TP mesh as [0, 0].
+    # Shapes of chunks without elements may differ: on an FSDP x TP mesh torch stores a part of [4, 0] as [0, 0].
     if record.shape != sizes and (record.nbytes or 0 not in sizes):
         return f"stored with shape {list(record.shape)}, .metadata says {list(sizes)}"
     return None
 
 
-def _point(catalog: Catalog, entry: TensorEntry, row: int, record: TensorRecord) -> None:
-    """Replace the extent of a chunk, a record, by its bytes."""
+def _point_at_data(catalog: Catalog, entry: TensorEntry, row: int, record: TensorRecord) -> None:
+    """Replace the extent of a chunk, which is its record, by the bytes of its data."""
     chunks = catalog.chunks
     if record.is_contiguous:
         chunks.start[row], chunks.nbytes[row] = record.start, record.nbytes
     else:
-        _attach(catalog, row, strided_file(catalog.files[chunks.file[row]], entry, record))
+        _attach_file(catalog, row, strided_file(catalog.files[chunks.file[row]], entry, record))
 
 
-def _attach(catalog: Catalog, row: int, file: SourceFile) -> None:
-    """Make a chunk the whole of a file of its own."""
+def _attach_file(catalog: Catalog, row: int, file: SourceFile) -> None:
+    """Add a file to the catalog, and make the chunk all of its bytes."""
     catalog.files.append(file)
     catalog.chunks.file[row], catalog.chunks.start[row] = len(catalog.files) - 1, 0
     catalog.chunks.nbytes[row] = file.size
@@ -284,11 +288,11 @@ class _RecordOpener:
     ) -> None:
         self.chosen, self._opened = subset(catalog, names), opened
         self.packed = _packed_chunks(catalog, transforms, self.chosen)
-        """By chunk of `chosen`; `files` leaves these out."""
+        """Packed chunks of `chosen`, which `files` leaves out."""
         check_transforms(self.packed)
         self.scanner = RecordScanner()
         self.tensor_of = [entry for entry in self.chosen.tensors.values() for _ in entry.chunk_ids]
-        self._rows = _in_order(self.chosen)
+        self._rows = _rows_in_order(self.chosen)
         if self.packed:
             self._rows = [row for row in self._rows if row not in self.packed]
         self._damaged: list[str] = []
@@ -296,9 +300,9 @@ class _RecordOpener:
         self._of_classes: dict[str, UnreadableClass] = {}
 
     def files(self) -> Iterator[tuple[int, int, SourceFile, list[int]]]:
-        """Yield (number, descriptor, file, its chunks by their bytes).
+        """Yield (number, descriptor, file, its chunks in the order of their bytes).
 
-        One file is open at a time. In a store the next ones are, too: what is read of them is on its way.
+        On a disk one file is open at a time. In a store the next ones are open too, and their bytes are being fetched.
         """
         groups = groupby(self._rows, key=self.chosen.chunks.file.__getitem__)
         waiting = ((file, list(group)) for file, group in groups)
@@ -319,7 +323,7 @@ class _RecordOpener:
                     yield file, fd, source, rows
 
     def _open(self, file: int, rows: Sequence[int], opened: ExitStack) -> int:
-        """Open a file. Of one in a store, what lies around the data of its records is fetched at once."""
+        """Open a file. If it is in a store, fetch the bytes around the data of all its records at once."""
         source, table = self.chosen.files[file], self.chosen.chunks
         is_planned = location_of(source.path).plans_reads
         kept = None if is_planned else self._opened
@@ -331,7 +335,7 @@ class _RecordOpener:
     def records_of_file(
         self, fd: int, source: SourceFile, rows: Sequence[int]
     ) -> Iterator[tuple[int, TensorRecord]]:
-        """Yield (chunk, record) of the chunks of an open file whose records are right."""
+        """Yield (chunk, record) for each chunk of an open file whose record is right; collect the problems of others."""
         table, where = self.chosen.chunks, escape(source.name)
         for number, row in enumerate(rows):
             if number % _AHEAD == 0:
@@ -348,16 +352,16 @@ class _RecordOpener:
             except SourceError as error:
                 self._damaged.append(f"{escape(entry.fqn)}: {error.message}")
                 continue
-            reason = difference(entry, sizes, record)
+            reason = record_difference(entry, sizes, record)
             if reason:
                 self._different.append(f"{escape(entry.fqn)}: {where}: {reason}")
                 continue
-            if (padded := padding(record, entry.shape)) is not None:
+            if (padded := padding_error(record, entry.shape)) is not None:
                 self._of_classes.setdefault(entry.fqn, padded)
                 continue
             yield row, record
 
-    def stamped(self, file: int) -> SourceFile:
+    def stamped_file(self, file: int) -> SourceFile:
         """Return a file with its stamp, even if none of its records was opened."""
         source = self.chosen.files[file]
         if source.stamp is None:
@@ -365,15 +369,15 @@ class _RecordOpener:
         return source
 
     def raise_problems(self) -> None:
-        """Raise what was found, everything of one kind at once."""
+        """Raise an error with all problems of one kind, if there are any."""
         hint = "the checkpoint is damaged, or its files are from different saves: use another copy"
         SourceError.raise_for(self._damaged, f"{len(self._damaged)} records cannot be read", hint=hint)
-        message = f"{len(self._different)} records are not what .metadata says"
+        message = f"{len(self._different)} records differ from .metadata"
         IntegrityError.raise_for(self._different, message, hint=hint)
         refuse_classes(self._of_classes, self.chosen.directory)
 
 
-def _in_order(catalog: Catalog) -> list[int]:
+def _rows_in_order(catalog: Catalog) -> list[int]:
     """Return the chunks in the order of their bytes, file by file."""
     table = catalog.chunks
     if len(table) >= MIN_TOTAL:
@@ -386,7 +390,7 @@ def _in_order(catalog: Catalog) -> list[int]:
 
 
 def _ask_for_ends(fd: int, catalog: Catalog, rows: Sequence[int]) -> None:
-    """Have the system fetch the ends of large records at once: one by one, each is a wait on a cold disk."""
+    """Let the system fetch the ends of large records together: read one by one, each would wait for a cold disk."""
     starts, lengths = catalog.chunks.start, catalog.chunks.nbytes
     for row in rows:
         if lengths[row] > _READ_AHEAD:
@@ -394,11 +398,14 @@ def _ask_for_ends(fd: int, catalog: Catalog, rows: Sequence[int]) -> None:
 
 
 class _BulkPointer:
-    """Replaces very many records that match a template by the bytes inside, file by file.
+    """Points very many chunks at their bytes at once, if their records match a template, file by file.
+
+    Most records of a save are equal but for data and CRC-32. A template is the bytes around the data that the scanner
+    has learned from earlier records of the same kind (dtype, sizes and length).
 
     Args:
-        catalog: its chunks' extents are records, and become bytes.
-        scanner: reads the records that are left over. The templates are those that it has learned by then.
+        catalog: its chunks' extents are records, and become the bytes inside.
+        scanner: reads the other records one by one, and so learns the templates.
     """
 
     def __init__(self, catalog: Catalog, scanner: RecordScanner) -> None:
@@ -443,11 +450,11 @@ class _BulkPointer:
             rows: its chunks, in the order of their bytes.
 
         Returns:
-            The chunks left over; and what is recorded of the others, None if there are none.
+            The chunks that match no template, and the checksums of the others; None if all are left.
         """
         import numpy as np
 
-        self._look_up()
+        self._add_templates()
         every = np.array(rows, dtype=np.int64)
         is_left = ~self._is_known[self._kind_of[every]]
         chosen = np.flatnonzero(~is_left)
@@ -468,10 +475,10 @@ class _BulkPointer:
         starts, nbytes, recorded = map(np.concatenate, zip(*columns, strict=True))
         return every[is_left].tolist(), Checksums.of_columns(starts, nbytes, recorded)
 
-    def _look_up(self) -> None:
-        """Take those templates that the scanner has learned since and that agree with `.metadata`."""
+    def _add_templates(self) -> None:
+        """Add the templates that the scanner has learned since the last call, if they agree with `.metadata`."""
         for number, (dtype, sizes, length) in list(self._unknown.items()):
-            template = self._scanner.known((dtype, sizes), length)
+            template = self._scanner.template_of((dtype, sizes), length)
             if template is None:
                 continue
             del self._unknown[number]
@@ -482,33 +489,33 @@ class _BulkPointer:
                 self._data_at[number], self._data[number] = record.data_start, record.data_nbytes
 
 
-class Packed(NamedTuple):
-    """A chunk whose record was put through extensions."""
+class PackedChunk(NamedTuple):
+    """A chunk whose record was encoded by extensions."""
 
     entry: TensorEntry
     region: Region
     start: int
-    """First byte of the transformed record in its file."""
+    """First byte of the encoded record in its file."""
     nbytes: int
     transforms: tuple[str, ...]
 
 
-def _packed_chunks(catalog: Catalog, transforms: Transforms, chosen: Catalog) -> dict[int, Packed]:
-    """Return the chosen chunks whose records were transformed, by their rows in `chosen`."""
+def _packed_chunks(catalog: Catalog, transforms: Transforms, chosen: Catalog) -> dict[int, PackedChunk]:
+    """Return the chosen chunks whose records were encoded by extensions, by their rows in `chosen`."""
     if not transforms:
         return {}
-    packed: dict[int, Packed] = {}
+    packed: dict[int, PackedChunk] = {}
     table = chosen.chunks
     for fqn, entry in chosen.tensors.items():
         for before, row in zip(catalog.tensors[fqn].chunk_ids, entry.chunk_ids, strict=True):
             if before in transforms:
                 place = table.start[row], table.nbytes[row]
-                packed[row] = Packed(entry, table.region(row), *place, transforms[before])
+                packed[row] = PackedChunk(entry, table.region(row), *place, transforms[before])
     return packed
 
 
-def check_transforms(chunks: Mapping[int, Packed]) -> None:
-    """Refuse chunks whose transforms cannot be undone here, all tensors at once.
+def check_transforms(chunks: Mapping[int, PackedChunk]) -> None:
+    """Refuse chunks whose extensions cannot be undone here, all tensors at once.
 
     Args:
         chunks: by their rows.
@@ -534,12 +541,12 @@ def check_transforms(chunks: Mapping[int, Packed]) -> None:
         )
 
 
-def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
-    """Return a file that is one chunk. Decoding it decompresses and checks the record, its CRC-32 too.
+def packed_file(source: SourceFile, chunk: PackedChunk) -> SourceFile:
+    """Return a virtual file that is one chunk. Decoding it decompresses the record and checks it, its CRC-32 too.
 
     Args:
-        source: the file that holds the record.
-        chunk: which one; `check_transforms` has accepted it.
+        source: the file with the record.
+        chunk: accepted by `check_transforms`.
     """
     nbytes = chunk.region.num_elements * chunk.entry.dtype.itemsize
 
@@ -554,7 +561,7 @@ def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
                 where=where,
                 check_crc=True,
             )
-            reason = difference(chunk.entry, chunk.region.sizes, record)
+            reason = record_difference(chunk.entry, chunk.region.sizes, record)
             if reason:
                 raise IntegrityError(f"{where}: {reason}")
         except OtherVersion:
@@ -569,23 +576,23 @@ def packed_file(source: SourceFile, chunk: Packed) -> SourceFile:
             ) from None
         if record.is_contiguous:
             return data[record.start : record.start + record.nbytes]
-        return gather(data[record.data_start : record.data_start + record.data_nbytes], record)
+        return gather_strided(data[record.data_start : record.data_start + record.data_nbytes], record)
 
     return decoded_file(source, chunk.entry, nbytes, Decoded(decode, is_proved=True))
 
 
 def decode_object(source: SourceFile, fqn: str, place: EntryLocation, limit: int) -> memoryview:
-    """Return the bytes of an entry that is not a tensor, as they were before it went through extensions.
+    """Return the bytes of an entry that is not a tensor, as they were before extensions encoded them.
 
     Args:
         source: its file.
         fqn: its name.
-        place: where it lies.
-        limit: most bytes that it may have.
+        place: of the encoded bytes.
+        limit: the most bytes that it may decode to.
 
     Raises:
         SourceError: extensions that cannot be undone here, or damaged data.
-        IntegrityError: it has more bytes than `limit`.
+        IntegrityError: it decodes to more than `limit` bytes.
         ResourceError: the file may not be read.
     """
     if not _is_zstd(place.transforms) or _find_zstd() is None:
@@ -598,7 +605,7 @@ def decode_object(source: SourceFile, fqn: str, place: EntryLocation, limit: int
 
 
 def _is_zstd(transforms: Sequence[str]) -> bool:
-    """True for "stream.zstd/1" alone, or a minor version of it, as torch's own reader takes them."""
+    """True for "stream.zstd/1" alone, or a minor version of it; torch's own reader accepts the same."""
     if len(transforms) != 1:
         return False
     name, _, version = transforms[0].partition("/")
@@ -606,7 +613,7 @@ def _is_zstd(transforms: Sequence[str]) -> bool:
 
 
 def _decompress(source: SourceFile, start: int, nbytes: int, limit: int) -> memoryview:
-    """Return the record; never holds much more than `limit` bytes, whatever the file says."""
+    """Return the decompressed record; it never needs much more memory than `limit` bytes, whatever the file contains."""
     zstd, out = _find_zstd(), bytearray()
     assert zstd is not None  # the callers have checked it
     pieces, damaged = zstd
@@ -647,7 +654,7 @@ _Pieces = Callable[[io.RawIOBase], Iterator[bytes]]
 
 
 def _find_zstd() -> tuple[_Pieces, type[Exception]] | None:
-    """Return a decompressor in pieces and what it raises: Python's own (3.14) or the zstandard package's."""
+    """Return a function that decompresses piece by piece, and its exception: Python's own (3.14) or zstandard's; or None."""
     for name, pieces in (("compression.zstd", _stdlib_pieces), ("zstandard", _package_pieces)):
         try:
             module = import_module(name)

@@ -1,8 +1,8 @@
-"""The classes that a DCP `.metadata` may name, as inert records for `shardkit.pickles`.
+"""The classes that a DCP `.metadata` may name, as inert records that `shardkit.pickles` makes in their place.
 
-Chunks go into columns as soon as their tensor is complete, and storage entries as soon as they are read. So a
-million of them are never alive as objects at once. Runs of records that are spelled alike come in columns from the
-start.
+Each class here replaces the torch class in its docstring. Chunks go into columns as soon as their tensor is complete, and
+storage entries as soon as they are read, so that a million of them are never alive as objects at once. Many records in
+a row that the pickle spells in the same way are a "run", which the interpreter reads into columns from the start.
 
 Source: torch 2.2 to 2.15, torch/distributed/checkpoint/{metadata,filesystem,planner}.py; Megatron-Core
 0.16, which adds fields of its own to `Metadata`; OLMo-core 3.0.
@@ -37,9 +37,9 @@ _PROPERTIES_LENGTHS = (5, 6)  # fields of TensorProperties
 _MIN_CHUNK_BYTES = 8  # a chunk's storage entry takes more than this many bytes of pickle
 
 INDEX_FIELDS = frozenset({"fqn", "offset", "index"})
-"""Of `MetadataIndex`."""
+"""Fields of `MetadataIndex`."""
 STORAGE_FIELDS = frozenset({"relative_path", "offset", "length", "transform_descriptors"})
-"""Of `_StorageInfo`."""
+"""Fields of `_StorageInfo`."""
 _MIN_INT = -(1 << 63)
 _TENSOR_FIELDS = frozenset({"properties", "size", "chunks"})
 _METADATA_FIELDS = frozenset(
@@ -48,7 +48,7 @@ _METADATA_FIELDS = frozenset(
 )
 
 RECORDS = object()
-"""The key at which a dict of records (`storage_data`) holds its table."""
+"""The key of the table in a dict whose keys are records (`storage_data`)."""
 
 
 class Size(tuple[int, ...]):
@@ -71,13 +71,13 @@ class Chunk(Record):
 
 
 class Index(Record):
-    """`MetadataIndex`: whose bytes a storage entry holds. Its third field, `index`, is only a hint."""
+    """`MetadataIndex`: name and chunk that a storage entry belongs to. Its third field, `index`, is only a hint."""
 
     __slots__ = ("corner", "fqn")
     fqn: str
     corner: bytes | None
-    """The chunk's offsets as native 64-bit integers, None for an object. Python hashes bytes with a random key, so
-    no file can make them collide in a dict. It could do that with integers."""
+    """The chunk's offsets as native 64-bit integers; None for an object. They are bytes because Python hashes bytes with
+    a random key: a hostile file can make integers collide in a dict, but not bytes."""
 
     def build(self, state: object) -> None:
         fields = checked_fields(state, "MetadataIndex", INDEX_FIELDS)
@@ -88,7 +88,7 @@ class Index(Record):
 
 
 class StorageInfo(Record):
-    """`_StorageInfo`: a file of the directory and a byte range in it."""
+    """`_StorageInfo`: a byte range in a file of the directory."""
 
     __slots__ = ("length", "offset", "path", "transforms")
     path: str
@@ -107,7 +107,7 @@ class StorageInfo(Record):
         if transforms is None:
             self.transforms = ()
             return
-        # torch leaves out an empty one. A list that is empty here could be filled later in the pickle.
+        # torch leaves out an empty list. One that is empty now could be filled later in the pickle.
         if type(transforms) not in (list, tuple) or not 0 < len(transforms) <= _MAX_TRANSFORMS:
             raise Refusal("_StorageInfo: transform_descriptors is not a short list")
         if any(type(name) is not str for name in transforms):
@@ -118,8 +118,8 @@ class StorageInfo(Record):
 class Properties(Record):
     """`TensorProperties`: five fields, and a sixth that torch 2.15 adds; only the dtype matters.
 
-    `strides` are those of the tensor on the first rank: for a sharded tensor, of its part. torch never reads them.
-    The record of a chunk tells how its bytes lie.
+    The sixth, `strides`, has the strides of the tensor on the first rank, or of that rank's part. torch never reads it:
+    each chunk's record has its own strides.
     """
 
     __slots__ = ("dtype",)
@@ -143,7 +143,7 @@ class Properties(Record):
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """Many `ChunkStorageMetadata` in a list."""
+    """A run of `ChunkStorageMetadata`, in one list."""
 
     num_chunks: int
     num_dims: int
@@ -153,7 +153,7 @@ class ChunkRun:
 
 @dataclass(frozen=True, slots=True)
 class IndexRun:
-    """Many `MetadataIndex`; the first half of a run of storage entries."""
+    """The keys of a run of storage entries: many `MetadataIndex`."""
 
     fqns: list[str]
     num_dims: array[int]
@@ -163,7 +163,7 @@ class IndexRun:
 
 @dataclass(frozen=True, slots=True)
 class StorageInfoRun:
-    """Many `_StorageInfo` without transforms; the second half."""
+    """The values of a run of storage entries: many `_StorageInfo` without transforms."""
 
     paths: list[str]
     offsets: array[int]
@@ -222,7 +222,7 @@ class StorageTable:
         self.lengths.extend(infos.lengths)
 
     def corner(self, row: int) -> bytes | None:
-        """Return a chunk's offsets as `Index.corner` has them, None for an object."""
+        """Return the offsets of a row's chunk in the form of `Index.corner`; None for an object."""
         first, num_dims = self.corner_at[row], self.num_dims[row]
         return None if num_dims < 0 else self.corners[first : first + num_dims].tobytes()
 
@@ -287,7 +287,7 @@ class Metadata(Record):
 
 
 class Ignored(Record):
-    """An object that we do not look at; its fields must still be those of its class."""
+    """An object whose content is ignored; its fields must still be those of its class."""
 
     __slots__ = ("_field_names", "_name")
 
@@ -299,7 +299,7 @@ class Ignored(Record):
 
 
 def count_chunks(chunks: list[object]) -> int:
-    """Return how many chunks a list holds, those in runs included."""
+    """Return the number of chunks in a list, including those in runs."""
     return sum(chunk.num_chunks if type(chunk) is ChunkRun else 1 for chunk in chunks)
 
 
@@ -309,14 +309,14 @@ def metadata_vocabulary(nbytes: int) -> Vocabulary:
 
 
 def metadata_names(nbytes: int) -> dict[tuple[str, str], object]:
-    """Return the names that a `.metadata` of `nbytes` bytes may use; for one parse."""
-    return {**_NAMES, (_METADATA, "TensorStorageMetadata"): Global("Tensor", new=_counted(nbytes))}
+    """Return (module, name) -> class for one parse of a `.metadata` of `nbytes` bytes; it may use no other names."""
+    return {**_NAMES, (_METADATA, "TensorStorageMetadata"): Global("Tensor", new=_limited_tensor(nbytes))}
 
 
-def _counted(nbytes: int) -> Callable[[], Record]:
-    """Return a maker of `Tensor` records whose chunks cannot outnumber what the file has room for.
+def _limited_tensor(nbytes: int) -> Callable[[], Record]:
+    """Return a subclass of `Tensor` that refuses more chunks in all than a file of `nbytes` bytes can place.
 
-    Many tensors may name the same list of chunks, and each copies it into its columns. Without a limit, memory
+    Many tensors may refer to the same list of chunks, and each copies it into its columns. Without a limit, memory
     would grow with the square of the file's size.
     """
     chunks_left = nbytes // _MIN_CHUNK_BYTES
@@ -354,7 +354,7 @@ def store_places(target: dict[Any, Any], items: list[Any]) -> None:
 
 
 def checked_fields(state: object, name: str, field_names: frozenset[str]) -> dict[str, Any]:
-    """Return the state of a record; refuse unknown fields."""
+    """Return the state of a record after checking that it is a dict without unknown fields."""
     if type(state) is not dict:
         raise Refusal(f"the state of {name} is not a dict")
     if not field_names.issuperset(state):
@@ -380,7 +380,7 @@ def _make_size(args: tuple[Any, ...]) -> Size:
 
 
 def _are_strides(value: object) -> bool:
-    """True for None, and for what `Tensor.stride` gives."""
+    """True for None and for a tuple that `Tensor.stride` could return."""
     if value is None:
         return True
     return (
@@ -408,12 +408,12 @@ def _make_enum(args: tuple[Any, ...]) -> int:
 
 
 def _make_path(args: tuple[Any, ...]) -> None:
-    """`checkpoint_id`: a path on the machine that saved, of no use here."""
+    """Check and drop a `checkpoint_id`, which is a path on the machine that saved."""
     if any(type(part) is not str for part in args):
         raise Refusal("a path that is not text")
 
 
-def _unused(name: str, *field_names: str) -> Global:
+def _ignored_class(name: str, *field_names: str) -> Global:
     return Global(name, new=lambda: Ignored(name, frozenset(field_names)))
 
 
@@ -429,28 +429,30 @@ _NAMES: dict[tuple[str, str], object] = {
     (_OLD_METADATA, "TensorProperties"): Global("TensorProperties", new=Properties),
     (_METADATA, "BytesStorageMetadata"): Global("BytesStorageMetadata", new=BytesEntry),
     (_METADATA, "Metadata"): Global("Metadata", new=Metadata),
-    (_METADATA, "StorageMeta"): _unused("StorageMeta", "checkpoint_id", "save_id", "load_id", "modules"),
+    (_METADATA, "StorageMeta"): _ignored_class(
+        "StorageMeta", "checkpoint_id", "save_id", "load_id", "modules"
+    ),
     ("torch", "Size"): Global("torch.Size", call=_make_size),
     ("torch.serialization", "_get_layout"): Global("_get_layout", call=_make_layout),
     (_METADATA, "_MEM_FORMAT_ENCODING"): Global("_MEM_FORMAT_ENCODING", call=_make_enum),
     (_OLD_METADATA, "MEM_FORMAT_ENCODING"): Global("MEM_FORMAT_ENCODING", call=_make_enum),
-    # pathlib._local is where Python 3.13 says that its paths come from.
+    # In pickles of Python 3.13 the module of paths is pathlib._local.
     **{
         (module, name): Global(f"{module}.{name}", call=_make_path)
         for module in ("pathlib", "pathlib._local")
         for name in _PATH_CLASSES
     },
     # Megatron-Core keeps every rank's plan in `all_local_plans`.
-    (_PLANNER, "SavePlan"): _unused("SavePlan", "items", "storage_data", "planner_data", "usable"),
-    (_PLANNER, "WriteItem"): _unused("WriteItem", "index", "type", "bytes_io_data", "tensor_data"),
-    (_PLANNER, "TensorWriteData"): _unused("TensorWriteData", "chunk", "properties", "size"),
-    (_PLANNER, "BytesIOWriteData"): _unused("BytesIOWriteData", "nbytes"),
+    (_PLANNER, "SavePlan"): _ignored_class("SavePlan", "items", "storage_data", "planner_data", "usable"),
+    (_PLANNER, "WriteItem"): _ignored_class("WriteItem", "index", "type", "bytes_io_data", "tensor_data"),
+    (_PLANNER, "TensorWriteData"): _ignored_class("TensorWriteData", "chunk", "properties", "size"),
+    (_PLANNER, "BytesIOWriteData"): _ignored_class("BytesIOWriteData", "nbytes"),
     (_PLANNER, "WriteItemType"): Global("WriteItemType", call=_make_enum),
 }
 
 
 def chunk_run(fields: RecordFields) -> tuple[ChunkRun] | None:
-    """Return chunks as a run; None if they differ in their number of dims, or have other fields."""
+    """Return chunks as a run; None if their numbers of dims differ, or they have other fields."""
     offsets, sizes = fields[0].get("offsets"), fields[0].get("sizes")
     if len(fields[0]) != 2 or type(offsets) is not Corners or type(sizes) is not Corners:
         return None
@@ -462,7 +464,7 @@ def chunk_run(fields: RecordFields) -> tuple[ChunkRun] | None:
 
 
 def storage_run(fields: RecordFields) -> tuple[IndexRun, StorageInfoRun] | None:
-    """Return storage entries as runs; None if one is not a chunk's, has transforms, or has other fields."""
+    """Return storage entries as runs of keys and values; None if one is an object's, has transforms or other fields."""
     index, info = fields
     if not INDEX_FIELDS.issuperset(index) or not STORAGE_FIELDS.issuperset(info):
         return None
@@ -480,7 +482,7 @@ def storage_run(fields: RecordFields) -> tuple[IndexRun, StorageInfoRun] | None:
 
 
 def _are_places(column: Column) -> TypeGuard[Numbers]:
-    """True for integers that `_StorageInfo` may hold: their negatives fit into 64 bits too."""
+    """True for a column of integers whose negatives fit into 64 bits too, as `StorageInfo` requires."""
     return type(column) is Numbers and min(column.values) > _MIN_INT
 
 

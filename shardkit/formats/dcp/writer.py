@@ -1,8 +1,8 @@
 """Write DCP's `.metadata`, straight from columns to bytes.
 
-torch pickles one object for every chunk and another for its place; 600,000 chunks cost 1.2 GiB and 16 s that
-way. This module puts the same pickle (protocol 4) together opcode by opcode, and keeps only the memo numbers
-of strings and classes that repeat. Stock `torch.distributed.checkpoint` reads it.
+torch pickles one object for every chunk and another for its place; for 600,000 chunks that takes 1.2 GiB and 16 s.
+This module writes the same pickle (protocol 4) opcode by opcode, and remembers only the memo numbers of strings,
+classes and sizes that repeat. Stock `torch.distributed.checkpoint` reads it.
 
 Source: torch 2.13, torch/distributed/checkpoint/metadata.py and filesystem.py (`_StorageInfo`).
 """
@@ -46,10 +46,10 @@ def write_metadata(
     Args:
         out: an open binary file; written front to back.
         catalog: files, tensors and chunks of the checkpoint; file names are bare.
-        aliases: for a tensor's name, the other names that point at the same records (ties).
+        aliases: the other names of a tensor, for the same records (ties).
         objects: names among the catalog's tensors that are byte entries instead, one chunk each.
         paths: planner_data, the path of each name in a nested state dict; by default every name is flat.
-        folder: where the files lie, from where `.metadata` lies; "" is the same directory.
+        folder: of the files, relative to the directory of `.metadata`; "" is the same directory.
     """
     _MetadataPickler(out, folder).write(catalog, aliases, frozenset(objects), paths or {})
 
@@ -97,7 +97,7 @@ class _MetadataPickler:
         self._flush()
 
     def _dict(self, items: Iterable[bytes]) -> None:
-        """Append a dict from the opcodes of its items, each a key and a value."""
+        """Append the opcodes of a dict; each item is the opcodes of a key and its value."""
         self._buffer += _EMPTY_DICT
         count = 0
         for item in items:
@@ -115,7 +115,7 @@ class _MetadataPickler:
         parts += [self._text("size"), self._size(entry.shape), self._text("chunks"), _EMPTY_LIST, _MARK]
         sizes, head, tail = None, b"", b""
         for number, region in enumerate(catalog.chunks.regions(entry.chunk_ids)):
-            if number < 2:  # the first chunk puts its words into the memo; all later heads are equal
+            if number < 2:  # the first chunk adds its words to the memo; from the second on, heads are equal
                 head = b"".join((*self._new(_METADATA, "ChunkStorageMetadata"), self._text("offsets")))
             parts += (head, self._offsets(region.offsets))
             if number == 0 or region.sizes != sizes:  # most chunks are of one size
@@ -136,7 +136,7 @@ class _MetadataPickler:
         )
 
     def _path(self, path: Path) -> bytes:
-        """A tuple of dict keys and list indexes."""
+        """Return the opcodes of a tuple of dict keys and list indexes."""
         steps = [self._text(step) if isinstance(step, str) else pickle_int(step) for step in path]
         if len(steps) <= 3:
             return b"".join([*steps, (b")", b"\x85", b"\x86", b"\x87")[len(steps)]])
@@ -153,21 +153,21 @@ class _MetadataPickler:
             yield index + self._place(files[file], start, nbytes)
         if len(regions) < 2:
             return
-        # Now every word is in the memo, and what the entries have in common is made once.
+        # Now every word is in the memo, so the opcodes that the other entries share are made once.
         index, place = self._index_head(name), self._place_head()
         offset, length = text("offset"), text("length")
         offsets, join, heads, ends = self._offsets, b"".join, self._file_parts, dict[int, bytes]()
         for region, (file, start, nbytes) in zip(regions[1:], places[1:], strict=True):
             head = heads.get(file)
             if head is None:
-                head = place + text(files[file]) + offset  # the name enters the memo where it first stands
+                head = place + text(files[file]) + offset  # its first use adds the name to the memo
                 heads[file] = place + text(files[file]) + offset
             if nbytes not in ends:
                 ends[nbytes] = length + pickle_int(nbytes) + _SET
             yield join((index, offsets(region.offsets), head, pickle_int(start), ends[nbytes]))
 
     def _place(self, file: str, start: int, nbytes: int) -> bytes:
-        """A `_StorageInfo`, after the key that it belongs to."""
+        """Return the opcodes of a `_StorageInfo`, which follow those of its key."""
         parts = (self._place_head(), self._text(file), self._text("offset"), pickle_int(start))
         return b"".join((*parts, self._text("length"), pickle_int(nbytes), _SET))
 
@@ -180,11 +180,11 @@ class _MetadataPickler:
         return b"".join((_SET, *self._new(_FILESYSTEM, "_StorageInfo"), self._text("relative_path")))
 
     def _new(self, module: str, name: str) -> list[bytes]:
-        """An object of a class, and its state's dict up to the first item; `_SET` ends it."""
+        """Return the opcodes of an object and the beginning of its state's dict, which `_SET` ends."""
         return [self._class(module, name), _NEW, _EMPTY_DICT, _MARK]
 
     def _offsets(self, values: Shape) -> bytes:
-        """A chunk's corner: not in the memo, which the reader must keep alive, but made only once."""
+        """Return the opcodes of a chunk's offsets, from a cache here instead of the memo, which costs the reader memory."""
         if len(self._corners) > _MAX_CORNERS:
             self._corners.clear()
         pickled = self._corners.get(values)
@@ -193,7 +193,7 @@ class _MetadataPickler:
         return pickled
 
     def _properties(self, dtype: str) -> bytes:
-        """`TensorProperties` of a plain strided tensor: dtype, layout, grad, memory format, pinned."""
+        """Return the opcodes of a plain strided tensor's properties: dtype, layout, grad, memory format, pinned."""
         reference = self._memo.get(("properties", dtype))
         if reference:
             return reference
@@ -209,7 +209,7 @@ class _MetadataPickler:
         return b"".join(parts)
 
     def _storage_meta(self) -> bytes:
-        """Empty on purpose: torch puts the training host's path and a random id here."""
+        """Return the opcodes of an empty `StorageMeta`; torch writes a path of the training host and a random id."""
         names = ("checkpoint_id", "save_id", "load_id")
         fields = b"".join(self._text(name) + _NONE for name in names)
         fields += self._text("modules") + _EMPTY_LIST
@@ -218,7 +218,7 @@ class _MetadataPickler:
         )
 
     def _size(self, values: Shape) -> bytes:
-        """`torch.Size` through the memo: tensor shapes and chunk sizes mostly repeat."""
+        """Return the opcodes of a `torch.Size`, with the memo: tensor shapes and chunk sizes mostly repeat."""
         return self._memo.get(values) or self._bare_size(values) + self._remember(values)
 
     def _bare_size(self, values: Shape) -> bytes:
@@ -244,7 +244,10 @@ class _MetadataPickler:
         return opcode + data + self._remember(value)
 
     def _remember(self, key: object) -> bytes:
-        """Return MEMOIZE and note how to fetch `key` from now on; opcodes are emitted in this order."""
+        """Return MEMOIZE, and store the opcodes that fetch `key` from the memo later.
+
+        Numbers are assigned in the order of the calls, so the opcodes must be written in the same order.
+        """
         index = len(self._memo)
         self._memo[key] = bytes((0x68, index)) if index < 256 else struct.pack("<BI", 0x6A, index)
         return _MEMOIZE

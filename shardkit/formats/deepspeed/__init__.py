@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints: ZeRO partitions, universal checkpoints, their optimizer.
+"""DeepSpeed's checkpoints: ZeRO partitions, universal checkpoints, experts, and the optimizer's state.
 
 Internal: import from `shardkit`.
 """

@@ -1,14 +1,14 @@
-"""DeepSpeed checkpoints: ZeRO-1, 2 and 3, without ZeRO, and universal ones.
+"""Open DeepSpeed checkpoints: ZeRO-1, 2 and 3, without ZeRO, and universal ones.
 
 With ZeRO, the weights are the optimizer's fp32 masters: flat tensors in `*_optim_states.pt`, one part for
-each rank. DeepSpeed's own zero_to_fp32.py gives the same values; here the catalog points at their bytes and
-loads nothing. Experts that DeepSpeed's MoE layers spread over ranks have masters too; see `experts`.
+each rank. DeepSpeed's own zero_to_fp32.py computes the same values; here the catalog points at their bytes, and no data
+is loaded. Experts that DeepSpeed's MoE layers distribute over ranks have masters too; see `experts`.
 
 A universal checkpoint has `zero/PARAMETER/fp32.pt`, one file for each parameter. From ZeRO-1 and 2 a file is
-{"param": tensor, ...} with the parameter's shape; from ZeRO-3 it is a bare flat tensor. Older versions of the script
-left padding at its end where some ranks have no elements: a bias of one element, saved by 8 ranks, has 7. The
-optimizer's leaves lie beside it (`exp_avg.pt`), its settings in `zero/optimizer_state.pt`. Newer versions also write
-a file for buffers and tied names. The optimizer does not have these. Their files are cast from the module, so
+{"param": tensor, ...} with the parameter's shape; from ZeRO-3 it is a bare flat tensor. If some ranks have no elements,
+older versions of the script left padding at its end: a bias of one element, saved by 8 ranks, has 7. The
+optimizer's leaves are in the same folder (`exp_avg.pt`), its settings in `zero/optimizer_state.pt`. Newer versions also
+write files for buffers and tied names, which the optimizer does not have. These files are cast from the module, so
 shardkit reads the module itself.
 
 Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py.
@@ -36,18 +36,18 @@ from shardkit.formats.contract import (
     Opener,
     Remarks,
     asset_directories,
-    inner,
+    folder_below,
     listing,
-    parent,
+    parent_folder,
 )
-from shardkit.formats.contract.copies import Copies, StoredCopy
+from shardkit.formats.contract.copies import CopyComparison, StoredCopy
 from shardkit.formats.contract.optimizer import (
     GROUPS,
     STATE,
     STEP,
     Group,
     OptimizerState,
-    Unmapped,
+    UnusableOptimizer,
     read_groups,
 )
 from shardkit.formats.deepspeed.experts import open_experts, place_experts, stale_experts
@@ -58,11 +58,11 @@ from shardkit.formats.deepspeed.files import (
     StateFiles,
     Tag,
     find_tag,
+    list_state_files,
     open_states,
     read_model_states,
     read_optimizer_states,
     require_files,
-    survey,
 )
 from shardkit.formats.deepspeed.zero import group_params, masters_of, open_zero_optimizer
 from shardkit.formats.rankfiles.flat import (
@@ -99,11 +99,11 @@ class _ModuleWeights:
     files: Sequence[TorchFile]
     by_name: dict[str, Weight] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
-    """Entries of the module that are not tensors."""
+    """Names of the module's entries that are not tensors."""
     lost: list[str] = field(default_factory=list)
-    """Parameters whose values are in none of the files."""
+    """Names of parameters whose values are in none of the files."""
     of_classes: dict[str, str] = field(default_factory=dict)
-    """Parameters that are objects of classes whose values cannot be taken: the file and why."""
+    """Parameters of classes whose values cannot be read: name -> file and reason."""
 
 
 def is_deepspeed(path: str) -> bool:
@@ -115,11 +115,11 @@ def open_deepspeed(path: str) -> Checkpoint:
     """Open the weights of a DeepSpeed checkpoint, in the optimizer's precision.
 
     Args:
-        path: the directory given to `save_checkpoint`, which has `latest`, or that of one tag.
+        path: the directory that was given to `save_checkpoint`, which has `latest`; or the directory of one tag.
 
     Raises:
-        SourceError: not such a directory, files missing or damaged, or a model that was not split by ZeRO alone.
-        IntegrityError: files that do not fit each other.
+        SourceError: it is not DeepSpeed's, files are missing or damaged, or more than ZeRO split the model.
+        IntegrityError: files do not fit each other.
         ResourceError: a file may not be read.
     """
     tag = find_tag(path)
@@ -128,7 +128,7 @@ def open_deepspeed(path: str) -> Checkpoint:
             f"{escape(path)} is not a DeepSpeed checkpoint",
             hint="give the directory that holds `latest`, or the tag's own (global_step20)",
         )
-    files = survey(tag)
+    files = list_state_files(tag)
     if files.is_universal:
         return _open_universal(path, tag, files)
     if not files.optimizers:
@@ -137,7 +137,7 @@ def open_deepspeed(path: str) -> Checkpoint:
 
 
 def _open_zero(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
-    """Open the files of all ranks; the lowest one that is there says how many there must be."""
+    """Open the files of all ranks; the number of ranks is in the optimizer file of the lowest rank."""
     first = _open_first(tag, files, files.optimizers[min(files.optimizers)], read_optimizer_states)
     num_ranks = max(first.counts, default=max(files.optimizers) + 1)
     is_partitioned = first.stage == 3
@@ -178,9 +178,9 @@ def _open_zero(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
     return _checkpoint(path, tag, main, weights, f"zero{first.stage}", remarks, optimizer)
 
 
-def _compare_buffers(states: Sequence[ModelStates]) -> Copies:
-    """Compare the buffers of all ranks with those of the first, whose are taken."""
-    copies, main = Copies(), states[0]
+def _compare_buffers(states: Sequence[ModelStates]) -> CopyComparison:
+    """Compare the buffers of all ranks with those of the first rank, which are used."""
+    copies, main = CopyComparison(), states[0]
     for state in states[1:]:
         for name, copy in state.module.items():
             first = main.module.get(name)
@@ -194,7 +194,7 @@ _WITHOUT_FROZEN = "saved with exclude_frozen_parameters=True: parameters that we
 
 
 def _open_without_optimizer(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
-    """Open the module alone: training without ZeRO, or optimizer files that were not kept."""
+    """Open the module's weights: after training without ZeRO, or if the optimizer files were deleted."""
     if files.whole is None:
         raise SourceError(
             f"{escape(tag.directory)}: the optimizer files of all ranks are missing, and with ZeRO-3 they hold the weights",
@@ -207,7 +207,7 @@ def _open_without_optimizer(path: str, tag: Tag, files: StateFiles) -> Checkpoin
         notes.append(
             "the optimizer's files are missing: these are the module's weights, not the fp32 masters"
         )
-    elif _dtypes(state) != {"float32"}:
+    elif _module_dtypes(state) != {"float32"}:
         notes.append(
             "without ZeRO, DeepSpeed saves the fp32 masters without their names: these are the module's weights"
         )
@@ -229,7 +229,7 @@ def _open_universal(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
     names = [files.models[rank] for rank in range(1, num_ranks or 1)]
     states = [main, *open_states(tag, names, partial(read_model_states, first=main))]
     notes = ["the weights are the fp32 masters of the optimizer"]
-    if _is_cut(tag):
+    if _is_model_parallel(tag):
         states = [replace(main, module={}, frozen={}, shared={})]
         notes.append(
             "the model was trained with model parallelism: its buffers are not in the checkpoint as a whole"
@@ -242,7 +242,7 @@ def _open_universal(path: str, tag: Tag, files: StateFiles) -> Checkpoint:
 
 
 def _open_main(tag: Tag, files: StateFiles, is_partitioned: bool) -> ModelStates:
-    """Open the model file that speaks for all: rank 0's with ZeRO-3, otherwise the one with the whole module."""
+    """Open the main model file: rank 0's with ZeRO-3, otherwise the one with the whole module."""
     name = files.models[0] if is_partitioned else files.whole
     if name is None:
         raise SourceError(
@@ -254,7 +254,7 @@ def _open_main(tag: Tag, files: StateFiles, is_partitioned: bool) -> ModelStates
 
 
 def _open_first(tag: Tag, files: StateFiles, name: str, read: Callable[[TorchFile], T]) -> T:
-    """Open the file that describes the others. If it is damaged, the others may be too, so all are tried."""
+    """Open a file that describes the others. If it is damaged, open all, so that the error lists every damaged file."""
     try:
         return open_states(tag, [name], read)[0]
     except SourceError:
@@ -264,14 +264,18 @@ def _open_first(tag: Tag, files: StateFiles, name: str, read: Callable[[TorchFil
 
 
 def _read_states(main: ModelStates, file: TorchFile) -> ModelStates | OptimizerStates:
-    """Read the file of some rank, whichever kind it is."""
+    """Return the content of a rank's model file or optimizer file."""
     if file.name.endswith("_model_states.pt"):
         return read_model_states(file, first=main)
     return read_optimizer_states(file)
 
 
 def _check_same_save(tag: Tag, states: Sequence[ModelStates], num_ranks: int) -> None:
-    """Require that the files of all ranks are of one step, and from as many ranks as there are partitions."""
+    """Check that the model files of all ranks are of one step, with equal shapes, and by as many ranks as the optimizer's.
+
+    Raises:
+        IntegrityError: lists all files that differ.
+    """
     problems = []
     first = states[0]
     for state in states:
@@ -291,7 +295,7 @@ def _check_same_save(tag: Tag, states: Sequence[ModelStates], num_ranks: int) ->
     )
 
 
-def _dtypes(state: ModelStates) -> set[str]:
+def _module_dtypes(state: ModelStates) -> set[str]:
     """Return the floating dtypes of a module's parameters."""
     return {
         value.dtype.name
@@ -301,14 +305,14 @@ def _dtypes(state: ModelStates) -> set[str]:
 
 
 def _notes_on_masters(state: ModelStates, optimizers: Sequence[OptimizerStates]) -> list[str]:
-    """Return a note that says which of the two sets of weights was taken; none if they do not differ."""
+    """Return a note that the weights are the masters if the module has other dtypes, else an empty list."""
     masters = {ref.dtype.name for ref in optimizers[0].flat}
-    module = _dtypes(state) - masters
+    module = _module_dtypes(state) - masters
     if not module:
         return []
     master_dtypes, ran = (", ".join(sorted(map(short_dtype, names))) for names in (masters, module))
     return [
-        f"the weights are the optimizer's {master_dtypes} masters; the model ran in {ran}, which a cast gives again"
+        f"the weights are the optimizer's {master_dtypes} masters; the model ran in {ran}, which a cast restores"
     ]
 
 
@@ -319,7 +323,7 @@ def _checkpoint(
     weights: _ModuleWeights,
     kind: str,
     remarks: Remarks,
-    optimizer: Callable[[], OptimizerState | Unmapped] | None = None,
+    optimizer: Callable[[], OptimizerState | UnusableOptimizer] | None = None,
 ) -> Checkpoint:
     if not weights.by_name:
         raise SourceError(f"{escape(tag.directory)} holds no weights", hint="give another checkpoint")
@@ -339,7 +343,7 @@ def _checkpoint(
             optimizer=optimizer,
             has_boxes=False,
             # accelerate and transformers' Trainer put the model's config beside the tag or one level up.
-            assets=asset_directories(tag.directory, path, parent(tag.directory), parent(path)),
+            assets=asset_directories(tag.directory, path, parent_folder(tag.directory), parent_folder(path)),
         ),
         remarks=remarks.plus(
             frozen, [("optimizer_state_dict", "optimizer state, but for the fp32 weights"), *lost]
@@ -356,10 +360,10 @@ def _assemble(
     """Return the weights of a checkpoint: fp32 masters, frozen parameters, buffers, ties.
 
     Args:
-        files: that weights point into.
-        states: the module's of each rank (ZeRO-3), or the only one.
+        files: with the weights.
+        states: the model file of each rank (ZeRO-3), or the only one.
         masters: the trained parameters, in the optimizer's precision.
-        experts: what their files hold, for those that have no masters.
+        experts: their files, used for experts without masters.
     """
     main = states[0]
     weights = _ModuleWeights(files=files)
@@ -372,13 +376,17 @@ def _assemble(
     cache: dict[str, Weight | None] = {}
 
     def weight_of(name: str) -> Weight | None:
-        """Return the parameter stored under a name; made once, so that ties are one object."""
+        """Return the parameter stored under a name, always as the same object, so that ties share it."""
         if name not in cache:
-            cache[name] = masters.get(name) or whole.get(name) or _untrained(name, states, numbers)
+            cache[name] = masters.get(name) or whole.get(name) or _frozen_weight(name, states, numbers)
         return cache[name]
 
     for name in dict.fromkeys(chain(main.module, whole, masters, main.frozen, main.shared)):
-        weight = weight_of(name) or weight_of(_target(name, main.shared)) or _as_stored(name, main, numbers)
+        weight = (
+            weight_of(name)
+            or weight_of(_stored_name(name, main.shared))
+            or _module_weight(name, main, numbers)
+        )
         stored = main.module.get(name)
         if weight is not None:
             weights.by_name[name] = weight
@@ -391,8 +399,8 @@ def _assemble(
     return weights
 
 
-def _target(name: str, shared: Mapping[str, str]) -> str:
-    """Return the name under which a shared parameter is stored."""
+def _stored_name(name: str, shared: Mapping[str, str]) -> str:
+    """Return the stored name of a shared parameter; any other name unchanged."""
     for _ in range(_MAX_HOPS):
         if name not in shared:
             break
@@ -400,8 +408,8 @@ def _target(name: str, shared: Mapping[str, str]) -> str:
     return name
 
 
-def _untrained(name: str, states: Sequence[ModelStates], numbers: Mapping[int, int]) -> Weight | None:
-    """Return a frozen parameter; with ZeRO-3 every rank has a part of it."""
+def _frozen_weight(name: str, states: Sequence[ModelStates], numbers: Mapping[int, int]) -> Weight | None:
+    """Return a frozen parameter, or None if it is not frozen or incomplete. With ZeRO-3 every rank has a part of it."""
     shape = states[0].frozen.get(name)
     if shape is None:
         return None
@@ -418,8 +426,8 @@ def _untrained(name: str, states: Sequence[ModelStates], numbers: Mapping[int, i
     return Weight(dtype=pieces[0].tensor.dtype, shape=shape, pieces=pieces)
 
 
-def _as_stored(name: str, state: ModelStates, numbers: Mapping[int, int]) -> Weight | None:
-    """Return a buffer, or a parameter that is not partitioned; an empty tensor stands for one that is."""
+def _module_weight(name: str, state: ModelStates, numbers: Mapping[int, int]) -> Weight | None:
+    """Return a buffer or unpartitioned parameter from the module; None for others, which ZeRO-3 stores as empty tensors."""
     stored = state.module.get(name)
     if not isinstance(stored, TensorRef):
         return None
@@ -429,25 +437,26 @@ def _as_stored(name: str, state: ModelStates, numbers: Mapping[int, int]) -> Wei
 
 
 class _OptimizerSettings(NamedTuple):
-    """What `optimizer_state.pt` says."""
+    """The content of `optimizer_state.pt`."""
 
     file: TorchFile
     groups: Sequence[Group]
     steps: Mapping[int, Weight | float]
-    """From ZeRO-3, which has no `step.pt`: the count of each flat tensor."""
+    """The step count of each flat tensor; only from ZeRO-3, which has no `step.pt`."""
 
 
 def _open_parameters(
     tag: Tag, state: ModelStates, num_states: int
 ) -> tuple[dict[str, Weight], list[TorchFile]]:
-    """Return the trained parameters, and their files.
+    """Return the trained parameters of a universal checkpoint, and their files.
 
     Args:
-        state: the module's, with the shapes.
-        num_states: of the module's files, which come first in the catalog; from ZeRO-3, one for each rank.
+        tag: the saved state.
+        state: the model file, with the shapes.
+        num_states: number of model files, which come first in the catalog; from ZeRO-3, one for each rank.
 
     Raises:
-        SourceError: lists every file that is missing, damaged, or does not hold its parameter.
+        SourceError: lists every file that is missing, damaged, or without its parameter.
     """
     shapes = _shapes(tag, state)
     missing = [name for name in shapes if not _has_weights(tag, name)]
@@ -456,11 +465,13 @@ def _open_parameters(
         f"{escape(tag.directory)}: {len(missing)} of {len(shapes)} parameters have no {_WEIGHTS}",
         hint=f"copy the whole directory, or {_AGAIN}",
     )
-    opened = open_states(tag, [f"zero/{name}/{_WEIGHTS}" for name in shapes], _read)
+    opened = open_states(tag, [f"zero/{name}/{_WEIGHTS}" for name in shapes], _read_value)
     weights: dict[str, Weight] = {}
     problems = []
     for number, (name, (file, value)) in enumerate(zip(shapes, opened, strict=True), start=num_states):
-        weight = _weight(number, value, shapes[name], num_states) if isinstance(value, TensorRef) else None
+        weight = (
+            _shaped_weight(number, value, shapes[name], num_states) if isinstance(value, TensorRef) else None
+        )
         if weight is None:
             problems.append(f"{escape(name)}: {escape(file.name)} does not hold {list(shapes[name] or ())}")
         else:
@@ -471,17 +482,22 @@ def _open_parameters(
     return weights, [file for file, _ in opened]
 
 
-def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> OptimizerState | Unmapped:
+def _open_universal_optimizer(
+    tag: Tag, state: ModelStates, num_ranks: int
+) -> OptimizerState | UnusableOptimizer:
     """Open the optimizer's state: the files beside each parameter's weights, and `zero/optimizer_state.pt`.
 
     Raises:
-        SourceError, IntegrityError, ResourceError: as `_open_parameters`; a parameter lacks what others have.
+        SourceError: as `_open_parameters`; or a parameter lacks a leaf that others have.
+        IntegrityError, ResourceError: as `open_each`.
     """
     shapes = _shapes(tag, state)
-    by_parameter = {name: _leaves(tag, name) for name in shapes}
+    by_parameter = {name: _leaf_names(tag, name) for name in shapes}
     kinds = sorted(set().union(*by_parameter.values()))
     if not kinds:
-        return Unmapped([f"{tag.prefix}zero"], "no parameter has a state of the optimizer beside its weights")
+        return UnusableOptimizer(
+            [f"{tag.prefix}zero"], "no parameter has a state of the optimizer beside its weights"
+        )
     SourceError.raise_for(
         [
             escape(f"{tag.prefix}zero/{name}/{leaf}{_SUFFIX}")
@@ -495,15 +511,15 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> O
     settings = open_states(tag, [_SETTINGS], _read_settings)[0]
     files, state_leaves = [settings.file], Leaves()
     pairs = [(name, leaf) for name in shapes for leaf in kinds]
-    opened = open_states(tag, [f"zero/{name}/{leaf}{_SUFFIX}" for name, leaf in pairs], _read)
+    opened = open_states(tag, [f"zero/{name}/{leaf}{_SUFFIX}" for name, leaf in pairs], _read_value)
     for (name, leaf), (file, value) in zip(pairs, opened, strict=True):
         if isinstance(value, TensorRef):
             shape = shapes[name] if value.shape else ()
-            content: Weight | float | None = _weight(len(files), value, shape, num_ranks)
+            content: Weight | float | None = _shaped_weight(len(files), value, shape, num_ranks)
         else:
             content = value
         if content is None:
-            return Unmapped([file.name], f"it does not hold the {escape(leaf)} of {escape(name)}")
+            return UnusableOptimizer([file.name], f"it does not hold the {escape(leaf)} of {escape(name)}")
         files.append(file)
         state_leaves.setdefault(name, {})[leaf] = content
     names = [list(group) for group in state.groups or ()]
@@ -518,20 +534,20 @@ def _open_universal_optimizer(tag: Tag, state: ModelStates, num_ranks: int) -> O
             leaves.setdefault(STEP, steps[name])
     params = group_params(settings.groups, names or [list(shapes)])
     if isinstance(params, str):
-        return Unmapped([settings.file.name], params)
+        return UnusableOptimizer([settings.file.name], params)
     return write_state(tag.directory, files, state_leaves, settings.groups, params)
 
 
-def _is_cut(tag: Tag) -> bool:
-    """True if the module's files are parts of a model-parallel model, so that none holds the model's values."""
+def _is_model_parallel(tag: Tag) -> bool:
+    """True if the model files are parts of a model-parallel model, so that no file has whole tensors."""
     return any(
         name.startswith("mp_rank_") and not name.startswith("mp_rank_00_") for name in listing(tag.directory)
     )
 
 
 def _shapes(tag: Tag, state: ModelStates) -> dict[str, Shape | None]:
-    """Return the parameters and their shapes; None if only the file has it."""
-    if state.groups is not None and not _is_cut(tag):
+    """Return the names of the parameters with their shapes; a shape is None if only the parameter's file has it."""
+    if state.groups is not None and not _is_model_parallel(tag):
         trained = {name: shape for group in state.groups for name, shape in group.items()}
         stacked = {
             name: (number, *trained[name][1:]) if name in trained else None
@@ -543,28 +559,28 @@ def _shapes(tag: Tag, state: ModelStates) -> dict[str, Shape | None]:
 
 
 def _has_weights(tag: Tag, name: str) -> bool:
-    """True if a parameter has its file. Names come from a file too, and must not lead elsewhere."""
+    """True if a parameter's file exists. False for a name that leads elsewhere, as names come from a file."""
     if os.path.basename(name) != name or "\0" in name:
         return False
-    directory = inner(tag.directory, f"zero/{name}")
+    directory = folder_below(tag.directory, f"zero/{name}")
     return directory is not None and storage.lexists(os.path.join(directory, _WEIGHTS))
 
 
-def _leaves(tag: Tag, name: str) -> set[str]:
-    """Return the names of what a parameter's directory has beside its weights, without `.pt`."""
-    directory = inner(tag.directory, f"zero/{name}")
+def _leaf_names(tag: Tag, name: str) -> set[str]:
+    """Return the leaves in a parameter's directory: the names of its files without `.pt`, except the weights."""
+    directory = folder_below(tag.directory, f"zero/{name}")
     names = listing(directory) if directory is not None else frozenset()
     return {file.removesuffix(_SUFFIX) for file in names if file.endswith(_SUFFIX) and file != _WEIGHTS}
 
 
-def _read(file: TorchFile) -> tuple[TorchFile, TensorRef | float | None]:
-    """Return the file and what it holds; None if that is neither a tensor nor a number."""
+def _read_value(file: TorchFile) -> tuple[TorchFile, TensorRef | float | None]:
+    """Return the file and its value; the value is None if it is neither a tensor nor a number."""
     value = file.tree.get("param") if isinstance(file.tree, dict) else file.tree
     return without_tree(file, [value]), value if isinstance(value, TensorRef) or is_number(value) else None
 
 
-def _weight(number: int, stored: TensorRef, shape: Shape | None, num_ranks: int) -> Weight | None:
-    """Return the stored tensor as the parameter; from ZeRO-3 it is flat. None if it does not fit."""
+def _shaped_weight(number: int, stored: TensorRef, shape: Shape | None, num_ranks: int) -> Weight | None:
+    """Return a stored tensor as a parameter of a shape, or None if it does not fit. From ZeRO-3 the stored one is flat."""
     if shape in (None, stored.shape):
         return Weight.whole(number, stored)
     assert shape is not None
@@ -573,7 +589,7 @@ def _weight(number: int, stored: TensorRef, shape: Shape | None, num_ranks: int)
 
 
 def _flat_length(size: int, num_ranks: int) -> int:
-    """Return the elements of a parameter's flat tensor, with the padding that older versions left at its end."""
+    """Return the length of a parameter's flat tensor with the padding of older versions: 7 for 1 element and 8 ranks."""
     part = -(-size // num_ranks)
     return sum(min(part, abs(size - rank * part)) for rank in range(num_ranks))
 

@@ -1,16 +1,18 @@
-"""The experts of DeepSpeed's MoE layers.
+"""The experts of DeepSpeed's MoE layers: open their files, and find their fp32 masters in the optimizer's files.
 
 Every expert has a file with its weights, under its number in the whole model:
 
     layer_L_expert_E_mp_rank_00_model_states.pt     L counts the MoE layers; older versions: expert_E_...
 
-With ZeRO-1 and 2 the fp32 masters lie in the optimizer's files, as those of dense parameters do. There a group of
-experts is one for each expert-parallel rank: `world / ep_size` ranks share it, and it has rank 0's names, which
-count the experts of one rank alone. Which ranks share follows `use_data_before_expert_parallelism`, and a
-checkpoint may not have that setting. So a few values decide: those in the experts' files are the masters, cast.
+With ZeRO-1 and 2 the fp32 masters are in the optimizer's files, like those of dense parameters. The experts are divided
+among `ep_size` expert-parallel ranks. Each of these is a set of `world / ep_size` ranks over which the flat tensor of
+its experts is cut. The names in the files are those of rank 0, which number only its own experts. The setting
+`use_data_before_expert_parallelism` decides which ranks form a set, but a checkpoint may lack it. So both orders are
+tried: in the right one, some masters that are compared equal the values in the experts' files after a cast.
 
-AutoEP, which spreads the experts of a transformers model, stacks those of a rank: `PREFIX.experts.w1`, and w2, w3. In
-files, and here, each is a tensor: `PREFIX.experts.w1.E`.
+AutoEP, which distributes the experts of a transformers model, stacks those of a rank in one tensor:
+`PREFIX.experts.w1`, and w2, w3. In the experts' files, and here, each expert has a tensor of its own:
+`PREFIX.experts.w1.E`.
 
 Source: DeepSpeed 0.19, runtime/engine.py (`_save_moe_checkpoint`), utils/groups.py
 (`_create_expert_and_data_parallel`) and runtime/zero/stage_1_and_2.py (`_configure_moe_settings`).
@@ -52,18 +54,18 @@ _ANOTHER_SAVE = "the files are of different saves: use another copy of the check
 
 
 def open_experts(tag: Tag, files: StateFiles, main: ModelStates) -> list[ExpertStates]:
-    """Open the files of all experts; none if the model has no MoE layers.
+    """Open the files of all experts; an empty list if the model has no MoE layers.
 
     Raises:
-        SourceError: lists all that are missing or damaged.
+        SourceError: lists all missing or damaged files.
     """
     if main.has_own_places:
         raise SourceError(
             f"{escape(main.file.name)}: its experts are placed on ranks by rules of their own (AutoEP)",
             hint="convert it with DeepSpeed's ds_to_universal.py, and give the directory that this makes",
         )
-    keys = _wanted(files, main)
-    missing = [_name(*key) for key in keys if key not in files.experts]
+    keys = _required_keys(files, main)
+    missing = [_file_name(*key) for key in keys if key not in files.experts]
     if missing:
         raise DamagedFiles(
             f"{escape(tag.directory)}: {len(missing)} of {len(keys)} files of experts are missing",
@@ -74,13 +76,13 @@ def open_experts(tag: Tag, files: StateFiles, main: ModelStates) -> list[ExpertS
 
 
 def stale_experts(files: StateFiles, main: ModelStates) -> list[str]:
-    """Return the files of experts that the model does not have."""
-    keys = set(_wanted(files, main))
+    """Return the names of files of experts that the model does not have."""
+    keys = set(_required_keys(files, main))
     return [name for key, name in files.experts.items() if key not in keys]
 
 
-def _wanted(files: StateFiles, main: ModelStates) -> list[tuple[int, int]]:
-    """Return (layer, expert) of every file; layer -1 where a file has the experts of all layers."""
+def _required_keys(files: StateFiles, main: ModelStates) -> list[tuple[int, int]]:
+    """Return (layer, expert) of every file that must exist; the layer is -1 if a file is for all layers."""
     counts = dict(enumerate(main.num_experts))
     if counts and files.experts and all(layer < 0 for layer, _ in files.experts):
         counts = {-1: max(counts.values())}
@@ -90,26 +92,27 @@ def _wanted(files: StateFiles, main: ModelStates) -> list[tuple[int, int]]:
     return [(layer, expert) for layer, number in sorted(counts.items()) for expert in range(number)]
 
 
-def _name(layer: int, expert: int) -> str:
+def _file_name(layer: int, expert: int) -> str:
     return f"{f'layer_{layer}_' if layer >= 0 else ''}expert_{expert}_mp_rank_00_model_states.pt"
 
 
 def place_experts(
     tag: Tag, main: ModelStates, optimizers: Sequence[OptimizerStates], experts: Sequence[ExpertStates]
 ) -> ModelStates:
-    """Return the model's file with the groups of the whole model, every expert under its own number.
+    """Return the model's file with groups for the whole model, in which every expert has its own number.
 
     Args:
-        main: with the groups of rank 0.
-        optimizers: of all ranks, in their order.
-        experts: what the experts' files hold.
+        tag: the saved state.
+        main: the model's file, with the groups of rank 0.
+        optimizers: files of all ranks, in order.
+        experts: their files.
 
     Raises:
-        IntegrityError: groups that are not made of experts, or masters that are not those of the experts' files.
+        IntegrityError: the groups are not those of experts, or the masters do not equal the values in the experts' files.
     """
     main = replace(main, groups=_whole_groups(tag, main, optimizers, experts))
     orders = [replace(main, is_data_first=first) for first in (main.is_data_first, not main.is_data_first)]
-    compared = [_compare(tag, order, optimizers, experts) for order in orders]
+    compared = [_compare_experts(tag, order, optimizers, experts) for order in orders]
     best = min(range(len(orders)), key=lambda number: (bool(compared[number][0]), compared[number][1]))
     IntegrityError.raise_for(
         compared[best][0],
@@ -128,7 +131,7 @@ def _whole_groups(
         if match := _EXPERT.fullmatch(name):
             numbers[match[1]].add(match[2])
     groups, problems = list[Mapping[str, Shape]](), list[str]()
-    for number, group in enumerate(map(partial(_one_by_one, main.stacked), main.groups or ())):
+    for number, group in enumerate(map(partial(_unstack, main.stacked), main.groups or ())):
         ep_size = optimizers[0].ep_size_of(number, len(optimizers))
         whole: dict[str, Shape] = {}
         for ep_rank in range(ep_size if ep_size > 1 else 0):
@@ -149,8 +152,8 @@ def _whole_groups(
     return groups
 
 
-def _one_by_one(stacked: Mapping[str, int], group: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return a group with AutoEP's stacked experts as their files have them: one after another."""
+def _unstack(stacked: Mapping[str, int], group: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return a group in which each of AutoEP's stacked tensors is replaced by one tensor for each expert."""
     unstacked: dict[str, Shape] = {}
     for name, shape in group.items():
         if shape and shape[0] <= stacked.get(name, 0):
@@ -160,14 +163,13 @@ def _one_by_one(stacked: Mapping[str, int], group: Mapping[str, Shape]) -> dict[
     return unstacked
 
 
-def _compare(
+def _compare_experts(
     tag: Tag, main: ModelStates, optimizers: Sequence[OptimizerStates], experts: Sequence[ExpertStates]
 ) -> tuple[list[str], float]:
-    """Compare the largest of the experts' parameters that begin on the same ranks, for all such ranks.
+    """Compare masters of experts with their files: all shapes, and some values of one parameter for each set of ranks.
 
     Returns:
-        The experts whose masters are not what their files hold, by shapes and by some values; and the sum of differences
-        over the values that were compared.
+        A line for each expert whose shape or values differ; and the sum of the differences of all compared values.
     """
     try:
         masters = masters_of(main, optimizers, 0, tag.directory)
@@ -189,15 +191,15 @@ def _compare(
             continue
         piece = masters[name].pieces[0]
         length = min(piece.length, _MAX_COMPARED)
-        trained = _read(files[piece.file], piece.tensor, piece.start, length)
-        pairs = list(zip(trained, _read(file, ref, 0, length), strict=True))
+        trained = _read_elements(files[piece.file], piece.tensor, piece.start, length)
+        pairs = list(zip(trained, _read_elements(file, ref, 0, length), strict=True))
         distance += sum(abs(a - b) for a, b in pairs if abs(a - b) < inf)
         if any(abs(a - b) > _ROUNDING * abs(a) + _SMALLEST for a, b in pairs):
             problems.append(f"{escape(name)}: {escape(file.name)} holds other values")
     return problems, distance
 
 
-def _read(file: TorchFile, ref: TensorRef, first: int, count: int) -> tuple[float, ...]:
+def _read_elements(file: TorchFile, ref: TensorRef, first: int, count: int) -> tuple[float, ...]:
     """Return elements of a contiguous tensor."""
     size = ref.dtype.itemsize
     with open_regular(file.path, file.name) as (fd, _):

@@ -1,4 +1,6 @@
-"""The files of a DeepSpeed checkpoint: where they are, which are required, and what they say.
+"""The files of a DeepSpeed checkpoint: find them, check that all are there, and read them into records.
+
+A tag is one saved state, a directory such as `global_step20`.
 
     RUN/latest                                         the name of the last tag
     RUN/global_step20/
@@ -8,13 +10,13 @@
         [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt
         zero/PARAMETER/fp32.pt                         only in universal checkpoints
 
-An optimizer file holds the rank's parts of the fp32 masters, and the state of the inner optimizer:
+An optimizer file has the rank's parts of the fp32 masters, and the state of the inner optimizer (such as Adam):
 
     optimizer_state_dict
         base_optimizer_state     ZeRO-1 and 2, bf16: the state dict of the inner optimizer, or a list of states
         optimizer_state_dict     ZeRO-3: the same
             state                for each flat tensor: exp_avg, exp_avg_sq, of the same length; step
-            param_groups         settings; their parameters are flat tensors, by number
+            param_groups         settings, whose `params` are numbers of flat tensors
 
 Source: DeepSpeed 0.19, runtime/engine.py (`_get_ckpt_name`, `_get_rank_zero_ckpt_name`,
 `_common_checkpoint_state`), runtime/zero/stage_1_and_2.py, stage3.py and runtime/bf16_optimizer.py
@@ -34,7 +36,7 @@ from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import read_inside
-from shardkit.formats.contract import DamagedFiles, inner, listing
+from shardkit.formats.contract import DamagedFiles, folder_below, listing
 from shardkit.formats.contract.optimizer import GROUPS, STATE, STEP, count_of, read_groups
 from shardkit.formats.rankfiles.files import open_each
 from shardkit.formats.rankfiles.flat import RankStateDict, without_tree
@@ -63,27 +65,27 @@ class Tag(NamedTuple):
 
     directory: str
     prefix: str
-    """What to put before a file's name in messages: the tag and a slash, or nothing."""
+    """Put before a file's name in messages: the tag and a slash, or nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFiles:
-    """What a tag's directory holds, going by the names."""
+    """The names of the files in a tag's directory, by their kinds."""
 
     whole: str | None
     """The file with the whole module."""
     models: dict[int, str]
-    """By rank, the model files of ZeRO-3."""
+    """The model files of ZeRO-3, by rank."""
     optimizers: dict[int, str]
-    """By rank."""
+    """The optimizer files, by rank."""
     experts: dict[tuple[int, int], str]
-    """By MoE layer and expert; layer -1 where a file has the experts of all layers."""
+    """The experts' files, by MoE layer and expert; the layer is -1 if a file is for all layers."""
     is_universal: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStates:
-    """One `*_model_states.pt`."""
+    """The content of one `*_model_states.pt`."""
 
     file: TorchFile
     module: Mapping[str, object]
@@ -92,29 +94,29 @@ class ModelStates:
     groups: Sequence[Mapping[str, Shape]] | None
     """The shapes of the optimizer's parameters, by group and in the order of the flat tensors. None without ZeRO."""
     frozen: Mapping[str, Shape]
-    """Parameters that the optimizer does not have."""
+    """Shapes of the parameters that the optimizer does not train."""
     leaves_frozen_out: bool
     """With ZeRO-2 and 3: saved with `exclude_frozen_parameters=True`."""
     fragments: Mapping[str, TensorRef]
-    """Frozen parameters: with ZeRO-3 the rank's flat part, otherwise all of it."""
+    """Frozen parameters: with ZeRO-3 the rank's flat part, otherwise the whole parameter."""
     shared: Mapping[str, str]
     """For each parameter that is stored under another name, that name."""
     num_ranks: int | None
     step: int | None
     is_lightning: bool
     num_experts: Sequence[int]
-    """Of each MoE layer."""
+    """Number of experts in each MoE layer."""
     is_data_first: bool
-    """True if ranks with the same experts stand side by side."""
+    """True if ranks with the same experts have consecutive numbers."""
     stacked: Mapping[str, int]
-    """Parameters of AutoEP that are made of experts, with the number of experts of the whole model."""
+    """Parameters in which AutoEP stacks experts, with the number of experts in the whole model."""
     has_own_places: bool
-    """True if only AutoEP's own rules place these experts."""
+    """True if AutoEP's own rules decide which rank has which expert; shardkit does not know them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertStates:
-    """One expert's file."""
+    """The content of one expert's file."""
 
     file: TorchFile
     tensors: Mapping[str, TensorRef]
@@ -122,31 +124,32 @@ class ExpertStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStates:
-    """One `*_optim_states.pt`."""
+    """The content of one `*_optim_states.pt`."""
 
     file: TorchFile
     stage: int
     """1 to 3."""
     counts: Sequence[int]
-    """Ranks that share each group; experts have fewer than the rest. Empty if the file does not say."""
+    """For each group, the number of ranks over which it is cut; smaller for experts. Empty if not recorded."""
     flat: Sequence[TensorRef]
     """The rank's part of each group's flat fp32 tensor."""
     paddings: Sequence[Sequence[int]] | None
-    """ZeRO-1 and 2: for each group, elements after each parameter."""
+    """ZeRO-1 and 2: for each group, the number of padding elements after each parameter."""
     steps: Mapping[object, object]
-    """The count of steps of each flat tensor that has one, in a form that can be compared."""
+    """The step count of each flat tensor that has one, in the form of `count_of`."""
     inner: RankStateDict
-    """The inner optimizer's; its parameters are flat tensors, by number."""
+    """The inner optimizer's state dict, whose parameters are numbers of flat tensors."""
 
     def ep_size_of(self, group: int, num_ranks: int) -> int:
-        """Return by how many expert-parallel ranks the parameters of a group are divided; 1 if they are not."""
+        """Return the number of expert-parallel ranks among which a group is divided; 1 for ordinary parameters."""
         return num_ranks // self.counts[group] if group < len(self.counts) else 1
 
 
 def find_tag(path: str) -> Tag | None:
-    """Return the saved state in a directory, or the last one that its tracker file names; None if there is none.
+    """Return the saved state in a directory, or the one that its tracker file names, or None.
 
-    Where the one that `latest` names is not there, only its own universal checkpoint stands for it: another is older.
+    If the state in `latest` is gone, the one in `latest_universal` is used only if it was converted from the same state,
+    as any other is older.
     """
     if not storage.isdir(path):
         return None
@@ -161,15 +164,15 @@ def find_tag(path: str) -> Tag | None:
         tag = data.decode("utf-8", "replace").strip()
         if not tag or os.path.basename(tag) != tag or tag in (os.curdir, os.pardir) or "\0" in tag:
             continue
-        directory = inner(path, tag)
-        if directory is not None and _has_states(directory) and (gone is None or _is_of(tag, gone)):
+        directory = folder_below(path, tag)
+        if directory is not None and _has_states(directory) and (gone is None or _belongs_to(tag, gone)):
             return Tag(directory, f"{tag}/")
         gone = tag
     return None
 
 
-def _is_of(name: str, tag: str) -> bool:
-    """True if a name begins with a tag, and not with that of a later step: `global_step10_universal` is not of `global_step1`."""
+def _belongs_to(name: str, tag: str) -> bool:
+    """True if a name is a tag with an ending: `global_step10_universal` belongs to `global_step10`, not to `global_step1`."""
     return name.startswith(tag) and not name[len(tag) :][:1].isdigit()
 
 
@@ -177,14 +180,14 @@ def _has_states(path: str) -> bool:
     return any(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name) for name in listing(path))
 
 
-def survey(tag: Tag) -> StateFiles:
-    """Return which files a tag has.
+def list_state_files(tag: Tag) -> StateFiles:
+    """Return the files of a tag, by their kinds.
 
     Raises:
-        SourceError: the model was split in a way that the files of ZeRO alone do not tell, or two saves are mixed.
+        SourceError: the model was split by tensor or pipeline parallelism, or files of two saves are mixed.
     """
     names = sorted(listing(tag.directory))
-    is_universal = inner(tag.directory, "zero") is not None
+    is_universal = folder_below(tag.directory, "zero") is not None
     whole: str | None = None
     models: dict[int, str] = {}
     optimizers: dict[int, list[str]] = {}
@@ -223,7 +226,7 @@ def survey(tag: Tag) -> StateFiles:
 
 def _refuse_splits(tag: Tag, names: Sequence[str], split: Sequence[str], hint: str) -> None:
     for what, files in (
-        ("was trained with tensor parallelism: its matrices are cut, and the files do not say how", split),
+        ("was trained with tensor parallelism: its matrices are cut, and the files do not record how", split),
         (
             "was trained as a pipeline: its layers are in files of their own",
             filter(_PIPELINE.fullmatch, names),
@@ -234,10 +237,10 @@ def _refuse_splits(tag: Tag, names: Sequence[str], split: Sequence[str], hint: s
 
 
 def require_files(tag: Tag, files: StateFiles, num_ranks: int, *, with_models: bool) -> None:
-    """Check that every rank's files are there.
+    """Check that the files of all ranks exist.
 
     Raises:
-        SourceError: lists all that are missing.
+        SourceError: lists all missing files.
     """
     sample = min(files.optimizers.values(), default="zero_pp_rank_0_mp_rank_00_optim_states.pt")
     file_sets = [(files.optimizers, sample)]
@@ -259,7 +262,7 @@ def require_files(tag: Tag, files: StateFiles, num_ranks: int, *, with_models: b
 
 
 def open_states(tag: Tag, names: Sequence[str], read: Callable[[TorchFile], T]) -> list[T]:
-    """Open some of a tag's files, and return what `read` makes of each.
+    """Open some of a tag's files, and return the result of `read` for each.
 
     Raises:
         SourceError, IntegrityError, ResourceError: as `open_each`.
@@ -271,32 +274,34 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
     """Return the content of a model file.
 
     Args:
-        first: rank 0's file, if this is another rank's: what both say is kept once, and of the module the buffers alone.
+        file: opened.
+        first: rank 0's content, if this is the file of another rank. Equal parts are then shared with it to save memory,
+            and of the module only buffers are kept.
 
     Raises:
-        SourceError: it is not such a file, or was saved in a way that ZeRO's rules do not cover.
+        SourceError: it is not a model file, or was saved in a way that ZeRO's rules do not cover.
     """
     tree = _tree(file)
     if "module" not in tree:
         raise _refusal(file, "it has no entry 'module'")
-    module = _strings(tree["module"])
+    module = _string_items(tree["module"])
     if first is not None:
         module = {name: module[name] for name in first.buffers if name in module}
     shapes = tree.get("param_shapes")
-    groups = None if shapes is None else [_shapes(file, group) for group in _list(shapes)]
-    layers = _list(tree.get("ds_autoep_layers") or tree.get("autoep_layers") or [])
-    stacked = _stacked(layers)
-    num_experts = [count for count in map(_count, _list(tree.get("num_experts"))) if count]
+    groups = None if shapes is None else [_shapes(file, group) for group in _as_list(shapes)]
+    layers = _as_list(tree.get("ds_autoep_layers") or tree.get("autoep_layers") or [])
+    stacked = _stacked_experts(layers)
+    num_experts = [count for count in map(_as_count, _as_list(tree.get("num_experts"))) if count]
     if max(sum(num_experts), sum(stacked.values())) > _MAX_EXPERTS:
         raise _refusal(file, "it has more experts than any model")
     frozen = _shapes(file, tree.get("frozen_param_shapes") or {})
     frozen = {name: shape for name, shape in frozen.items() if name not in stacked}
     fragments = {
         name: value
-        for name, value in _strings(tree.get("frozen_param_fragments")).items()
+        for name, value in _string_items(tree.get("frozen_param_fragments")).items()
         if isinstance(value, TensorRef)
     }
-    shared = {**_aliases(layers, module), **_strings(tree.get("shared_params"))}
+    shared = {**_aliases(layers, module), **_string_items(tree.get("shared_params"))}
     buffers = tree.get("buffer_names")
     return ModelStates(
         file=without_tree(file, (*module.values(), *fragments.values())),
@@ -307,30 +312,30 @@ def read_model_states(file: TorchFile, *, first: ModelStates | None = None) -> M
         frozen=frozen if first is None or frozen != first.frozen else first.frozen,
         fragments=fragments,
         shared={name: value for name, value in shared.items() if isinstance(value, str)},
-        num_ranks=_count(tree.get("dp_world_size")),
-        step=_count(tree.get("global_steps")),
+        num_ranks=_as_count(tree.get("dp_world_size")),
+        step=_as_count(tree.get("global_steps")),
         is_lightning="pytorch-lightning_version" in tree,
         num_experts=num_experts,
-        is_data_first=_strings(tree.get("ds_config")).get(_DATA_FIRST) is True,
+        is_data_first=_string_items(tree.get("ds_config")).get(_DATA_FIRST) is True,
         stacked=stacked,
         has_own_places=not all(map(_is_in_order, layers)),
     )
 
 
-def _stacked(layers: Sequence[object]) -> dict[str, int]:
-    """Return the parameters that AutoEP makes of the experts of a layer, with the number of these."""
+def _stacked_experts(layers: Sequence[object]) -> dict[str, int]:
+    """Return the parameters in which AutoEP stacks a layer's experts, with the number of experts."""
     num_experts: dict[str, int] = {}
-    for layer in map(_strings, layers):
-        prefix, number = layer.get("expert_key_prefix"), _count(layer.get("num_experts"))
+    for layer in map(_string_items, layers):
+        prefix, number = layer.get("expert_key_prefix"), _as_count(layer.get("num_experts"))
         if isinstance(prefix, str) and number:
             num_experts |= {f"{prefix}.{name}": number for name in _AUTOEP}
     return num_experts
 
 
 def _aliases(layers: Sequence[object], module: Mapping[str, object]) -> dict[str, str]:
-    """Return the second names of AutoEP's routers (`gate.gate.weight`), with the first (`router.gate.weight`)."""
+    """Return the second name of each of AutoEP's routers -> the first: `gate.gate.weight` -> `router.gate.weight`."""
     aliases: dict[str, str] = {}
-    for path in (_strings(layer).get("module_path") for layer in layers):
+    for path in (_string_items(layer).get("module_path") for layer in layers):
         for name in module:
             child, _, rest = name.removeprefix(f"{path}.").partition(".")
             first = f"{path}.router.{rest}"
@@ -340,10 +345,10 @@ def _aliases(layers: Sequence[object], module: Mapping[str, object]) -> dict[str
 
 
 def _is_in_order(layer: object) -> bool:
-    """True if AutoEP has written a file for each expert of a layer, and ranks have them in their order."""
-    entries = _strings(layer)
-    ranks = _list(_strings(entries.get("expert_placement")).get("ranks", []))
-    experts = [expert for rank in ranks for expert in _list(_strings(rank).get("experts"))]
+    """True if AutoEP wrote a file for each expert of a layer, and the ranks have the experts in order."""
+    entries = _string_items(layer)
+    ranks = _as_list(_string_items(entries.get("expert_placement")).get("ranks", []))
+    experts = [expert for rank in ranks for expert in _as_list(_string_items(rank).get("experts"))]
     in_order = not ranks or (experts, len(experts)) == (list(range(len(experts))), entries.get("num_experts"))
     return in_order and entries.get("checkpoint_format", _PER_EXPERT) == _PER_EXPERT
 
@@ -352,7 +357,7 @@ def read_expert_states(file: TorchFile) -> ExpertStates:
     """Return the content of an expert's file.
 
     Raises:
-        SourceError: it is not such a file.
+        SourceError: it is not an expert's file.
     """
     tensors = {name: value for name, value in _tree(file).items() if isinstance(value, TensorRef)}
     if not tensors or len(tensors) != len(_tree(file)):
@@ -364,7 +369,7 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
     """Return the content of an optimizer file.
 
     Raises:
-        SourceError: it is not such a file of ZeRO, its partitions are not flat tensors, or it has more settings
+        SourceError: it is not an optimizer file of ZeRO, its partitions are not flat tensors, or it has more settings
             than any optimizer.
     """
     state = _tree(file).get("optimizer_state_dict")
@@ -379,7 +384,7 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
         raise _refusal(
             file, f"{len(flat) - len(refs)} of its {len(flat)} fp32 partitions are not flat tensors"
         )
-    counts = [count for count in map(_count, _list(state.get("partition_count"))) if count]
+    counts = [count for count in map(_as_count, _as_list(state.get("partition_count"))) if count]
     if counts and max(counts) > _MAX_RANKS:
         raise _refusal(file, f"it is one of {max(counts)} partitions")
     if is_partitioned and (len(set(counts)) > 1 or _other_groups(state, counts)):
@@ -394,28 +399,28 @@ def read_optimizer_states(file: TorchFile) -> OptimizerStates:
         stage=3 if is_partitioned else _stage(state),
         counts=counts,
         flat=refs,
-        paddings=None if paddings is None else [_ints(file, group) for group in _list(paddings)],
+        paddings=None if paddings is None else [_as_sizes(file, group) for group in _as_list(paddings)],
         steps={number: step for number, step in steps.items() if step is not None},
         inner=_inner_state(file, state, len(refs)),
     )
 
 
 def _inner_state(file: TorchFile, state: Mapping[str, Any], num_flat: int) -> RankStateDict:
-    """Return the inner optimizer's state of `num_flat` flat tensors."""
-    base, states = _inner(state), _inner_leaves(state)
+    """Return the inner optimizer's state dict, with an entry for each of `num_flat` flat tensors."""
+    base, states = _inner_optimizer(state), _inner_leaves(state)
     groups = read_groups(file.name, base.get(GROUPS)) if isinstance(base, dict) else None
     return RankStateDict(file, {n: states.get(n, {}) for n in range(num_flat)}, groups).without_tree()
 
 
-def _inner(state: Mapping[str, Any]) -> object:
+def _inner_optimizer(state: Mapping[str, Any]) -> object:
     return state.get("base_optimizer_state", state.get("optimizer_state_dict"))
 
 
 def _inner_leaves(state: Mapping[str, Any]) -> dict[object, dict[str, object]]:
     """Return the leaves of each flat tensor, by number."""
-    base, step = _inner(state), None
+    base, step = _inner_optimizer(state), None
     states = base.get(STATE) if isinstance(base, dict) else None
-    if isinstance(base, list):  # "elastic": a state for each flat tensor, without settings; one count for all
+    if isinstance(base, list):  # "elastic": states of flat tensors without settings, and one step count
         states, step = dict(enumerate(base)), state.get("base_optimizer_state_step")
     shared = {STEP: step} if type(step) is int or isinstance(step, TensorRef) else {}
     return {
@@ -426,13 +431,13 @@ def _inner_leaves(state: Mapping[str, Any]) -> dict[object, dict[str, object]]:
 
 
 def _stage(state: Mapping[str, Any]) -> int:
-    """Return 1 or 2, which differ in nothing that is saved; the optimizer of bf16 does not say."""
+    """Return the stage, 1 or 2; 1 if not recorded, as by bf16's optimizer. The two are saved in the same way."""
     stage = state.get("zero_stage")
     return 2 if (stage.value if isinstance(stage, UnmadeObject) else stage) == 2 else 1
 
 
 def _other_groups(state: Mapping[str, Any], counts: Sequence[int]) -> bool:
-    """True if a group of ZeRO-3 has ranks of its own."""
+    """True if a group of ZeRO-3 is cut over another number of ranks than the rest."""
     groups = state.get("ds_zero_partition_groups")
     return isinstance(groups, list) and any(
         isinstance(group, dict) and group.get("partition_count") not in (None, *counts) for group in groups
@@ -442,34 +447,34 @@ def _other_groups(state: Mapping[str, Any], counts: Sequence[int]) -> bool:
 def _tree(file: TorchFile) -> Mapping[str, Any]:
     if not isinstance(file.tree, dict):
         raise _refusal(file, "it is not a dict")
-    return _strings(file.tree)
+    return _string_items(file.tree)
 
 
 def _refusal(file: TorchFile, reason: str) -> SourceError:
     return SourceError(f"{escape(file.name)} is not a file of DeepSpeed: {reason}", hint=_NOT_DEEPSPEED)
 
 
-def _strings(value: object) -> dict[str, Any]:
-    """Return the entries of a dict whose keys are strings; none of anything else."""
+def _string_items(value: object) -> dict[str, Any]:
+    """Return the entries of a dict whose keys are strings; an empty dict for any other value."""
     return {key: item for key, item in value.items() if type(key) is str} if isinstance(value, dict) else {}
 
 
-def _list(value: object) -> list[Any]:
-    """Return a list as it is, and anything else as the only item of one."""
+def _as_list(value: object) -> list[Any]:
+    """Return a list unchanged, and any other value as a list of one item."""
     return value if isinstance(value, list) else [value]
 
 
-def _count(value: object) -> int | None:
+def _as_count(value: object) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
 
 def _shapes(file: TorchFile, value: object) -> dict[str, Shape]:
     if not isinstance(value, dict):
         raise _refusal(file, "its shapes are not a dict")
-    return {str(name): tuple(_ints(file, shape)) for name, shape in value.items()}
+    return {str(name): tuple(_as_sizes(file, shape)) for name, shape in value.items()}
 
 
-def _ints(file: TorchFile, value: object) -> Sequence[int]:
+def _as_sizes(file: TorchFile, value: object) -> Sequence[int]:
     if not isinstance(value, (tuple, list)) or any(type(size) is not int or size < 0 for size in value):
         raise _refusal(file, "a shape or padding that is not made of sizes")
     return value

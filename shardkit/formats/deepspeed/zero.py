@@ -1,9 +1,9 @@
-"""The flat partitions of ZeRO's ranks: the fp32 masters, which are the weights, and the optimizer's state.
+"""Find the parameters in the flat partitions of ZeRO's ranks: in the fp32 masters and in the optimizer's state.
 
-ZeRO-1 and 2 put the parameters of a group one after another into one flat tensor, and cut it into one
-partition for each rank; those of experts for the ranks that have these experts. ZeRO-3 cuts every parameter by
-itself, and a rank puts its parts one after another. The inner optimizer's states are flat tensors that are cut
-like the masters.
+The masters are the optimizer's own copies of the weights, in fp32. ZeRO-1 and 2 lay the parameters of a group end to end
+in one flat tensor, and cut it into one partition for each rank; a group of experts is cut only for the ranks that have
+these experts. ZeRO-3 cuts every parameter by itself, and each rank lays its parts end to end. The inner optimizer's
+states are flat tensors that are cut like the masters.
 
 Source: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py, runtime/zero/partition_parameters.py and
 utils/zero_to_fp32.py.
@@ -19,9 +19,17 @@ from math import prod
 from shardkit.core.regions import Shape
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError
-from shardkit.formats.contract.optimizer import PARAMS, Group, OptimizerState, Unmapped
+from shardkit.formats.contract.optimizer import PARAMS, Group, OptimizerState, UnusableOptimizer
 from shardkit.formats.deepspeed.files import ModelStates, OptimizerStates
-from shardkit.formats.rankfiles.flat import NEVER, FlatPiece, FlatRange, Pieces, Weight, across, split_states
+from shardkit.formats.rankfiles.flat import (
+    NEVER,
+    FlatPiece,
+    FlatRange,
+    Pieces,
+    Weight,
+    pieces_across_ranks,
+    split_states,
+)
 
 _HINT = (
     "the files are of different saves, or the optimizer was kept elsewhere (NVMe offload): use another copy, "
@@ -32,16 +40,16 @@ _HINT = (
 def masters_of(
     model: ModelStates, optimizers: Sequence[OptimizerStates], first_file: int, directory: str
 ) -> dict[str, Weight]:
-    """Return the trained parameters, as pieces of the optimizers' flat tensors.
+    """Return the trained parameters, made up of ranges of the ranks' flat fp32 tensors.
 
     Args:
-        model: what the model's file says, with the shapes.
-        optimizers: of all ranks, in their order.
+        model: the model's file, with the shapes.
+        optimizers: files of all ranks, in order.
         first_file: number of the first optimizer's file in the catalog; the others follow it.
         directory: for messages.
 
     Raises:
-        IntegrityError: shapes and partitions do not fit each other; lists every place.
+        IntegrityError: shapes and partitions do not fit each other; lists every mismatch.
     """
     shapes = _shapes(model)
     masters: dict[str, Weight] = {}
@@ -56,36 +64,39 @@ def masters_of(
 
 def open_zero_optimizer(
     directory: str, model: ModelStates, optimizers: Sequence[OptimizerStates]
-) -> OptimizerState | Unmapped:
+) -> OptimizerState | UnusableOptimizer:
     """Open the optimizer's state of ZeRO-1, 2 or 3.
 
     Args:
         directory: of the checkpoint.
-        model: what the model's file says, with the names and shapes.
-        optimizers: of all ranks, in their order.
+        model: the model's file, with the names and shapes.
+        optimizers: files of all ranks, in order.
+
+    Returns:
+        The state, or the reason why it cannot be used.
 
     Raises:
-        IntegrityError: files of different saves.
+        IntegrityError: the files are of different saves.
     """
     names, inner = [rank.file.name for rank in optimizers], [rank.inner for rank in optimizers]
     if not any(inner[0].states.values()):
-        return Unmapped(names, NEVER)
+        return UnusableOptimizer(names, NEVER)
     groups = inner[0].groups
     params = [] if groups is None else group_params(groups, [list(group) for group in model.groups or ()])
     if isinstance(params, str):
-        return Unmapped(names, params)
+        return UnusableOptimizer(names, params)
     pieces = pieces_of(model, optimizers, directory)
     lengths = [{number: ref.shape[0] for number, ref in enumerate(rank.flat)} for rank in optimizers]
     state = split_states(directory, inner, pieces, _shapes(model), lengths, params)
-    return Unmapped(names, state) if isinstance(state, str) else state
+    return UnusableOptimizer(names, state) if isinstance(state, str) else state
 
 
 def group_params(groups: Sequence[Group], names: Sequence[Sequence[str]]) -> list[list[str]] | str:
-    """Return the parameters of each group of settings, or why they cannot be told.
+    """Return the names of the parameters in each group of settings, or the reason why they are unknown.
 
     Args:
-        groups: whose parameters are numbers of flat tensors.
-        names: the parameters in each flat tensor.
+        groups: the settings, whose `params` are numbers of flat tensors.
+        names: of the parameters in each flat tensor.
     """
     if len(groups) == 1:
         return [[name for flat in names for name in flat]]
@@ -93,11 +104,11 @@ def group_params(groups: Sequence[Group], names: Sequence[Sequence[str]]) -> lis
     flat = [number for params in numbers for number in params]
     if all(type(number) is int for number in flat) and sorted(flat) == list(range(len(names))):
         return [[name for number in params for name in names[number]] for params in numbers]
-    return f"which parameters its {len(groups)} groups have cannot be told"
+    return f"nothing shows which parameters its {len(groups)} groups have"
 
 
 def pieces_of(model: ModelStates, optimizers: Sequence[OptimizerStates], directory: str) -> Pieces:
-    """Return where the trained parameters lie in the ranks' flat tensors.
+    """Return the pieces of the trained parameters in the ranks' flat tensors.
 
     Raises:
         IntegrityError: as `masters_of`.
@@ -115,16 +126,16 @@ def pieces_of(model: ModelStates, optimizers: Sequence[OptimizerStates], directo
     lengths = [[ref.shape[0] for ref in optimizer.flat] for optimizer in optimizers]
     paddings = {number: gaps for number, gaps in enumerate(optimizers[0].paddings or ()) if any(gaps)}
     if not problems and optimizers[0].stage == 3:
-        collect(partitioned_pieces, _shapes(model), lengths)
+        collect(zero3_pieces, _shapes(model), lengths)
     elif not problems:
         for number, group in enumerate(groups):
-            for ranks, part in _shares(model, optimizers, number, group):
+            for ranks, part in _sharing_ranks(model, optimizers, number, group):
                 group_lengths = [lengths[rank][number] for rank in ranks]
-                collect(joined_pieces, number, part, group_lengths, paddings.get(number), ranks)
+                collect(zero2_pieces, number, part, group_lengths, paddings.get(number), ranks)
     IntegrityError.raise_for(
         problems, f"{escape(directory)}: the fp32 partitions do not hold the parameters", hint=_HINT
     )
-    # A parameter without elements has no pieces; it still has a dtype, a state, and a place to point at.
+    # A parameter without elements gets an empty piece, as its dtype, state and place are read from its first piece.
     return {name: parts or [FlatPiece(0, 0, 0, 0, 0)] for name, parts in pieces.items()}
 
 
@@ -132,10 +143,14 @@ def _shapes(model: ModelStates) -> dict[str, Shape]:
     return {name: shape for group in model.groups or () for name, shape in group.items()}
 
 
-def _shares(
+def _sharing_ranks(
     model: ModelStates, optimizers: Sequence[OptimizerStates], number: int, group: Mapping[str, Shape]
 ) -> Iterator[tuple[Sequence[int], dict[str, Shape]]]:
-    """Yield which ranks together have which parameters of a group: all of them all, but for experts."""
+    """Yield (ranks, parameters): the ranks over which these parameters of a group are cut.
+
+    For ordinary parameters this is one pair, of all ranks and all parameters. For experts there is one pair for each
+    expert-parallel rank.
+    """
     ep_size = optimizers[0].ep_size_of(number, len(optimizers))
     count, size = len(optimizers) // ep_size, len(group) // ep_size
     for ep_rank in range(ep_size):
@@ -149,7 +164,7 @@ def _shares(
 def _mismatches(
     groups: Sequence[Mapping[str, Shape]], optimizers: Sequence[OptimizerStates]
 ) -> Iterator[str]:
-    """Yield what shows that the files are from different saves."""
+    """Yield a line for each contradiction that shows that the files are from different saves."""
     first = optimizers[0]
     if first.stage != 3 and len(first.flat) != len(groups):
         yield f"{escape(first.file.name)}: {len(first.flat)} groups, the model's file has {len(groups)}"
@@ -164,24 +179,24 @@ def _mismatches(
     yield from (f"{escape(name)}: in two groups" for name, count in counts.items() if count > 1)
 
 
-def joined_pieces(
+def zero2_pieces(
     group: int,
     shapes: Mapping[str, Shape],
     lengths: Sequence[int],
     paddings: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
 ) -> Pieces:
-    """Return where the parameters of a ZeRO-1 or 2 group lie.
+    """Return the pieces of the parameters of a ZeRO-1 or 2 group, whose flat tensor is cut into partitions.
 
     Args:
         group: its number.
         shapes: by name, in the order of the flat tensor.
         lengths: elements of each rank's partition; the padding at the end may be cut off.
-        paddings: elements between a parameter and the next, one for each; None if there are none.
-        ranks: whose partitions they are; None for 0, 1, ...
+        paddings: for each parameter, the number of elements between it and the next; None without padding.
+        ranks: of the partitions; None for 0, 1, ...
 
     Raises:
-        ValueError: the partitions do not hold what the shapes need; says how much is there.
+        ValueError: the number of elements in the partitions does not fit the shapes.
     """
     if paddings is not None and len(paddings) != len(shapes):
         raise ValueError(f"group {group} has {len(shapes)} parameters, but {len(paddings)} paddings")
@@ -190,25 +205,25 @@ def joined_pieces(
     start = 0
     for (name, shape), padding in zip(shapes.items(), paddings or [0] * len(shapes), strict=True):
         stop = start + prod(shape)
-        parts = across(group, bounds, start, min(stop, bounds[-1]))
+        parts = pieces_across_ranks(group, bounds, start, min(stop, bounds[-1]))
         pieces[name] = [piece._replace(rank=ranks[piece.rank]) if ranks else piece for piece in parts]
         start = stop + padding
-    # DeepSpeed fills up to a multiple of twice the ranks, for NCCL; how much of that is saved differs.
+    # DeepSpeed pads to a multiple of twice the number of ranks, for NCCL, and may save all or some of this padding.
     align = 2 * len(lengths)
     if not start <= bounds[-1] <= -(-start // align) * align:
         raise ValueError(f"group {group} needs {start} elements, its partitions hold {bounds[-1]}")
     return pieces
 
 
-def partitioned_pieces(shapes: Mapping[str, Shape], lengths: Sequence[Sequence[int]]) -> Pieces:
-    """Return where the parameters of a ZeRO-3 model lie.
+def zero3_pieces(shapes: Mapping[str, Shape], lengths: Sequence[Sequence[int]]) -> Pieces:
+    """Return the pieces of the parameters of a ZeRO-3 model, each of which is cut for all ranks by itself.
 
     Args:
         shapes: by name, in the order of the flat tensors, of all groups.
-        lengths: for each rank, the elements of its flat tensor of each group.
+        lengths: for each rank, the number of elements in its flat tensor of each group.
 
     Raises:
-        ValueError: the flat tensors do not hold what the shapes need; says which rank and how much.
+        ValueError: the number of elements in a rank's flat tensors does not fit the shapes.
     """
     num_ranks = len(lengths)
     parts = {name: -(-prod(shape) // num_ranks) for name, shape in shapes.items()}
@@ -228,7 +243,7 @@ def partitioned_pieces(shapes: Mapping[str, Shape], lengths: Sequence[Sequence[i
             target = rank * part
             stop = start + min(part, size - target)
             # The last ranks' parts may be short or empty; a part may cross from one group into the next.
-            for piece in across(0, bounds, start, stop):
+            for piece in pieces_across_ranks(0, bounds, start, stop):
                 pieces[name].append(
                     FlatPiece(rank, piece.rank, piece.start, target + piece.target, piece.length)
                 )

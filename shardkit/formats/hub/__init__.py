@@ -1,4 +1,4 @@
-"""Models as the Hub has them: config, tokenizer, weights in safetensors or `.bin`, here or in a repo.
+"""Hub models: config, tokenizer, weights in safetensors or `.bin`; in a directory or in a repo of the Hub.
 
 Internal: import from `shardkit`.
 """

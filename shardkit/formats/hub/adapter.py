@@ -1,4 +1,4 @@
-"""PEFT adapters: how their directory is recognised, what they were trained on, and how they are merged into that.
+"""PEFT adapters: recognise their directory, find their settings and their base, and show the command that merges them.
 
 Source: peft 0.21, CONFIG_NAME and SAFETENSORS_WEIGHTS_NAME.
 """
@@ -20,10 +20,10 @@ from shardkit.formats.hub.assets import is_weights
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = "PEFT adapter"
-"""What people read."""
+"""The name of the format in messages."""
 _MAX_CONFIG_BYTES = 16 << 20
-_VERL_META = "lora_train_meta.json"  # rank, alpha and task type, no more
-# Names are arguments of the command: what a file says never becomes code.
+_VERL_META = "lora_train_meta.json"  # only rank, alpha and task type
+# Names are arguments of the command, so that no text from a file becomes code.
 _MERGE = (
     "from sys import argv; from peft import PeftModel; from transformers import AutoModelForCausalLM; "
     'model = AutoModelForCausalLM.from_pretrained(argv[1], dtype="auto"); '
@@ -32,14 +32,15 @@ _MERGE = (
 
 
 def is_adapter_file(path: str) -> bool:
-    """True for the path of a file that holds an adapter, as its name tells."""
+    """True for a path with the name of an adapter's weight file."""
     return os.path.basename(path) == ADAPTER_WEIGHTS
 
 
 def is_adapter(names: Collection[str]) -> bool:
-    """True for the names in a directory that holds an adapter, and no model beside it.
+    """True if the names in a directory are those of an adapter without a model beside it.
 
-    `consolidate` writes one without its settings where they are not known, and no other weights.
+    The settings may be missing if there are no other weights: `consolidate` writes such a directory if it does not know
+    the settings.
     """
     if ADAPTER_WEIGHTS not in names or any(name.startswith("model") for name in names):
         return False
@@ -47,41 +48,41 @@ def is_adapter(names: Collection[str]) -> bool:
     return ADAPTER_CONFIG in names or not any(name == METADATA or is_weights(name) for name in other_names)
 
 
-def adapted_model(directory: str) -> str | None:
-    """Return the path or repo of the model that an adapter was trained on, as it says; None if it does not."""
+def base_of_adapter(directory: str) -> str | None:
+    """Return the path or repo of the model that an adapter was trained on, from its settings, or None."""
     name = settings_in(directory, ADAPTER_CONFIG).get("base_model_name_or_path")
     return name if isinstance(name, str) and name else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """An adapter's settings, as `adapter_config.json` holds them."""
+class AdapterSettings:
+    """An adapter's settings, with the keys of `adapter_config.json`."""
 
     values: Mapping[str, Any]
     is_whole: bool
-    """They come from an `adapter_config.json`; otherwise they are a trainer's notes."""
+    """True if they are from an `adapter_config.json`; False if a trainer saved only some of them."""
     origin: str
-    """The file, for people."""
+    """Name of the file, for people."""
 
 
-def find_settings(directories: Iterable[str]) -> Settings | None:
-    """Return an adapter's settings from the first directory that has some; None if none has.
+def find_settings(directories: Iterable[str]) -> AdapterSettings | None:
+    """Return an adapter's settings from the first directory that has some, or None.
 
     Raises:
-        SourceError: they cannot be understood.
-        ResourceError: they may not be read.
+        SourceError: the file is not a JSON object.
+        ResourceError: the file may not be read.
     """
     places = list(directories)
     for name in (ADAPTER_CONFIG, _VERL_META):
         for directory in places:
             if storage.isfile(os.path.join(directory, name)):
                 values = read_settings(locate(directory, name))
-                return Settings(values=values, is_whole=name == ADAPTER_CONFIG, origin=name)
+                return AdapterSettings(values=values, is_whole=name == ADAPTER_CONFIG, origin=name)
     return None
 
 
 def read_settings(path: str) -> Mapping[str, Any]:
-    """Return the content of a file of settings; errors as above."""
+    """Return the content of a file of settings; errors as for `find_settings`."""
     name = os.path.basename(path)
     return parse_object(read_small(path, name, _MAX_CONFIG_BYTES), name)
 
@@ -91,8 +92,8 @@ def merge_command(adapter: str, model: str | None, output: str) -> str:
 
     Args:
         adapter: directory or repo.
-        model: directory or repo; None leaves a place for it.
-        output: the directory to make.
+        model: directory or repo; None writes MODEL, for the user to replace.
+        output: the directory to create.
     """
     arguments = (in_shell(text) for text in (model or "MODEL", adapter, output))
     return f"`python -c {in_shell(_MERGE)} {' '.join(arguments)}`"

@@ -1,7 +1,8 @@
-"""The files of a Hub model beside its weights: config, tokenizer, processor, chat template, code, card.
+"""The assets of a Hub model, which are its files beside the weights: config, tokenizer, processor, template, code, card.
 
-They are listed one by one, because a trainer's directory holds much else, from optimizer state to the arguments of the
-run. `modules.json` of a sentence-transformers model names directories of modules, with weights of their own.
+They are recognised by a list of names, because a trainer's directory has many other files, from optimizer state to the
+arguments of the run. A model of sentence-transformers also has modules: `modules.json` names their directories, which
+hold weights of their own.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _NO_VOCABULARY = (
     ),
     *("tokenization_*.py", *_TEMPLATES),
 )
-# A processor's other tokenizers: InstructBLIP's `qformer_tokenizer`.
+# Folders of further tokenizers of a processor, such as InstructBLIP's `qformer_tokenizer`.
 _TOKENIZER_FOLDER = "*_tokenizer"
 _OF_PROCESSORS = (
     *("preprocessor_config.json", "processor_config.json", "image_processor_config.json"),
@@ -65,7 +66,7 @@ _BY_TOOLS = (
 _BY_PEOPLE = ("*.py", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
 _PATTERNS = (*_BY_TOOLS, *_BY_PEOPLE)
 _FOLDERS = ("additional_chat_templates", "[0-9]_*", _TOKENIZER_FOLDER)
-# Those that belong to a tokenizer, as far as another one replaces them.
+# The assets of a tokenizer, which are replaced together with it.
 _TOKENIZER = (*_OF_TOKENIZERS, "tokenization_*.py")
 
 MODULES = "modules.json"
@@ -92,8 +93,8 @@ _WEIGHTS = (
         "*.distcp",
     ),
 )
-# Files that surely hold no weights. A list of all that may hold some would never be complete, so every other file that
-# is not carried along is reported.
+# Files that surely hold no weights. A list of all files with weights would never be complete, so every file that is not
+# in this list and not copied is reported.
 _NO_WEIGHTS = tuple(
     """
     *.json *.jsonl *.txt *.md *.rst *.yaml *.yml *.toml *.cfg *.ini *.conf *.py *.pyc *.pyi *.sh *.js
@@ -103,8 +104,8 @@ _NO_WEIGHTS = tuple(
     use_policy* latest latest_universal metadata.pkl
     """.split()
 )
-_NOT_WALKED = (".git", os.path.join(".cache", "huggingface"))  # of git and of `hf download`
-# (patterns of names, what they are). The first that matches counts.
+_NOT_WALKED = (".git", os.path.join(".cache", "huggingface"))  # folders of git and of `hf download`
+# (patterns of names, description). The first match counts.
 _BESIDE = (
     (("adapter*",), "an adapter, which is not merged into the weights"),
     (
@@ -120,7 +121,7 @@ _BESIDE = (
         "state of the trainer",
     ),
 )
-# The same model once more, in another form.
+# The same model in another format.
 _COPIES = ("*.gguf", "*.onnx*", "openvino*", "tf_model*", "flax_model*", "consolidated*", "pytorch_model*")
 _NOT_NAMED = "not among the model's weight files"
 
@@ -130,8 +131,8 @@ def is_asset(name: str) -> bool:
     return _is_any(name, _PATTERNS)
 
 
-def is_tools_asset(name: str) -> bool:
-    """True for the name of an asset that a program writes, and no person: a config, a file of a tokenizer."""
+def is_generated_asset(name: str) -> bool:
+    """True for the name of an asset that programs write and people do not, such as a config or a tokenizer's file."""
     return _is_any(name, _BY_TOOLS) and not _is_any(name, _BY_PEOPLE)
 
 
@@ -142,12 +143,12 @@ def _is_any(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def card_of(repo_id: str) -> bytes:
-    """Return the card of a model that was trained from one of the Hub: it names that, and no more."""
+    """Return a model card that only names the base, which is a model on the Hub."""
     return f"---\nbase_model: {repo_id}  # https://huggingface.co/{repo_id}\n---\n".encode()
 
 
-def is_own_card(data: bytes) -> bool:
-    """True for a card that `card_of` makes of any base."""
+def is_generated_card(data: bytes) -> bool:
+    """True for a card that `card_of` made, whatever the base."""
     return _OWN_CARD.fullmatch(data) is not None
 
 
@@ -157,7 +158,7 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def is_processor_file(name: str) -> bool:
-    """True for the name of an asset that belongs to a processor, and not to its main tokenizer."""
+    """True for the name of a processor's asset, except those of its main tokenizer."""
     return _is_any(name, _OF_PROCESSORS)
 
 
@@ -167,7 +168,7 @@ def is_template(name: str) -> bool:
 
 
 def is_vocabulary(name: str) -> bool:
-    """True for the name of a tokenizer's file that has its tokens."""
+    """True for the name of a tokenizer's file that lists its tokens."""
     return _is_any(name, _TOKENIZER) and not _is_any(name, _NO_VOCABULARY)
 
 
@@ -177,46 +178,46 @@ def is_asset_folder(name: str) -> bool:
 
 
 def is_tokenizer_folder(name: str) -> bool:
-    """True for the name of a directory that may have a tokenizer of a processor, and nothing else of the model."""
+    """True for the name of a directory that may hold a processor's further tokenizer, and no other file of the model."""
     return fnmatchcase(name, _TOKENIZER_FOLDER)
 
 
 def asset_patterns() -> tuple[str, ...]:
-    """Return the patterns of assets, to ask the Hub for."""
+    """Return the patterns of assets, for a download from the Hub."""
     return _PATTERNS
 
 
 def is_weights(name: str) -> bool:
-    """True for the name of a file that holds weights, in any form that is found on the Hub."""
+    """True for the name of a file with weights, in any format that is found on the Hub."""
     return _matches(name, _WEIGHTS)
 
 
 def may_hold_weights(name: str) -> bool:
-    """True for a file that is not known to hold anything else."""
+    """True for the name of a file with weights, or of a kind that is unknown here."""
     return is_weights(name) or not (is_asset(name) or _matches(name, _NO_WEIGHTS))
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return _any_of(patterns).match(os.path.basename(name).lower()) is not None
+    return _combined_pattern(patterns).match(os.path.basename(name).lower()) is not None
 
 
 @cache
-def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a function that matches the names which one of the patterns matches: a directory may hold thousands."""
+def _combined_pattern(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """Return one expression that matches if any of the patterns does: a directory may hold thousands of names."""
     return re.compile("|".join(map(translate, patterns)))
 
 
-def modules(directory: str) -> dict[str, str]:
-    """Return where `modules.json` puts the modules of a model: folder -> name in memory; "." is the model's own.
+def list_modules(directory: str) -> dict[str, str]:
+    """Return the modules of a model by `modules.json`: folder -> name in memory; "." is the model's own directory.
 
     Raises:
-        SourceError: one of them lies outside of the model's directory.
+        SourceError: a module's folder is outside of the model's directory.
     """
     name_of = dict[str, str]()
-    for module in _json(directory, MODULES, list):
+    for module in _read_small_json(directory, MODULES, list):
         if isinstance(module, dict) and isinstance(module.get("path"), str):
             name_of[module["path"]] = str(module.get("name", ""))
-    for name in _json(directory, _ROUTER, dict).get("types", ()):
+    for name in _read_small_json(directory, _ROUTER, dict).get("types", ()):
         name_of.setdefault(str(name), "")
     unsafe = [path for path in name_of if "\0" in path or not is_unicode(path)]
     folders = {os.path.normpath(path): name for path, name in name_of.items() if path not in unsafe}
@@ -230,12 +231,12 @@ def modules(directory: str) -> dict[str, str]:
 
 
 def module_folders(directory: str) -> list[str]:
-    """Return the directories of modules, relative to the model's; raises what `modules` raises."""
-    return [folder for folder in modules(directory) if folder != os.curdir]
+    """Return the folders of modules, relative to the model's directory; raises the same errors as `list_modules`."""
+    return [folder for folder in list_modules(directory) if folder != os.curdir]
 
 
-def _json(directory: str, name: str, kind: type) -> Any:
-    """Return the content of a small JSON file; an empty `kind` if it cannot be read or holds something else."""
+def _read_small_json(directory: str, name: str, kind: type) -> Any:
+    """Return the content of a small JSON file, or an empty `kind` if the file is missing, unreadable or of another kind."""
     if not storage.lexists(os.path.join(directory, name)):
         return kind()
     try:
@@ -248,14 +249,14 @@ def _json(directory: str, name: str, kind: type) -> Any:
 def weights_beside(
     names: Iterable[str], model_files: Collection[str], folders: Collection[str] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, what it is) of other files that hold weights, or may. Pure.
+    """Yield (name, description) of files beside the model's that hold weights, or may hold some. Pure.
 
-    The files of a directory are one entry, unless a module lies there.
+    The files of a folder are one entry, such as ("onnx/", "3 files: ..."), unless it is a module's.
 
     Args:
         names: of files, relative to the model's directory.
         model_files: the model's weight files.
-        folders: where modules lie, as far as that is known.
+        folders: those of modules, if known.
     """
     inside = dict[str, list[str]]()
     for name in sorted(names):
@@ -264,27 +265,27 @@ def weights_beside(
         folder, _, rest = name.partition("/")
         is_module = fnmatchcase(folder, _FOLDERS[1]) or any(name.startswith(f"{path}/") for path in folders)
         if not rest or is_module:
-            yield name, "weights of a module of its own" if is_module else _what(name)
+            yield name, "weights of a module of its own" if is_module else _description(name)
         else:
             inside.setdefault(folder, []).append(name)
     for folder, members in inside.items():
-        what = {_what(os.path.basename(name)) for name in members}
+        what = {_description(os.path.basename(name)) for name in members}
         which = members[0].removeprefix(f"{folder}/") if len(members) == 1 else count(len(members), "file")
         yield f"{folder}/", f"{which}: {what.pop() if len(what) == 1 else _NOT_NAMED}"
 
 
 def may_be_model(name: str) -> bool:
-    """True for the name of a file with weights that does not say that they are something else's than a model's."""
-    return is_weights(name) and _what(name) == _NOT_NAMED and not _matches(name, _COPIES)
+    """True for the name of a file with weights that may be a model's: not an adapter's, a trainer's, or another format's."""
+    return is_weights(name) and _description(name) == _NOT_NAMED and not _matches(name, _COPIES)
 
 
 def unread_weights(names: Iterable[str]) -> list[str]:
-    """Return the files that may hold a model's weights, by their endings, where none of them was read."""
-    return [name for name in sorted(names) if is_weights(name) and _what(name) == _NOT_NAMED]
+    """Return those names, sorted, whose endings are those of weights and that are not an adapter's or a trainer's."""
+    return [name for name in sorted(names) if is_weights(name) and _description(name) == _NOT_NAMED]
 
 
 def unknown_settings(names: Iterable[str]) -> list[str]:
-    """Return the JSON files in a model's directory that are neither assets nor an index: settings of another library."""
+    """Return the JSON files that are neither assets nor an index, and so are settings of another library."""
     return [
         name
         for name in sorted(names)
@@ -292,22 +293,22 @@ def unknown_settings(names: Iterable[str]) -> list[str]:
     ]
 
 
-def _what(name: str) -> str:
+def _description(name: str) -> str:
     return next(
         (what for patterns, what in _BESIDE if any(fnmatchcase(name, each) for each in patterns)), _NOT_NAMED
     )
 
 
 def list_weights(directory: str) -> list[str]:
-    """Return the names of all files in and below a directory that hold weights, or may."""
+    """Return the names of all files in and below a directory that hold weights, or may hold some."""
     return [name for name in _walk(directory, "", hidden=True) if may_hold_weights(name)]
 
 
-def list_around(directory: str) -> list[tuple[str, str]]:
-    """Return (name, what it is) of weights in the directory above if this one is a module of it.
+def list_weights_around(directory: str) -> list[tuple[str, str]]:
+    """Return (name, description) of weights in the parent directory, if `directory` is a module of the model there.
 
     Raises:
-        SourceError: as for `modules`, of the directory above.
+        SourceError: as for `list_modules`, about the parent directory.
     """
     here = storage.realpath(directory)
     above, module = os.path.split(here)
@@ -340,13 +341,13 @@ def _walk(directory: str, folder: str, *, hidden: bool = False) -> Iterator[str]
 
 
 def list_assets(directory: str) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the assets in a directory, and all files of its modules, weights too.
+    """Return the assets in a directory, and all files of its modules, including weights.
 
     Returns:
-        Name -> path, in the order of names; and the names of links that leave the directory, or lead to nothing.
+        Name -> path, in the order of names; and the names of links that leave the directory or are broken.
 
     Raises:
-        SourceError: a module outside of the directory.
+        SourceError: a module is outside of the directory.
         ResourceError: the directory cannot be listed.
     """
     try:

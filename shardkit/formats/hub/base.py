@@ -1,7 +1,10 @@
-"""The model that a checkpoint was trained from: its config, its files, and its tensors' names, shapes and dtypes.
+"""The base of a checkpoint, which is the model that it was trained from: config, files, names, shapes and dtypes.
 
-Its weights matter in one way only: whether two names hold the same bytes. A person names the base with --base, or the
-trainer put it into the checkpoint.
+The user names it with --base, or the trainer saved its config and tokenizer in the checkpoint. Its weights are read only
+to see whether two names hold the same bytes.
+
+The second half of this module reads what a checkpoint's manifest records about names: the key rules from names in
+memory to those of the Hub, ties, and tensors that were derived from several stored ones (fused experts).
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from shardkit.formats.contract import (
     NAME_A_REPO,
     Checkpoint,
     OpenedHubModel,
-    absent,
+    folder_below,
+    folder_name,
     has_model_config,
-    inner,
     listing,
-    meant_path,
-    own_name,
+    missing_path,
+    with_path_hint,
 )
-from shardkit.formats.hub.adapter import ADAPTER_CONFIG, adapted_model
+from shardkit.formats.hub.adapter import ADAPTER_CONFIG, base_of_adapter
 from shardkit.formats.hub.assets import (
     CONFIG,
     asset_patterns,
@@ -50,12 +53,12 @@ from shardkit.keys.expressions import Expression, from_json, leaves
 from shardkit.keys.renaming import KeyRule, find_rules
 from shardkit.transfer.sources import same_bytes
 
-SAVED_ROOT = "model"  # what `shardkit.save` puts a model's names under
-SAVED_ASSETS = "huggingface"  # where it puts config and tokenizer, as verl does
-_TRAINER_STATE = "trainer_state.json"  # transformers' Trainer saves the model that it trains beside it
-_TRACKER = "latest"  # of DeepSpeed: names the newest of its steps
-_ACCELERATES = "pytorch_model"  # accelerate's only tag of DeepSpeed, in the directory of a step
-_PART = re.compile(r"pytorch_model(_fsdp_\d+)?")  # what accelerate makes in it
+SAVED_ROOT = "model"  # first step of a model's names in checkpoints of `shardkit.save`
+SAVED_ASSETS = "huggingface"  # folder of config and tokenizer in these checkpoints, as in verl's
+_TRAINER_STATE = "trainer_state.json"  # transformers' Trainer saves it beside the model in training
+_TRACKER = "latest"  # DeepSpeed's file with the name of the newest step
+_ACCELERATES = "pytorch_model"  # accelerate's only tag of DeepSpeed, a folder in the directory of a step
+_PART = re.compile(r"pytorch_model(_fsdp_\d+)?")  # accelerate's folders in the directory of a step
 _NUMBERED = re.compile(
     r"(?<![a-z])(checkpoint|ckpt|(global_?)?step|iter(ation)?|epoch)[-_=]?\d", re.IGNORECASE
 )
@@ -71,81 +74,81 @@ class BaseTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDifference:
-    """What a file of the checkpoint means otherwise than the base's."""
+    """A key whose meaning differs between a file of the checkpoint and that of the base."""
 
     file: str
-    """Name of the file, or of the first of a tokenizer's."""
+    """Name of the file; of a tokenizer, the first of its files."""
     key: str
-    """Dotted."""
+    """With a dot between the levels, as in `text_config.rope_theta`."""
     checkpoint: str
-    """The value there, as JSON; long ones are cut."""
+    """The checkpoint's value as JSON, cut if it is long."""
     base: str
-    """The base's."""
+    """The base's value as JSON, cut if it is long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnFiles:
-    """What a checkpoint's own directory has beside the weights, in place of the base's."""
+    """Files from the checkpoint's own directory that are written instead of the base's."""
 
     config: Mapping[str, Any] | None = None
-    """config.json; None if the base's is written."""
+    """The content of config.json; None if the base's is written."""
     names: frozenset[str] = frozenset()
-    """Of all its files in the base's `assets`."""
+    """Names in the base's `assets` whose files are the checkpoint's."""
     contents: Mapping[str, bytes] = field(default_factory=dict)
-    """Of files that are not copied as they are, by name."""
+    """Content by name, of files that are not copied unchanged."""
     differences: tuple[FileDifference, ...] = ()
-    """From the base, in meaning."""
+    """Keys whose meaning differs from the base's."""
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """A base, opened."""
+    """An opened base."""
 
     label: str
-    """As it was given; its directory's name if it was found in the checkpoint."""
+    """As the user wrote it; the name of its directory if it was found in the checkpoint."""
     directory: str
-    """Where its files lie."""
+    """The directory of its files."""
     config: dict[str, object] | None
-    """config.json, None if there is none."""
+    """The content of config.json, or None."""
     tensors: Mapping[str, BaseTensor] | None
-    """By name, in the order of its files; None if it has no weights whose headers could be read."""
+    """By name, in the order of its files; None if it has no weights with readable headers."""
     catalog: Catalog | None = None
     """Of its weights; None if they are not on this machine, or were not opened."""
     assets: Mapping[str, str]
     """Files beside the weights: name -> path. Those of modules hold weights too."""
     left_out: tuple[tuple[str, str], ...] = ()
-    """(name, what it is) of other files with weights there, which are not copied."""
+    """(name, description) of other files with weights, which are not copied."""
     stem: str
-    """What the names of its weight files begin with; where it has none, what its library looks for."""
+    """Beginning of the names of its weight files; without weight files, the beginning that its library expects."""
     index: str | None = None
     """The name of its index, if it has one."""
     is_given: bool
-    """A person named it; otherwise it was found in the checkpoint."""
+    """True if the user named it; False if it was found in the checkpoint."""
     repo_id: str | None = None
     """Its name on the Hub, if that is known for certain."""
     is_trainers: bool = False
-    """A trainer wrote it, and may have changed the config for the run."""
+    """True if a trainer wrote it, and may have changed the config for the run."""
     says_dtype: bool = False
-    """shardkit put the config there, with the dtype that is right for the weights as they are."""
+    """True if shardkit wrote the config, so that its dtype is right for the stored weights."""
     own_files: OwnFiles | None = None
-    """Files of the checkpoint that count before those of the base that a person named; None if none were looked for."""
+    """Files of the checkpoint that replace those of a base that the user named; None if they were not searched for."""
     notes: tuple[str, ...] = ()
-    """What a person should be told."""
+    """Notes for the user."""
     warnings: tuple[str, ...] = ()
     """Why the names were not compared with it."""
 
     @property
     def download(self) -> str:
-        """The command that brings the weights of a repo here, of the commit that was compared."""
+        """The command that downloads the weights of a repo, at the commit that was compared."""
         return f"hf download {in_shell(self.label)} --revision {os.path.basename(self.directory)}"
 
 
-def holds_equal(base: Base, first: str, second: str) -> bool:
-    """True if a base on this machine stores the same bytes under two names.
+def has_equal_bytes(base: Base, first: str, second: str) -> bool:
+    """True if a base on this machine stores the same bytes under two names; False also if this cannot be compared.
 
     Raises:
-        IntegrityError, ResourceError: a file cannot be read as described.
+        IntegrityError, ResourceError: a file differs from its description, or cannot be read.
     """
     catalog = base.catalog
     if catalog is None or not {first, second} <= catalog.tensors.keys():
@@ -155,10 +158,10 @@ def holds_equal(base: Base, first: str, second: str) -> bool:
     return is_raw and same_bytes(catalog, first, second)
 
 
-def files_of(base: Base) -> dict[str, list[str]] | None:
-    """Return the names of the tensors in each weight file of a base, in the order of their bytes.
+def tensors_by_file(base: Base) -> dict[str, list[str]] | None:
+    """Return, for each weight file of a base, the names of its tensors in the order of their bytes.
 
-    None if its files are not at hand, or lie in folders.
+    None if the weights are not safetensors files on this machine, or are in folders.
     """
     catalog = base.catalog
     if catalog is None or catalog.format != "safetensors" or not catalog.tensors:
@@ -177,7 +180,7 @@ def files_of(base: Base) -> dict[str, list[str]] | None:
 
 
 def open_base(base: str, *, revision: str | None = None) -> Base:
-    """Open the base that a person named.
+    """Open the base that the user named.
 
     Args:
         base: a Hub directory or a repo id; a path that exists is never looked up on the Hub.
@@ -195,8 +198,8 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
             try:
                 return _fetch(repo.id, repo.revision)
             except ShardkitError as error:
-                raise meant_path(base, error) from None
-        raise absent(base, hint=f"check the path of --base, or {NAME_A_REPO}")
+                raise with_path_hint(base, error) from None
+        raise missing_path(base, hint=f"check the path of --base, or {NAME_A_REPO}")
     if revision is not None:
         raise UsageError(f"--base {escape(base)} is a local path, it has no revision {escape(revision)!r}")
     if not storage.isdir(base):
@@ -205,7 +208,7 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
 
 
 def find_base(checkpoint: Checkpoint) -> Base | None:
-    """Open the first of a checkpoint's own directories that has a config; damaged weights there are ignored."""
+    """Open the first of a checkpoint's directories with a config as its base, or return None. Damaged weights are ignored."""
     directory = find_config(checkpoint)
     if directory is None:
         return None
@@ -222,7 +225,7 @@ def find_base(checkpoint: Checkpoint) -> Base | None:
 
 
 def find_config(checkpoint: Checkpoint) -> str | None:
-    """Return the first of a checkpoint's own directories that has a config; None if none has."""
+    """Return the first of a checkpoint's directories that has a config, or None."""
     for directory in checkpoint.contents.assets:
         names = storage.listdir(directory)
         if CONFIG in names or ADAPTER_CONFIG in names:
@@ -234,43 +237,51 @@ def find_config(checkpoint: Checkpoint) -> str | None:
 
 
 def own_directories(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return those of a checkpoint's directories of config and tokenizer that are its own, and not the run's above it."""
+    """Return a checkpoint's directories of config and tokenizer, without those of the run, which other checkpoints share."""
     is_model = checkpoint.hub is not None
     return tuple(place for place in checkpoint.contents.assets if is_model or _is_own(place, checkpoint.path))
 
 
 def own_home(checkpoint: Checkpoint) -> str | None:
-    """Return the first of a checkpoint's own directories with the config.json of a model; None if there is none."""
+    """Return the first of a checkpoint's own directories whose config.json describes a model, or None."""
     return next((place for place in own_directories(checkpoint) if has_model_config(place)), None)
 
 
 def own_config(checkpoint: Checkpoint) -> dict[str, object] | None:
-    """Return the config.json in `own_home`."""
+    """Return the content of the config.json in `own_home`, or None."""
     home = own_home(checkpoint)
     return None if home is None else read_config(home)
 
 
-def places_of_settings(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return where the settings of an adapter may lie that are a checkpoint's own."""
+def settings_directories(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the directories that may hold an adapter's settings for this checkpoint."""
     return (*own_directories(checkpoint), checkpoint.catalog.directory, checkpoint.path)
 
 
 def _is_own(place: str, path: str) -> bool:
-    """True for a directory below what was opened; for itself, or the one above, if only this checkpoint lies there."""
+    """True if a directory belongs to the checkpoint at `path` alone.
+
+    That is so for each directory below it, and for the checkpoint's own directory or its parent unless several
+    checkpoints share that.
+    """
     home, opened = storage.absolute(place), storage.absolute(path)
-    step, part = (_STEP.fullmatch(own_name(each)) for each in (home, opened))
+    step, part = (_STEP.fullmatch(folder_name(each)) for each in (home, opened))
     if home == opened:  # DeepSpeed's directory of several steps is opened by its newest
-        is_step = step is not None or _TRAINER_STATE in listing(home) or inner(home, _ACCELERATES) is not None
+        is_step = (
+            step is not None
+            or _TRAINER_STATE in listing(home)
+            or folder_below(home, _ACCELERATES) is not None
+        )
         return is_step or _TRACKER not in listing(home)
     if home.startswith(os.path.join(opened, "")):
         return True
     if step is not None:  # `checkpoint-10/global_step10`, but not `run-step2/checkpoint-10`
         return part is None or part["number"] == step["number"]
-    return _PART.fullmatch(own_name(opened)) is not None or _is_alone(opened)
+    return _PART.fullmatch(folder_name(opened)) is not None or _is_alone(opened)
 
 
 def _is_alone(path: str) -> bool:
-    """True for a file of a whole model, none of several beside each other."""
+    """True for a file of a whole model that is the only one with its ending in its directory, and has no step number."""
     if storage.isdir(path) or _NUMBERED.search(os.path.basename(path)):
         return False
     names = listing(os.path.dirname(path))
@@ -278,37 +289,38 @@ def _is_alone(path: str) -> bool:
 
 
 def saved_key_rules(checkpoint: Checkpoint) -> tuple[KeyRule, ...] | None:
-    """Return the rules that give the Hub's names, as `shardkit.save` recorded them; None if it did not.
+    """Return the rules from names in memory to the Hub's names that `shardkit.save` recorded, or None.
 
-    They apply to names below `SAVED_ROOT`. `reshard` carries them over.
+    They apply to names below `SAVED_ROOT`. `reshard` copies them into its output's manifest.
 
     Raises:
-        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+        SourceError, IntegrityError: the manifest cannot be read, or is damaged.
     """
     return read_key_rules(_manifest_of(checkpoint))
 
 
 class RecordedRules(NamedTuple):
-    """Rules from a model's names in memory to the Hub's, as a manifest has them."""
+    """A manifest's rules from a model's names in memory to the Hub's names."""
 
     rules: tuple[KeyRule, ...]
-    """None of them: the names are the Hub's."""
+    """Empty if the names are the Hub's already."""
     root: str | None
-    """What stands before the model's own names, dotted; None leaves it open."""
+    """Prefix of the model's names in the checkpoint, without the last dot; None if unknown."""
 
     @property
-    def before(self) -> str:
-        """The same with its dot."""
+    def prefix(self) -> str:
+        """The prefix with its dot, or an empty string."""
         return f"{self.root}." if self.root else ""
 
 
 def recorded_rules(checkpoint: Checkpoint) -> RecordedRules | None:
-    """Return the rules to the Hub's names that a checkpoint's manifest has; None if it does not tell these names.
+    """Return the rules from a checkpoint's names to the Hub's names; None if its manifest does not record the latter.
 
-    `shardkit.save` records rules, and preshard the names that tensors had in their files.
+    `shardkit.save` records the rules themselves. preshard records the names in the source's files, from which the rules
+    are found here.
 
     Raises:
-        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+        SourceError, IntegrityError: the manifest cannot be read, or is damaged.
     """
     saved = saved_key_rules(checkpoint)
     if saved is not None:
@@ -320,31 +332,31 @@ def recorded_rules(checkpoint: Checkpoint) -> RecordedRules | None:
 
 
 def recorded_shards(checkpoint: Checkpoint) -> manifest.Presharded | None:
-    """Return the manifest of a checkpoint that preshard wrote, in a trainer's form too; None for any other.
+    """Return the manifest of a checkpoint that preshard wrote, also in a trainer's form; None for other checkpoints.
 
     Raises:
-        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+        SourceError, IntegrityError: the manifest cannot be read, or is damaged.
     """
     recorded = _manifest_of(checkpoint)
     return recorded if isinstance(recorded, manifest.Presharded) else None
 
 
 class RecordedNames(NamedTuple):
-    """What a checkpoint's manifest says of names beyond the rules."""
+    """What a checkpoint's manifest records about names, apart from rules."""
 
     ties: tuple[tuple[str, ...], ...] = ()
-    """Groups of stored names that are one tensor, the Hub's first."""
+    """Groups of stored names that are one tensor; the name used on the Hub comes first."""
     names: frozenset[str] | None = None
-    """All names of the files that it was pre-sharded from; None if that is not known."""
+    """All names in the files from which preshard made the checkpoint; None if unknown."""
     omitted: tuple[tuple[str, str], ...] = ()
-    """(name, reason) of those of them that preshard left out."""
+    """(name, reason) of names in these files that preshard left out."""
 
 
 def recorded_names(checkpoint: Checkpoint) -> RecordedNames:
-    """Return what a checkpoint's manifest says of ties, and of the files that its weights came from.
+    """Return a checkpoint's ties, and the names in the files from which it was made, as its manifest records them.
 
     Raises:
-        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+        SourceError, IntegrityError: the manifest cannot be read, or is damaged.
     """
     recorded = _manifest_of(checkpoint)
     if isinstance(recorded, manifest.SavedState):
@@ -359,11 +371,11 @@ def recorded_names(checkpoint: Checkpoint) -> RecordedNames:
     return RecordedNames(recorded.ties, frozenset(names), omitted)
 
 
-def recorded_tokens(checkpoint: Checkpoint) -> int | None:
-    """Return the rows of the vocabulary that `shardkit.save` recorded; None if it did not.
+def recorded_vocab_rows(checkpoint: Checkpoint) -> int | None:
+    """Return the number of rows of the vocabulary that a checkpoint's manifest records, or None.
 
     Raises:
-        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+        SourceError, IntegrityError: the manifest cannot be read, or is damaged.
     """
     recorded = _manifest_of(checkpoint)
     return recorded.vocab_size if isinstance(recorded, (manifest.Presharded, manifest.SavedState)) else None
@@ -372,7 +384,7 @@ def recorded_tokens(checkpoint: Checkpoint) -> int | None:
 def source_key_rules(recorded: manifest.Presharded) -> tuple[KeyRule, ...] | None:
     """Return the rules from the model's names to the source's; None if preshard kept the names.
 
-    Factors of OSFT have the names of their weights there.
+    For the rules, factors of OSFT count under the names of their weights.
     """
     root = recorded.root or ""
     names = {fqn.removeprefix(root): tensor.source.name for fqn, tensor in recorded.tensors.items()}
@@ -380,10 +392,10 @@ def source_key_rules(recorded: manifest.Presharded) -> tuple[KeyRule, ...] | Non
 
 
 def holds_hub_names(checkpoint: Checkpoint) -> bool:
-    """True if a checkpoint's manifest tells what its tensors are on the Hub.
+    """True if a checkpoint's manifest records the names of its tensors on the Hub.
 
     Raises:
-        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+        SourceError, IntegrityError: the manifest cannot be read, or is damaged.
     """
     recorded = _manifest_of(checkpoint)
     if isinstance(recorded, manifest.Presharded):
@@ -392,27 +404,27 @@ def holds_hub_names(checkpoint: Checkpoint) -> bool:
 
 
 def holds_saved_state(checkpoint: Checkpoint) -> bool:
-    """True if `shardkit.save` wrote a checkpoint: names are those of the model's class, without wrappers.
+    """True if `shardkit.save` wrote a checkpoint, so that its names are those of the model's class, without wrappers.
 
     Raises:
-        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+        SourceError, IntegrityError: the manifest cannot be read, or is damaged.
     """
     return isinstance(_manifest_of(checkpoint), manifest.SavedState)
 
 
-def saved_derived(checkpoint: Checkpoint) -> dict[str, Expression]:
-    """Return what the model's tensors were made of when they were read from the Hub's files, by name in memory.
+def recorded_derived(checkpoint: Checkpoint) -> dict[str, Expression]:
+    """Return the derived tensors that a checkpoint's manifest records: name in memory -> expression of the Hub's tensors.
 
-    Only those that are not stored tensors themselves are among them: fused experts and the like.
+    A derived tensor is computed from stored ones when a model is loaded, such as fused experts.
 
     Raises:
-        SourceError, IntegrityError: the manifest cannot be read, or is not what was written.
+        SourceError, IntegrityError: the manifest cannot be read, or is damaged.
     """
     return read_derived(_manifest_of(checkpoint))
 
 
 def read_derived(recorded: manifest.Manifest | None) -> dict[str, Expression]:
-    """Return what the manifest of a sharded checkpoint says of derived tensors, as `saved_derived` does."""
+    """Return the derived tensors in the manifest of a sharded checkpoint; see `recorded_derived`."""
     derived = None if recorded is None or isinstance(recorded, manifest.HubModel) else recorded.derived
     try:
         return {tensor.name: from_json(tensor.made_of) for tensor in derived or ()}
@@ -424,7 +436,7 @@ def read_derived(recorded: manifest.Manifest | None) -> dict[str, Expression]:
 
 
 def read_key_rules(recorded: manifest.Manifest | None) -> tuple[KeyRule, ...] | None:
-    """Return the rules in the manifest of a sharded checkpoint, as `saved_key_rules` does."""
+    """Return the rules in the manifest of a sharded checkpoint; see `saved_key_rules`."""
     rules = recorded.key_rules if isinstance(recorded, (manifest.Presharded, manifest.SavedState)) else None
     if rules is None or (isinstance(recorded, manifest.Presharded) and not rules):  # preshard writes no rules
         return None
@@ -434,10 +446,10 @@ def read_key_rules(recorded: manifest.Manifest | None) -> tuple[KeyRule, ...] | 
 def _manifest_of(checkpoint: Checkpoint) -> manifest.Manifest | None:
     if checkpoint.writer == "shardkit":
         return checkpoint.read_manifest()
-    # In the form of a trainer, preshard's manifest counts too.
+    # If preshard wrote it in a trainer's form, the writer is that trainer.
     try:
         recorded = checkpoint.read_manifest()
-    except IntegrityError:  # who compares checksums warns of it
+    except IntegrityError:  # the comparison of checksums warns about it
         return None
     is_there = isinstance(recorded, manifest.Presharded) and recorded.root is not None
     return recorded if is_there or (isinstance(recorded, manifest.FileList) and recorded.derived) else None
@@ -451,9 +463,9 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
         except ShardkitError as error:
             if is_given:
                 raise
-            notes.append(f"the weights in {escape(label)} were not looked at: {error.message}")
+            notes.append(f"the weights in {escape(label)} were not read: {error.message}")
     assets, refused = list_assets(directory)
-    base = _describe(label, directory, model, assets, is_given=is_given)
+    base = _make_base(label, directory, model, assets, is_given=is_given)
     if is_given and base.config is None and ADAPTER_CONFIG not in storage.listdir(directory):
         raise SourceError(
             f"--base {escape(label)} has no {CONFIG}",
@@ -464,7 +476,7 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
         notes.append(
             f"{count(len(refused), 'file')} of {escape(label)} not copied, as links that leave it, or lead to nothing, are not followed: "
             + ", ".join(map(escape, refused))
-            + "; --follow-links copies what they lead to"
+            + "; --follow-links copies their targets"
         )
     unread = unread_weights(list_weights(directory)) if is_given and model is None else []
     settings = unknown_settings(storage.listdir(directory)) if is_given else []
@@ -474,11 +486,11 @@ def _open(label: str, directory: str, *, is_given: bool) -> Base:
         base,
         catalog=model.catalog if model else None,
         notes=tuple(notes),
-        warnings=tuple(_not_compared(label, unread)),
+        warnings=tuple(_comparison_warnings(label, unread)),
     )
 
 
-def _not_compared(label: str, unread: Collection[str]) -> Iterator[str]:
+def _comparison_warnings(label: str, unread: Collection[str]) -> Iterator[str]:
     if unread:
         yield (
             f"names were not compared: {listed(unread)}: nothing in {escape(label)} is named as the weights of a model; "
@@ -486,7 +498,7 @@ def _not_compared(label: str, unread: Collection[str]) -> Iterator[str]:
         )
 
 
-def _describe(
+def _make_base(
     label: str, directory: str, model: OpenedHubModel | None, assets: Mapping[str, str], *, is_given: bool
 ) -> Base:
     tensors = model.catalog.tensors.values() if model else ()
@@ -507,14 +519,14 @@ def _describe(
 
 
 def refuse_adapter(base: Base) -> None:
-    """Refuse a base that is an adapter: it has neither the config nor the names of a model.
+    """Refuse a base that is an adapter, which has neither the config nor the names of a model.
 
     Raises:
-        SourceError: it is one; the hint names the model that it was trained on, if the adapter tells.
+        SourceError: it is an adapter; the hint names the model that it was trained on, if the adapter records it.
     """
     if base.config is not None or not storage.lexists(os.path.join(base.directory, ADAPTER_CONFIG)):
         return
-    model = adapted_model(base.directory)
+    model = base_of_adapter(base.directory)
     named = "" if model is None else f": {in_shell(model)}, as its {ADAPTER_CONFIG} says"
     raise SourceError(
         f"--base {escape(base.label)} is a PEFT adapter, not a model: it has no {CONFIG}",
@@ -523,7 +535,7 @@ def refuse_adapter(base: Base) -> None:
 
 
 def _has_weights(directory: str, *, legacy: bool) -> bool:
-    """True if there are headers to read; legacy files need torch for that."""
+    """True if a directory has weights of a model; legacy files (`.bin`) count only if `legacy` is true."""
     try:
         weights = select_weights(storage.listdir(directory), directory)
     except SourceError:
@@ -532,7 +544,7 @@ def _has_weights(directory: str, *, legacy: bool) -> bool:
 
 
 def _fetch(repo_id: str, revision: str | None) -> Base:
-    """Download everything but the weights into the cache; of the weights, only the headers."""
+    """Open a repo as the base: download its assets into the cache, and read only the headers of its weights."""
     folder = fetch_files(repo_id, (*asset_patterns(), ADAPTER_CONFIG), revision=revision)
     modules = [f"{glob.escape(place)}/*" for place in module_folders(folder)]
     if modules:
@@ -540,10 +552,10 @@ def _fetch(repo_id: str, revision: str | None) -> Base:
     if not any(storage.isfile(os.path.join(folder, name)) for name in (CONFIG, ADAPTER_CONFIG)):
         raise SourceError(f"--base {escape(repo_id)} has no {CONFIG}", hint="name the repo of a model")
     model = open_headers(repo_id, os.path.basename(folder))
-    base = _describe(repo_id, folder, model, list_assets(folder)[0], is_given=True)
+    base = _make_base(repo_id, folder, model, list_assets(folder)[0], is_given=True)
     if model is not None:
         return base
     unread = unread_weights(list_files(repo_id, os.path.basename(folder)))
     note = f"{escape(repo_id)} has no safetensors weights: names and shapes were not compared with it"
-    warnings = tuple(_not_compared(repo_id, unread))
+    warnings = tuple(_comparison_warnings(repo_id, unread))
     return replace(base, notes=() if warnings else (note,), warnings=warnings)

@@ -1,4 +1,4 @@
-"""Opens a Hub model in a directory: chooses the files, checks that they agree, and makes their catalog."""
+"""Open a Hub model in a directory: choose the weight files, check them against the index, and make their catalog."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from shardkit.formats.contract import (
     OpenedHubModel,
     Opener,
     Remarks,
-    absent,
     asset_directories,
     listing,
+    missing_path,
 )
-from shardkit.formats.hub.adapter import ADAPTER, ADAPTER_CONFIG, adapted_model, is_adapter_file
-from shardkit.formats.hub.assets import list_around, list_weights, module_folders, weights_beside
+from shardkit.formats.hub.adapter import ADAPTER, ADAPTER_CONFIG, base_of_adapter, is_adapter_file
+from shardkit.formats.hub.assets import list_weights, list_weights_around, module_folders, weights_beside
 from shardkit.formats.hub.files import PLAIN_STEMS, Kind, WeightFiles, select_file, select_weights
 from shardkit.formats.hub.safetensors import SafetensorsHeader, StoredTensor, read_header
 
@@ -49,13 +49,12 @@ if TYPE_CHECKING:
 MAX_INDEX_BYTES = 256 << 20
 MAX_CONFIG_BYTES = 16 << 20
 
-# A search for the nearest name takes a second among 20,000; a wrong index lacks all of them at once.
 DIFFUSERS_CLASS = "_class_name"
 """The key of a config.json of diffusers that names the model's class."""
 _FILES = (".safetensors", ".safetensors.index.json", ".bin.index.json")
 
-Elsewhere = Mapping[str, Callable[[], SafetensorsHeader]]
-"""Names of weight files that are not on this machine, each with a function that returns its header."""
+RemoteHeaders = Mapping[str, Callable[[], SafetensorsHeader]]
+"""For each weight file that is not on this machine, a function that returns its header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +64,7 @@ class HubIndex:
     weight_map: dict[str, str]
     """Tensor name -> file name, relative to the index."""
     total_bytes: int | None
-    """What `metadata.total_size` says; writers disagree on how tied weights count."""
+    """`metadata.total_size`; writers disagree on whether tied weights count once."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -74,14 +73,14 @@ class HubIndex:
 
 
 def open_model(directory: str, *, variant: str | None = None) -> OpenedHubModel:
-    """Open a Hub model: read and check every header, no tensor data.
+    """Open a Hub model: read and check every header, but no tensor data.
 
     Args:
-        directory: the model's directory, or one weight file, or an index.
-        variant: which `model.<variant>.safetensors`; None takes the default weights.
+        directory: the model's directory, one weight file, or an index.
+        variant: e.g. "fp16" for `model.fp16.safetensors`; None opens the default weights.
 
     Raises:
-        SourceError: no weights or several, a damaged file, an index that its files contradict.
+        SourceError: no weights or several sets, a damaged file, or an index that contradicts its files.
         ResourceError: a file may not be read.
     """
     if storage.lexists(directory) and not storage.isdir(directory):
@@ -91,12 +90,12 @@ def open_model(directory: str, *, variant: str | None = None) -> OpenedHubModel:
     try:
         names = storage.listdir(directory)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the path
-        raise absent(directory, hint="check the path of the model") from None
+        raise missing_path(directory, hint="check the path of the model") from None
     except OSError as error:
         raise ResourceError(f"{escape(directory)}: {error.strerror}") from None
     model = open_weights(directory, choose_weights(directory, names, variant=variant))
-    model = with_beside(model, list_weights(directory), module_folders(directory))
-    return replace(model, other_weights=(*model.other_weights, *list_around(directory)))
+    model = with_other_weights(model, list_weights(directory), module_folders(directory))
+    return replace(model, other_weights=(*model.other_weights, *list_weights_around(directory)))
 
 
 def choose_weights(directory: str, names: Collection[str], *, variant: str | None = None) -> WeightFiles:
@@ -107,17 +106,19 @@ def choose_weights(directory: str, names: Collection[str], *, variant: str | Non
         names: of the files in it.
         variant: as for `open_model`.
     """
-    adapted = adapted_model(directory) if ADAPTER_CONFIG in names else None
+    adapted = base_of_adapter(directory) if ADAPTER_CONFIG in names else None
     return select_weights(names, directory, variant=variant, adapted=adapted)
 
 
-def with_beside(model: OpenedHubModel, names: Iterable[str], folders: Collection[str] = ()) -> OpenedHubModel:
-    """Return a model with what lies beside its weights.
+def with_other_weights(
+    model: OpenedHubModel, names: Iterable[str], folders: Collection[str] = ()
+) -> OpenedHubModel:
+    """Return a model whose `other_weights` are the files with weights beside its own.
 
     Args:
         model: opened.
-        names: of files, relative to its directory or in its repo.
-        folders: of its modules, if they are known.
+        names: of all files in its directory or repo.
+        folders: of its modules, if known.
     """
     model_files = {file.name for file in model.catalog.files}
     return replace(model, other_weights=tuple(weights_beside(names, model_files, folders)))
@@ -128,23 +129,23 @@ def open_weights(
     weights: WeightFiles,
     *,
     chosen_by_hand: bool = False,
-    elsewhere: Elsewhere = MappingProxyType({}),
+    elsewhere: RemoteHeaders = MappingProxyType({}),
 ) -> OpenedHubModel:
-    """Open weights that were chosen.
+    """Open the weight files that were chosen as a model.
 
     Args:
-        directory: where they lie.
+        directory: of the files.
         weights: from `select_weights` or `select_file`.
-        chosen_by_hand: a person named the single file, so it may be a link to anywhere.
-        elsewhere: safetensors files that are not on this machine. The catalog says where they would lie.
+        chosen_by_hand: the user named the single file, so it may be a link to anywhere.
+        elsewhere: safetensors files that are not on this machine; the catalog has the paths that they would have.
 
     Raises:
-        SourceError: a damaged file, an index that its files contradict.
+        SourceError: a damaged file, or an index that contradicts its files.
         ResourceError: a file may not be read.
     """
     names, index = weight_files(directory, weights, chosen_by_hand=chosen_by_hand)
     paths = _locate_all(directory, names, weights.index, elsewhere)
-    contents = dict(_read_all(paths, weights.kind, elsewhere))
+    contents = dict(_read_headers(paths, weights.kind, elsewhere))
     if index is not None and weights.index is not None:
         _check_index(index, contents, weights.index)
     _refuse_unreadable(contents, paths)
@@ -161,7 +162,9 @@ def open_weights(
         stem=weights.stem,
         index=weights.index,
         settings={
-            name: file_settings for name, content in contents.items() if (file_settings := _settings(content))
+            name: file_settings
+            for name, content in contents.items()
+            if (file_settings := _header_settings(content))
         },
         identity=manifest.RecordedSource(
             files=tuple(
@@ -175,7 +178,7 @@ def open_weights(
     )
 
 
-def _settings(content: Content) -> dict[str, str]:
+def _header_settings(content: Content) -> dict[str, str]:
     metadata = content.metadata if isinstance(content, SafetensorsHeader) else {}
     return {key: value for key, value in metadata.items() if key != "format"}
 
@@ -183,10 +186,10 @@ def _settings(content: Content) -> dict[str, str]:
 def weight_files(
     directory: str, weights: WeightFiles, *, chosen_by_hand: bool = False
 ) -> tuple[tuple[str, ...], HubIndex | None]:
-    """Return the names of the weight files, and the index that lists them, if there is one.
+    """Return the names of the weight files, and the index that lists them, or None.
 
     Raises:
-        SourceError: a damaged or unsafe index, or a weight file beside it that the index does not list.
+        SourceError: the index is damaged or unsafe, or does not list a weight file beside it.
         ResourceError: the index may not be read.
     """
     if weights.index is None:
@@ -197,15 +200,15 @@ def weight_files(
 
 
 def read_index(path: str, name: str) -> HubIndex:
-    """Read an index and check that every file name in it stays below the index's directory.
+    """Read an index, and check that every file name in it stays below the index's directory.
 
     Args:
-        path: where the index is.
-        name: how to call it in messages.
+        path: of the index.
+        name: of the index in messages.
 
     Raises:
         SourceError: not strict JSON, no weight_map, or unsafe file names; lists all of them.
-        ResourceError: it may not be read.
+        ResourceError: the index may not be read.
     """
     content = parse_object(read_small(path, name, MAX_INDEX_BYTES), name)
     weight_map = content.get("weight_map")
@@ -253,11 +256,15 @@ def _refuse_stray(weights: WeightFiles, index: HubIndex) -> None:
 
 
 def _locate_all(
-    directory: str, names: tuple[str, ...], index_name: str | None, elsewhere: Elsewhere
+    directory: str, names: tuple[str, ...], index_name: str | None, elsewhere: RemoteHeaders
 ) -> dict[str, str]:
-    """Return the path of each file; the error lists all missing ones.
+    """Return the path of each file.
 
     A file may be a link to a regular file anywhere; opening it checks again that it is one.
+
+    Raises:
+        DamagedFiles: lists all missing files.
+        SourceError: a file is a link to something else than a regular file.
     """
 
     def find(name: str) -> str:
@@ -274,12 +281,12 @@ def _locate_all(
     return paths
 
 
-def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[tuple[str, Content]]:
+def _read_headers(paths: dict[str, str], kind: Kind, elsewhere: RemoteHeaders) -> list[tuple[str, Content]]:
     """Read every file's header; damaged files are reported together."""
 
     def read(name: str) -> Content | SourceError:
         try:
-            return elsewhere[name]() if name in elsewhere else _read(paths[name], name, kind)
+            return elsewhere[name]() if name in elsewhere else _read_content(paths[name], name, kind)
         except SourceError as error:
             return error
 
@@ -304,7 +311,7 @@ def _read_all(paths: dict[str, str], kind: Kind, elsewhere: Elsewhere) -> list[t
     return contents
 
 
-def _read(path: str, name: str, kind: Kind) -> Content:
+def _read_content(path: str, name: str, kind: Kind) -> Content:
     if kind == "safetensors":
         return read_header(path, name)
     from shardkit.formats.torchsave.bin import read_bin  # few models need it
@@ -331,7 +338,7 @@ def _check_index(index: HubIndex, contents: dict[str, Content], index_name: str)
     closest = suggestions(
         [fqn for fqn, _ in lacking], (fqn for fqn in holders if fqn not in index.weight_map)
     )
-    problems = [_lacking(fqn, listed, holders) + closest.get(fqn, "") for fqn, listed in lacking]
+    problems = [_lacking_line(fqn, listed, holders) + closest.get(fqn, "") for fqn, listed in lacking]
     for fqn, names in holders.items():
         if len(names) > 1:
             problems.append(f"{escape(fqn)}: in {len(names)} files: {', '.join(map(escape, names))}")
@@ -344,7 +351,7 @@ def _check_index(index: HubIndex, contents: dict[str, Content], index_name: str)
     )
 
 
-def _lacking(fqn: str, listed: str, holders: dict[str, list[str]]) -> str:
+def _lacking_line(fqn: str, listed: str, holders: dict[str, list[str]]) -> str:
     files = holders.get(fqn)
     if files:
         return f"{escape(fqn)}: listed in {escape(listed)}, found in {escape(files[0])}"
@@ -358,10 +365,12 @@ def _refuse_unreadable(contents: Mapping[str, Content], paths: Mapping[str, str]
     if reasons:
         from shardkit.formats.torchsave.classes import refuse_objects
 
-        refuse_objects(reasons, [_source(name, paths[name], content) for name, content in contents.items()])
+        refuse_objects(
+            reasons, [_source_file(name, paths[name], content) for name, content in contents.items()]
+        )
 
 
-def _source(name: str, path: str, content: Content) -> SourceFile:
+def _source_file(name: str, path: str, content: Content) -> SourceFile:
     stamp, checksums = content.stamp, content.checksums
     return SourceFile(name=name, path=path, size=content.size, stamp=stamp, checksums=checksums)
 
@@ -369,18 +378,18 @@ def _source(name: str, path: str, content: Content) -> SourceFile:
 def _catalog(
     directory: str, kind: Kind, contents: dict[str, Content], paths: dict[str, str], index: HubIndex | None
 ) -> Catalog:
-    """Return the catalog of files that have been checked; each tensor is one chunk."""
+    """Return the catalog of checked files, in which each tensor is one chunk."""
     catalog = Catalog(format=kind, directory=directory)
     places = {}
     for name, content in contents.items():
-        whole = _source(name, paths[name], content)
+        whole = _source_file(name, paths[name], content)
         number = len(catalog.files)
         catalog.files.append(whole)
         catalog.objects += content.objects
         for tensor in content.tensors:
             file, start = number, tensor.start
             if start is None:
-                assert not isinstance(tensor, StoredTensor)  # a legacy file's, whose bytes are made
+                assert not isinstance(tensor, StoredTensor)  # a tensor of a legacy file that needs decoding
                 file, start = len(catalog.files), 0
                 size = full_region(tensor.shape).num_elements * tensor.dtype.itemsize
                 decoded = replace(whole, name=f"{name}:{tensor.fqn}", size=size, derivation=tensor.decoded)
@@ -411,12 +420,12 @@ def _notes(
 
 
 def _label(directory: str) -> str:
-    """Return a directory's own name; the repo's name for a commit in the Hub's cache."""
+    """Return a directory's name; for a commit's folder in the Hub's cache, the repo's name."""
     return os.path.basename(repo_id_of(directory) or storage.absolute(directory)) or "model"
 
 
 def repo_id_of(directory: str) -> str | None:
-    """Return the id of the Hub's repo of which a directory is a commit, at hf:// or in the cache; None if it is none."""
+    """Return the repo id for a directory that is a commit of a Hub repo, at hf:// or in the cache; else None."""
     path = storage.absolute(directory)
     repo_id, commit = stores.repo_of(path) or ("", "")
     if repo_id and path.endswith(f"@{commit}"):
@@ -427,7 +436,7 @@ def repo_id_of(directory: str) -> str | None:
 
 
 def read_config(directory: str) -> dict[str, object] | None:
-    """Return config.json; None if there is none; otherwise as `read_json`."""
+    """Return the content of config.json, or None if there is no such file; errors as for `read_json`."""
     return read_json(directory, "config.json")
 
 
@@ -439,7 +448,7 @@ def model_class_of(config: Mapping[str, object] | None) -> str | None:
 
 
 def library_of(config: Mapping[str, object] | None) -> str | None:
-    """Return the library whose class a config.json names, so that its `from_pretrained` loads the model; None if none is."""
+    """Return "transformers" or "diffusers", whose `from_pretrained` loads a model with this config.json; else None."""
     config = config or {}
     code = config.get("auto_map")
     if isinstance(config.get("model_type"), str) or (isinstance(code, dict) and "AutoConfig" in code):
@@ -448,23 +457,23 @@ def library_of(config: Mapping[str, object] | None) -> str | None:
 
 
 def own_loader_of(config: Mapping[str, object] | None) -> str | None:
-    """Return the `AutoModel...` of transformers that loads a model with code of its own; None if it has none."""
+    """Return the `AutoModel...` class of transformers that loads a model with its own code; None without such code."""
     named = (config or {}).get("auto_map")
     autos = (name for name in named if isinstance(name, str)) if isinstance(named, dict) else ()
     return next((name for name in autos if name.startswith("AutoModel") and name.isidentifier()), None)
 
 
 def loader_of(config: Mapping[str, object] | None) -> str:
-    """Return the class of transformers that has the `from_pretrained` of a model."""
+    """Return the class of transformers whose `from_pretrained` loads a model."""
     return own_loader_of(config) or model_class_of(config) or "AutoModel"
 
 
 def read_json(directory: str, name: str) -> dict[str, object] | None:
-    """Return a file of settings; None if there is none. Infinity is allowed, as transformers writes it too.
+    """Return the content of a JSON file, or None if there is no such file. Infinity is allowed, as transformers writes it.
 
     Raises:
-        SourceError: no JSON object, or a link that leaves the directory.
-        ResourceError: it may not be read.
+        SourceError: not a JSON object, or a link that leaves the directory.
+        ResourceError: the file may not be read.
     """
     if not storage.lexists(os.path.join(directory, name)):
         return None
@@ -491,10 +500,10 @@ def is_hub_directory(path: str) -> bool:
 
 
 def open_hub_directory(path: str) -> Checkpoint:
-    """Open a Hub model; every tensor is one chunk, under the name that it keeps.
+    """Open a Hub model as a checkpoint; every tensor is one chunk, under its stored name.
 
     Raises:
-        SourceError: no weights or several, a damaged file, an index that its files contradict.
+        SourceError: no weights or several sets, a damaged file, or an index that contradicts its files.
         ResourceError: a file may not be read.
     """
     return as_checkpoint(path, open_model(path))
@@ -512,14 +521,14 @@ def as_checkpoint(path: str, model: OpenedHubModel) -> Checkpoint:
         select=lambda names: subset(catalog, names),
         hub=model,
         contents=Contents(
-            roots={"model": ()}, assets=asset_directories(model.directory) or _with_config(path, model)
+            roots={"model": ()}, assets=asset_directories(model.directory) or _config_directory(path, model)
         ),
         remarks=Remarks(skipped=model.other_weights, notes=catalog.notes),
     )
 
 
-def _with_config(path: str, model: OpenedHubModel) -> tuple[str, ...]:
-    """Return a model's directory if it has a config.json: in there it is the model's, whatever library reads it."""
+def _config_directory(path: str, model: OpenedHubModel) -> tuple[str, ...]:
+    """Return a model's directory if it has a config.json, which is then the model's, whatever library reads it."""
     return (model.directory,) if model.config is not None and storage.isdir(path) else ()
 
 

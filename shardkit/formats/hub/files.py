@@ -1,4 +1,4 @@
-"""The weights of a Hub model, recognised by file names alone.
+"""Choose the weight files of a Hub model, by file names alone, in this order:
 
     1. model.safetensors, or model.safetensors.index.json and the files that it lists; a model of diffusers has
        diffusion_pytorch_model in place of model
@@ -6,8 +6,8 @@
     3. pytorch_model.bin, or pytorch_model.bin.index.json and the files that it lists; of diffusers the same
     4. the only variant: model.<variant>.safetensors, its index, or either of the others
 
-If a variant is asked for, it replaces all four. Nothing else counts as the model's weights: adapters, optimizers
-and originals (`consolidated*`) often lie beside it.
+If the user names a variant, only that counts. No other file counts as the model's weights: adapters, optimizers
+and originals (`consolidated*`) are often beside them.
 
 Source: transformers 5.24, modeling_utils._get_resolved_checkpoint_files and _add_variant; diffusers 0.42.1,
 utils/constants.py and utils/hub_utils.py, _add_variant: both libraries put a variant into the index's name before `.json`.
@@ -25,12 +25,12 @@ from typing import Literal
 from shardkit.core.text import escape, suggestion
 from shardkit.errors import SourceError
 from shardkit.files import storage
-from shardkit.formats.contract import matching
+from shardkit.formats.contract import matching_names
 from shardkit.formats.hub.adapter import merge_command
 
 Kind = Literal["safetensors", "torch-bin"]
 
-# Its number and the number of all; a rank's file of torch's Hugging Face writer has that of the rank.
+# A numbered weight file, by its number and their total; or a rank's file of torch's Hugging Face writer, by the rank.
 _SHARD = re.compile(
     r"[-_.](?P<number>\d{1,9})[-_]of[-_](?!0*1\b)(?P<of>\d{1,9})(\.[\w-]+)?\.(safetensors|bin)$"
     r"|^shard-(?P<rank>\d{1,9})-model-.*\.safetensors$",
@@ -39,26 +39,26 @@ _SHARD = re.compile(
 _OF_A_SET = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,9})-of-(?P<of>\d{1,9}\.(safetensors|bin))", re.ASCII)
 _MAX_PARTS = 10_000
 MODEL, DIFFUSERS = "model", "diffusion_pytorch_model"
-"""What the names of weight files begin with, for transformers and for diffusers."""
+"""Beginnings of the names of weight files, for transformers and for diffusers."""
 _STEMS: tuple[tuple[Kind, str, str], ...] = (
     ("safetensors", MODEL, "safetensors"),
     ("safetensors", DIFFUSERS, "safetensors"),
     ("torch-bin", "pytorch_model", "bin"),
     ("torch-bin", DIFFUSERS, "bin"),
 )
-# Weight file, index, and the index as both libraries spell it; "" or ".<variant>" goes in.
+# Names of the weight file, of the index, and of the index in both libraries' spelling; "" or ".<variant>" replaces {}.
 _FORMS: tuple[tuple[Kind, tuple[str, str, str]], ...] = tuple(
     (kind, (f"{stem}{{}}.{end}", f"{stem}{{}}.{end}.index.json", f"{stem}.{end}.index{{}}.json"))
     for kind, stem, end in _STEMS
 )
-# The older form: diffusers until 0.30, transformers until 4.47.
+# `older` is the variant in the older spelling, of diffusers until 0.30 and transformers until 4.47.
 _VARIANT = re.compile(
     rf"({'|'.join(dict.fromkeys(stem for _, stem, _ in _STEMS))})"
     r"(\.(?P<variant>[\w-]+?(\.[\w-]+?)*?)(-\d{5}-of-\d{5})?|-\d{5}-of-\d{5}\.(?P<older>[\w.-]+))\.(safetensors|bin)",
     re.ASCII,
 )
 PLAIN_STEMS = frozenset(stem for _, stem, _ in _STEMS)
-"""Names of weight files that say nothing about the model."""
+"""Usual names of weight files, from which no label for the model can be made."""
 _STEM = re.compile(
     r"(?P<stem>.+?)(-\d{1,9}-of-\d{1,9})?\.(safetensors|bin)(\.index(\.[\w-]+)?\.json)?", re.ASCII
 )
@@ -79,21 +79,21 @@ _MERGE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFiles:
-    """The files to open."""
+    """The chosen weight files of a model."""
 
     kind: Kind
     index: str | None
-    """The index's name; None if `single` is all."""
+    """The index's name; None if `single` is the only file."""
     single: str | None
     """The only weight file. With an index: a file beside it, which the index must list."""
     notes: tuple[str, ...] = ()
-    """What a person should be told about the choice."""
+    """Notes for the user about the choice."""
     numbered: tuple[str, ...] = field(default=(), compare=False)
     """Names of all files that are numbered as parts of a model, listed in an index or not."""
 
     @property
     def stem(self) -> str:
-        """What the names of the files begin with in a model of safetensors, variants aside: "model" for transformers'."""
+        """Beginning of the files' names without the variant, as safetensors files have it: "model" for pytorch_model.bin."""
         name = self.index or self.single or ""
         usual = next((stem for _, stem, _ in _STEMS if re.match(rf"{stem}[.-]", name)), None)
         match = _STEM.fullmatch(name)
@@ -101,7 +101,7 @@ class WeightFiles:
         return MODEL if stem == "pytorch_model" else stem
 
     def unlisted(self, listed: Collection[str]) -> list[str]:
-        """Return the files that are numbered as parts of one set with some that an index lists."""
+        """Return the files that an index does not list although it lists others of the same numbered set."""
 
         def sets(names: Collection[str]) -> dict[str, tuple[str, str]]:
             matches = ((name, _OF_A_SET.fullmatch(name)) for name in names)
@@ -113,8 +113,10 @@ class WeightFiles:
         )
 
 
-def absent_parts(names: Collection[str]) -> tuple[str, ...]:
-    """Return the files that numbered sets lack: of `model-00001-of-00002.safetensors` alone the second.
+def missing_parts(names: Collection[str]) -> tuple[str, ...]:
+    """Return the names that are missing in numbered sets of files.
+
+    If `model-00001-of-00002.safetensors` is the only name, this is `model-00002-of-00002.safetensors`.
 
     Args:
         names: of weight files. A set may be numbered from 0.
@@ -136,12 +138,12 @@ def absent_parts(names: Collection[str]) -> tuple[str, ...]:
 
 
 def is_part(name: str) -> bool:
-    """True for a weight file that is numbered as one of several."""
+    """True for the name of a weight file that is numbered as one of several."""
     return _SHARD.search(name) is not None
 
 
 def which_part(name: str) -> str | None:
-    """Return which part of a model a weight file is by its name, such as "part 1 of 9"; None if it is none."""
+    """Return which part of a model a weight file is by its name, such as "part 1 of 9"; None if it is not numbered."""
     match = _SHARD.search(name)
     if match is None:
         return None
@@ -151,20 +153,20 @@ def which_part(name: str) -> str | None:
 
 
 def part_notes(name: str) -> tuple[str, ...]:
-    """Return a note that says which part of a model a weight file is; none if it is none."""
+    """Return a note about a weight file that is a numbered part of a model, else an empty tuple."""
     part = which_part(name)
     return (
         ()
         if part is None
-        else (f"{escape(name)} is {part} of a model: what the other files hold is not here",)
+        else (f"{escape(name)} is {part} of a model: the tensors of the other files are not here",)
     )
 
 
 def refuse_part(path: str) -> None:
-    """Refuse one file of several, given by its path, where a model is meant.
+    """Refuse a path to one of several weight files where a whole model is expected.
 
     Raises:
-        SourceError: by its name it is one.
+        SourceError: the file is numbered as one of several.
     """
     part = None if storage.isdir(path) else which_part(os.path.basename(path))
     if part is not None:
@@ -175,12 +177,12 @@ def refuse_part(path: str) -> None:
 
 
 def is_plain_file(name: str) -> bool:
-    """True for the name that the only weight file of a model has."""
+    """True for a usual name of a model's only weight file, such as `model.safetensors`."""
     return any(name == single.format("") for _, (single, *_) in _FORMS)
 
 
 def variant_of(name: str) -> str | None:
-    """Return the variant of a weight file, such as "fp16" of model.fp16-00001-of-00002.safetensors; None if it is none's."""
+    """Return the variant in a weight file's name, such as "fp16" of model.fp16-00001-of-00002.safetensors, or None."""
     match = _VARIANT.fullmatch(name)
     return None if match is None else match["variant"] or match["older"]
 
@@ -196,16 +198,16 @@ def select_weights(
     """Decide which files are the weights of a model.
 
     Args:
-        names: the file names of a directory or repo, top level.
+        names: of files at the top of a directory or repo.
         label: the path of the directory, or the repo id.
-        variant: e.g. "fp16"; None takes the default weights, or the only variant if there are none.
-        adapted: the model that an adapter there was trained on, if it is known.
+        variant: e.g. "fp16"; None chooses the default weights, or the only variant if there are no default weights.
+        adapted: the model that an adapter there was trained on, if known.
         is_repo: the files are not on this machine.
 
     Raises:
-        SourceError: there are no weights, or more than one set; it says what was found.
+        SourceError: there are no weights, or several sets of them; lists what is there.
     """
-    if _is_sharded(names):  # even where weights of a model lie beside it
+    if _is_sharded(names):  # even if weights of a model are beside it
         raise SourceError(
             f"{escape(label)} is a sharded checkpoint of a training, not a Hub model",
             hint="shardkit consolidate makes a Hub model of it, shardkit reshard writes it for another mesh",
@@ -215,18 +217,18 @@ def select_weights(
         if weights is None:
             raise _no_such_variant(names, label, variant)
     else:
-        weights = _default(names, "safetensors", label) or _other_index(names, label)
-        weights = weights or _default(names, "torch-bin", label) or _only_variant(names, label)
+        weights = _default_weights(names, "safetensors", label) or _only_index(names, label)
+        weights = weights or _default_weights(names, "torch-bin", label) or _only_variant(names, label)
         if weights is None:
-            raise _nothing_found(names, label, adapted, is_repo=is_repo)
+            raise _no_weights(names, label, adapted, is_repo=is_repo)
     return replace(weights, numbered=tuple(filter(_OF_A_SET.fullmatch, names)))
 
 
 def select_file(name: str) -> WeightFiles:
-    """Return the weights that a person named by one file: a weight file or an index.
+    """Return the weights for a file that the user named, which is a weight file or an index.
 
     Raises:
-        SourceError: by its name it is neither.
+        SourceError: its name is neither a weight file's nor an index's.
     """
     notes = part_notes(name)
     if name.endswith(".safetensors"):
@@ -236,15 +238,19 @@ def select_file(name: str) -> WeightFiles:
     if name.endswith(".json") and ".index." in name:
         return WeightFiles(kind="torch-bin" if ".bin." in name else "safetensors", index=name, single=None)
     raise SourceError(
-        f"{escape(name)}: {other_form([name]) or 'not a weight file that can be opened by itself'}",
+        f"{escape(name)}: {unread_format([name]) or 'not a weight file that can be opened by itself'}",
         hint="give a directory, a .safetensors file, a .bin file, or an index (*.index.json)",
     )
 
 
-def other_form(names: Collection[str]) -> str | None:
-    """Return what some names are of a model that is in a form which is not read; None if they are of none."""
+def unread_format(names: Collection[str]) -> str | None:
+    """Return the format of a model that is not read here, with its reason, if names are its markers; else None."""
     return next(
-        (f"{what}, which is not read" for pattern, what in _OTHER_FORMS.items() if matching(names, pattern)),
+        (
+            f"{what}, which is not read"
+            for pattern, what in _OTHER_FORMS.items()
+            if matching_names(names, pattern)
+        ),
         None,
     )
 
@@ -253,19 +259,19 @@ def _is_sharded(names: Collection[str]) -> bool:
     return ".metadata" in names or any(fnmatchcase(name, "model_world_size_*_rank_*.pt") for name in names)
 
 
-def _default(names: Collection[str], kind: Kind, label: str) -> WeightFiles | None:
+def _default_weights(names: Collection[str], kind: Kind, label: str) -> WeightFiles | None:
     sets = list[WeightFiles]()
     for form in (form for of, form in _FORMS if of == kind):
         single, index = (name if name in names else None for name in map(str.format, form[:2], ("", "")))
         if single is not None or index is not None:
             sets.append(WeightFiles(kind=kind, index=index, single=single))
     if len(sets) > 1:
-        raise _ambiguous(label, [weights.single or weights.index or "" for weights in sets])
+        raise _ambiguous_weights(label, [weights.single or weights.index or "" for weights in sets])
     return sets[0] if sets else None
 
 
-def _other_index(names: Collection[str], label: str) -> WeightFiles | None:
-    variants = {name for _, name, _ in _variants(names)}
+def _only_index(names: Collection[str], label: str) -> WeightFiles | None:
+    variants = {name for _, name, _ in _variant_files(names)}
     indexes = sorted(
         name
         for name in names
@@ -274,35 +280,35 @@ def _other_index(names: Collection[str], label: str) -> WeightFiles | None:
         and not any(fnmatchcase(name, pattern) for pattern in _NOT_THE_MODEL)
     )
     if len(indexes) > 1:
-        raise _ambiguous(label, indexes)
+        raise _ambiguous_weights(label, indexes)
     return WeightFiles(kind="safetensors", index=indexes[0], single=None) if indexes else None
 
 
 def _only_variant(names: Collection[str], label: str) -> WeightFiles | None:
-    variants = sorted({variant for variant, _, _ in _variants(names)})
+    variants = sorted({variant for variant, _, _ in _variant_files(names)})
     if len(variants) > 1:
-        raise _ambiguous(label, sorted(name for _, name, _ in _variants(names)))
+        raise _ambiguous_weights(label, sorted(name for _, name, _ in _variant_files(names)))
     weights = _with_variant(names, variants[0]) if variants else None
     if weights is None:
         return None
-    note = f"no default weights in {escape(label)}: took its only variant, {escape(variants[0])}"
+    note = f"no default weights in {escape(label)}: opened its only variant, {escape(variants[0])}"
     return replace(weights, notes=(note,))
 
 
 def _with_variant(names: Collection[str], variant: str) -> WeightFiles | None:
-    """Return the files of a variant, safetensors before legacy ones; None if there are none."""
+    """Return the files of a variant, safetensors rather than legacy ones; None if there are none."""
     for kind, forms in _FORMS:
-        matching = [name for form in forms if (name := form.format(f".{variant}")) in names]
-        if len(matching) > 1:
-            raise _ambiguous(f"variant {variant}", matching)
-        if matching:
-            single, index = (None, matching[0]) if matching[0].endswith(".json") else (matching[0], None)
+        matches = [name for form in forms if (name := form.format(f".{variant}")) in names]
+        if len(matches) > 1:
+            raise _ambiguous_weights(f"variant {variant}", matches)
+        if matches:
+            single, index = (None, matches[0]) if matches[0].endswith(".json") else (matches[0], None)
             return WeightFiles(kind=kind, index=index, single=single)
     return None
 
 
-def _variants(names: Collection[str]) -> Iterator[tuple[str, str, Kind]]:
-    """Yield (variant, file name, kind) of every file that is named as a variant's."""
+def _variant_files(names: Collection[str]) -> Iterator[tuple[str, str, Kind]]:
+    """Yield (variant, file name, kind) for every file with a variant in its name."""
     for kind, form in ((kind, form) for kind, forms in _FORMS for form in forms):
         before, after = (re.escape(part) for part in form.split("{}"))
         pattern = re.compile(rf"{before}\.(?P<variant>[\w-]+(\.[\w-]+)*){after}", re.ASCII)
@@ -313,7 +319,7 @@ def _variants(names: Collection[str]) -> Iterator[tuple[str, str, Kind]]:
 
 
 def _no_such_variant(names: Collection[str], label: str, variant: str) -> SourceError:
-    variants = sorted({name for name, _, _ in _variants(names)})
+    variants = sorted({name for name, _, _ in _variant_files(names)})
     return SourceError(
         f"{escape(label)} has no weights of variant {escape(variant)!r}{suggestion(variant, variants)}",
         hint=f"give --variant {' or '.join(map(repr, variants))}"
@@ -322,7 +328,7 @@ def _no_such_variant(names: Collection[str], label: str, variant: str) -> Source
     )
 
 
-def _ambiguous(label: str, names: list[str]) -> SourceError:
+def _ambiguous_weights(label: str, names: list[str]) -> SourceError:
     return SourceError(
         f"{escape(label)}: {len(names)} files could be the weights",
         problems=map(escape, names),
@@ -331,30 +337,34 @@ def _ambiguous(label: str, names: list[str]) -> SourceError:
 
 
 def empty_directory(path: str) -> SourceError:
-    """Return the error for a directory that holds nothing."""
+    """Return the error for an empty directory."""
     return SourceError(
         f"{escape(path)} is an empty directory",
         hint="check the path, or copy or download the files into it first",
     )
 
 
-def _nothing_found(names: Collection[str], label: str, adapted: str | None, *, is_repo: bool) -> SourceError:
-    """Return an error that says what there is instead of a model's weights; arguments as for `select_weights`."""
+def _no_weights(names: Collection[str], label: str, adapted: str | None, *, is_repo: bool) -> SourceError:
+    """Return the error for a directory without a model's weights: it names what is there instead.
+
+    Args:
+        names, label, adapted, is_repo: as for `select_weights`.
+    """
     if not names and not is_repo:
         return empty_directory(label)
-    if adapters := matching(names, "adapter_model.*"):
+    if adapters := matching_names(names, "adapter_model.*"):
         return SourceError(
             f"{escape(label)}: expected a Hub model, found a PEFT adapter: {escape(adapters[0])}",
             hint=_MERGE.format(merge=merge_command(label, adapted, "merged")),
         )
     for _, stem, ending in _STEMS:
-        if shards := matching(names, f"{stem}-?????-of-?????.{ending}"):
+        if shards := matching_names(names, f"{stem}-?????-of-?????.{ending}"):
             return SourceError(
                 f"{escape(label)}: expected a Hub model, found shards whose index is missing: {escape(shards[0])}",
-                problems=[f"missing: {escape(name)}" for name in absent_parts(shards)],
+                problems=[f"missing: {escape(name)}" for name in missing_parts(shards)],
                 hint=f"download {stem}.{ending}.index.json too",
             )
-    form = other_form(names)
+    form = unread_format(names)
     return SourceError(
         f"{escape(label)}: no model weights found, neither model.safetensors nor an index"
         + (f"; this is {form}" if form else ""),

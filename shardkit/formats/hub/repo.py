@@ -1,8 +1,8 @@
-"""Models on the Hub: fetching the files that are needed, all of one commit, or their headers alone; and uploading.
+"""Download models from the Hub, or only the headers of their weights, always from one commit; and upload models.
 
 All traffic goes through huggingface_hub, with its session, cache, token, retries, progress bars and environment
-(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). The header of a safetensors file takes two HTTP range requests.
-huggingface_hub's own `parse_safetensors_file_metadata` reads the whole file if a server ignores ranges, and checks
+(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). The header of a safetensors file takes two HTTP range requests, made
+here: huggingface_hub's own `parse_safetensors_file_metadata` reads the whole file if a server ignores ranges, and checks
 little.
 """
 
@@ -31,26 +31,34 @@ from shardkit.files.remote.hub import (
 )
 from shardkit.formats.contract import OpenedHubModel
 from shardkit.formats.hub.assets import list_weights
-from shardkit.formats.hub.directory import Elsewhere, choose_weights, open_weights, weight_files, with_beside
+from shardkit.formats.hub.directory import (
+    RemoteHeaders,
+    choose_weights,
+    open_weights,
+    weight_files,
+    with_other_weights,
+)
 from shardkit.formats.hub.files import DIFFUSERS, MODEL, WeightFiles, select_weights
 from shardkit.formats.hub.safetensors import LENGTH_BYTES, SafetensorsHeader, check_header, text_length
 
-# What building the model needs besides weights; remote code is fetched here and never run here.
+# Files besides the weights that are needed to build the model. Remote code is downloaded here, and never run here.
 _SMALL_FILES = ("config.json", "generation_config.json", "*.py")
 
 # huggingface_hub 2.4, utils/_validators.py, validate_repo_id
 _REPO_ID = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _MAX_REPO_ID = 96
 _NUM_CONNECTIONS = 8
-_DOWNLOADED = "{name}: what a legacy file holds can be told only once it is here: the weights were downloaded into the cache"
-# Weights of an earlier upload in other files would be a second model beside the new ones.
+_DOWNLOADED = (
+    "{name}: a legacy file can be read only once it is here, so the weights were downloaded into the cache"
+)
+# Patterns of weight files. Those of an earlier upload with other names would be a second model beside the new one.
 _REPLACED = tuple(
     f"{stem}{end}"
     for stem in (MODEL, DIFFUSERS)
     for end in (".safetensors", "-*-of-*.safetensors", ".safetensors.index.json")
 )
-# vLLM 0.11, model_executor/layers/quantization: get_config_filenames of ModelOpt, GPTQ and AWQ. Loaders take plain weights
-# beside one of them for quantised.
+# vLLM 0.11, model_executor/layers/quantization: get_config_filenames of ModelOpt, GPTQ and AWQ. Loaders read plain weights
+# as quantised ones if such a file is beside them.
 _QUANTISED_CONFIGS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _FILE_ENDINGS = (".safetensors", ".bin", ".json", ".git", ".distcp", ".ckpt", ".pt", ".pth")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)", re.ASCII)  # RFC 9110, 14.4
@@ -70,7 +78,7 @@ def looks_like_repo_id(text: str) -> bool:
 
 
 class Repo(NamedTuple):
-    """A repo that a person named."""
+    """A repo that the user named."""
 
     id: str
     """`organisation/name`."""
@@ -79,14 +87,16 @@ class Repo(NamedTuple):
 
 
 def named_repo(text: str, revision: str | None = None) -> Repo | None:
-    """Return the repo that is meant by its id, by `hf://organisation/name@revision`, or by the address of its page.
+    """Return the repo that a text names, or None if it names no repo.
+
+    The text may be a repo id, `hf://organisation/name@revision`, or the address of the repo's web page.
 
     Args:
-        text: as a person gave it.
-        revision: given beside it.
+        text: as the user wrote it.
+        revision: from an option; None for the one in the text, or the default branch.
 
     Raises:
-        UsageError: the text has another revision.
+        UsageError: the text and `revision` name different revisions.
     """
     address = (address_of(text) or text).rstrip("/")
     if not address.startswith(SCHEME):
@@ -113,27 +123,27 @@ def fetch_model(
         repo_id: `organisation/name`.
         revision: branch, tag or commit; None is the default branch.
         variant: as for `open_model`.
-        headers_only: download no safetensors file; read only the headers of those that are not in the cache. Legacy
-            files have no header that could be read by itself: they are downloaded.
+        headers_only: download no safetensors file, and read only the headers of those that are not in the cache.
+            Legacy files have no separate header, so they are downloaded.
 
     Returns:
-        Model whose identity has the repo and the commit; every file is of that commit.
+        A model whose identity has the repo and the commit; every file is from that commit.
 
     Raises:
-        SourceError: no such repo, revision or weights, a gated repo, or damaged weights.
-        ResourceError: no network, offline without the files in the cache, or a full disk.
+        SourceError: the repo, revision or weights do not exist, the repo is gated, or weights are damaged.
+        ResourceError: no network; offline, and files are missing in the cache; or a full disk.
     """
-    with _explained(repo_id, revision):
+    with _explaining_errors(repo_id, revision):
         folder = _download(repo_id, revision, _SMALL_FILES)
         commit = os.path.basename(folder)
-        weights, repo_files = _choose(repo_id, commit, folder, variant)
+        weights, repo_files = _choose_among(repo_id, commit, folder, variant)
         names, absent = _weight_files(repo_id, commit, folder, weights)
-        elsewhere: Elsewhere = {}
+        elsewhere: RemoteHeaders = {}
         if headers_only and weights.kind == "safetensors":
             elsewhere = _read_headers(repo_id, commit, absent)
         else:
-            _download(repo_id, commit, _literal(names))
-    model = with_beside(open_weights(folder, weights, elsewhere=elsewhere), repo_files)
+            _download(repo_id, commit, _literal_patterns(names))
+    model = with_other_weights(open_weights(folder, weights, elsewhere=elsewhere), repo_files)
     if headers_only and absent and weights.kind != "safetensors":
         model.catalog.notes += (_DOWNLOADED.format(name=escape(absent[0])),)
     identity = replace(model.identity, repo=repo_id, commit=commit)
@@ -141,10 +151,10 @@ def fetch_model(
 
 
 def cached_model(source: str, revision: str | None = None, variant: str | None = None) -> str | None:
-    """Return the folder of a repo's model in the cache, if all of its weights are there; nothing is downloaded.
+    """Return the folder of a repo's model in the cache if all of its weights are there, else None. Downloads nothing.
 
     Args:
-        source: what may be a repo, as a person gave it.
+        source: as the user wrote it; it may also be a path, for which this is None.
         revision, variant: as for `fetch_model`.
     """
     try:
@@ -156,7 +166,7 @@ def cached_model(source: str, revision: str | None = None, variant: str | None =
         folder = str(snapshot_download(repo.id, revision=repo.revision, local_files_only=True))
         weights = choose_weights(folder, storage.listdir(folder), variant=variant)
         names, _ = weight_files(folder, weights)
-    except Exception:  # downloading will say what is wrong; of huggingface_hub's own there is no common base
+    except Exception:  # of many unrelated types; a download will raise the same problem
         return None
     return folder if all(storage.exists(os.path.join(folder, name)) for name in names) else None
 
@@ -164,17 +174,17 @@ def cached_model(source: str, revision: str | None = None, variant: str | None =
 def _weight_files(
     repo_id: str, commit: str, folder: str, weights: WeightFiles
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Download the index; return the names of the weight files, and of those that are not in the cache."""
+    """Download the index, and return the names of all weight files and of those that are not in the cache."""
     if weights.index:
-        _download(repo_id, commit, _literal([weights.index]))
+        _download(repo_id, commit, _literal_patterns([weights.index]))
     names, _ = weight_files(folder, weights)
     return names, [name for name in names if not storage.exists(os.path.join(folder, name))]
 
 
-def _read_headers(repo_id: str, commit: str, names: Iterable[str]) -> Elsewhere:
+def _read_headers(repo_id: str, commit: str, names: Iterable[str]) -> RemoteHeaders:
     """Read headers over the network, several at a time; files that the repo lacks are left out.
 
-    The entry of a damaged header raises the error, so that all damaged ones are reported together.
+    The function in the entry of a damaged header raises its error, so that all damaged ones are reported together.
     """
     from huggingface_hub import errors
 
@@ -195,39 +205,39 @@ def _read_headers(repo_id: str, commit: str, names: Iterable[str]) -> Elsewhere:
 
 
 def fetch_files(repo_id: str, patterns: Iterable[str], *, revision: str | None = None) -> str:
-    """Download the matching files of a repo into the cache; return the commit's folder there.
+    """Download the matching files of a repo into the cache, and return the commit's folder there.
 
     Raises:
         SourceError, ResourceError: as `fetch_model`.
     """
-    with _explained(repo_id, revision):
+    with _explaining_errors(repo_id, revision):
         return _download(repo_id, revision, patterns)
 
 
 def open_headers(repo_id: str, commit: str) -> OpenedHubModel | None:
-    """Open a repo's weights without downloading them; None if it has no safetensors weights.
+    """Open a repo's weights without downloading them; return None if it has no safetensors weights.
 
     Args:
         repo_id: `organisation/name`.
-        commit: a full hash whose small files are in the cache.
+        commit: the full hash.
 
     Raises:
         SourceError, ResourceError: as `fetch_model`.
     """
-    with _explained(repo_id, commit):
+    with _explaining_errors(repo_id, commit):
         folder = _download(repo_id, commit, _SMALL_FILES)
         try:
-            weights, repo_files = _choose(repo_id, commit, folder, None)
+            weights, repo_files = _choose_among(repo_id, commit, folder, None)
         except SourceError:  # an adapter's repo, or one of configs alone
             return None
         if weights.kind != "safetensors":
             return None
         elsewhere = _read_headers(repo_id, commit, _weight_files(repo_id, commit, folder, weights)[1])
-    return with_beside(open_weights(folder, weights, elsewhere=elsewhere), repo_files)
+    return with_other_weights(open_weights(folder, weights, elsewhere=elsewhere), repo_files)
 
 
 def list_files(repo_id: str, commit: str) -> list[str]:
-    """Return the names of a repo's files; none where the Hub does not answer."""
+    """Return the names of a repo's files, or an empty list if the Hub does not answer."""
     from huggingface_hub import list_repo_files
 
     try:
@@ -237,26 +247,26 @@ def list_files(repo_id: str, commit: str) -> list[str]:
 
 
 class RepoFile(NamedTuple):
-    """A file of a repo, as the Hub describes it."""
+    """The Hub's description of a file in a repo."""
 
     name: str
     size: int
     """Bytes."""
     git_id: str
-    """Git id of what the repo's history holds: the file itself if `sha256` is None, else a pointer to it."""
+    """Git id of the blob in the repo's history: the file itself if `sha256` is None, else a pointer to it."""
     sha256: str | None
-    """Of the file, in hex, if it lies outside git (LFS, Xet); else None."""
+    """Of the file, in hex, if it is stored outside git (LFS, Xet); else None."""
 
 
 def list_repo(repo_id: str, *, revision: str | None = None) -> tuple[str, dict[str, RepoFile]]:
-    """Return the commit and the files of a repo, by name; nothing is downloaded.
+    """Return the commit of a repo, and its files by name; nothing is downloaded.
 
     Args:
         repo_id: `organisation/name`.
         revision: branch, tag or commit; None is the default branch.
 
     Raises:
-        UsageError: huggingface_hub is told to stay offline.
+        UsageError: HF_HUB_OFFLINE is set.
         SourceError, ResourceError: as `fetch_model`.
     """
     from huggingface_hub import HfApi, constants
@@ -264,7 +274,7 @@ def list_repo(repo_id: str, *, revision: str | None = None) -> tuple[str, dict[s
 
     if constants.HF_HUB_OFFLINE:
         raise UsageError("the Hub must be asked, but HF_HUB_OFFLINE is set", hint="unset it")
-    with _explained(repo_id, revision):
+    with _explaining_errors(repo_id, revision):
         api = HfApi()
         commit = str(api.model_info(repo_id, revision=revision).sha)
         files = [
@@ -276,7 +286,7 @@ def list_repo(repo_id: str, *, revision: str | None = None) -> tuple[str, dict[s
 
 
 def _download(repo_id: str, revision: str | None, patterns: Iterable[str]) -> str:
-    """Download the files that match and return the commit's folder in the cache."""
+    """Download the matching files, and return the commit's folder in the cache."""
     from huggingface_hub import snapshot_download
 
     folder = str(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
@@ -284,16 +294,18 @@ def _download(repo_id: str, revision: str | None, patterns: Iterable[str]) -> st
     return folder
 
 
-def _literal(names: Iterable[str]) -> list[str]:
+def _literal_patterns(names: Iterable[str]) -> list[str]:
     """Return patterns that match these names and nothing else."""
     return [glob.escape(name) for name in names]
 
 
-def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tuple[WeightFiles, list[str]]:
-    """Choose the weights among the repo's files, or the cached ones if the Hub does not answer.
+def _choose_among(
+    repo_id: str, commit: str, folder: str, variant: str | None
+) -> tuple[WeightFiles, list[str]]:
+    """Choose the weights among the repo's files, or among the cached files if the Hub does not answer.
 
     Returns:
-        The weights, and the names of the files among which they were chosen.
+        The weights, and the names of all files among which they were chosen.
     """
     from huggingface_hub import list_repo_files
 
@@ -305,14 +317,14 @@ def _choose(repo_id: str, commit: str, folder: str, variant: str | None) -> tupl
             return select_weights(cached, repo_id, variant=variant, is_repo=True), list_weights(folder)
         except SourceError:
             pass
-        raise  # the Hub's failure explains more than what the cache lacks
+        raise  # the Hub's error explains more than a list of files that the cache lacks
     top = [name for name in names if "/" not in name]
     return select_weights(top, repo_id, variant=variant, is_repo=True), names
 
 
 @contextmanager
-def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
-    """Turn errors of huggingface_hub into one clear line."""
+def _explaining_errors(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Replace errors of huggingface_hub by errors of ours, whose message is one clear line."""
     try:
         yield
     except ShardkitError:
@@ -336,64 +348,66 @@ def _explain(error: Exception, repo_id: str, revision: str | None) -> ShardkitEr
 
 
 def read_remote_header(repo_id: str, commit: str, name: str) -> SafetensorsHeader:
-    """Read and check the header of a safetensors file of a repo, and no byte of its data.
+    """Read and check the header of a safetensors file in a repo, without its data.
 
     Args:
         repo_id: `organisation/name`.
-        commit: a full hash, so that both requests see one file.
+        commit: the full hash, so that both requests read the same file.
         name: of the file in the repo.
 
     Raises:
-        SourceError: a rule of the format is broken, going by the file size that the server tells.
+        SourceError: the header breaks a rule of the format, or does not fit the file size that the server reports.
         ResourceError: the server's answer makes no sense.
         Exception: from huggingface_hub and its HTTP client.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     url = hf_hub_url(repo_id, name, revision=commit)
-    start, size = _get(url, 0, LENGTH_BYTES, name)
+    start, size = _get_range(url, 0, LENGTH_BYTES, name)
     if size is None:
         size = get_hf_file_metadata(url).size
     if size is None:
-        raise _senseless(name, "it does not tell the size of the file")
+        raise _senseless_answer(name, "it does not report the file's size")
     length = text_length(start, size, name)
-    text = _get(url, LENGTH_BYTES, LENGTH_BYTES + length, name)[0] if length else b""
+    text = _get_range(url, LENGTH_BYTES, LENGTH_BYTES + length, name)[0] if length else b""
     if (len(start), len(text)) != (LENGTH_BYTES, length):
-        raise _senseless(name, f"{len(start) + len(text)} bytes came of a header of {LENGTH_BYTES + length}")
+        raise _senseless_answer(
+            name, f"{len(start) + len(text)} bytes came of a header of {LENGTH_BYTES + length}"
+        )
     return check_header(text, size, name)
 
 
-def _get(url: str, start: int, stop: int, name: str) -> tuple[bytes, int | None]:
-    """Return bytes `start` to `stop` of a file, none if it is empty; and its size, None if the server does not say."""
+def _get_range(url: str, start: int, stop: int, name: str) -> tuple[bytes, int | None]:
+    """Return bytes `start` to `stop` of a file, and its size; None if the server does not report the size."""
     with _stream(url, f"bytes={start}-{stop - 1}") as (response, pieces):
         try:
-            return _read(response, pieces, start, stop, name)
+            return _read_response(response, pieces, start, stop, name)
         except Exception as error:
-            # Raised below: http_stream_backoff mistakes it for a failed attempt when it passes through.
+            # Raised outside the context: inside, http_stream_backoff would mistake it for a failed attempt.
             failure = error
     raise failure
 
 
-def _read(
+def _read_response(
     response: Response, pieces: Iterable[bytes], start: int, stop: int, name: str
 ) -> tuple[bytes, int | None]:
-    """Do the same with an answer that has a part of the file, or all of it."""
+    """Return the same from a response, whose body may be the requested range or the whole file."""
     from huggingface_hub import utils
 
     if response.status_code == _UNSATISFIABLE and start == 0:
         return b"", 0
     utils.hf_raise_for_status(response)  # type: ignore[attr-defined, arg-type]
     if response.status_code != _PARTIAL:  # the server ignores ranges: take the beginning, leave the rest
-        return _take(pieces, stop)[start:], _content_length(response.headers)
+        return _first_bytes(pieces, stop)[start:], _content_length(response.headers)
     content_range = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
     if content_range is None or int(content_range[1]) != start:
-        raise _senseless(name, "it answers with another range than it was asked for")
+        raise _senseless_answer(name, "it answers with another range than it was asked for")
     size = None if content_range[2] == "*" else int(content_range[2])
-    return _take(pieces, stop - start), size
+    return _first_bytes(pieces, stop - start), size
 
 
-def _take(pieces: Iterable[bytes], nbytes: int) -> bytes:
-    """Return the first bytes of a body, reading little more."""
+def _first_bytes(pieces: Iterable[bytes], nbytes: int) -> bytes:
+    """Return the first bytes of a body, and read little more than these."""
     body = bytearray()
     for piece in pieces:
         body += piece
@@ -409,11 +423,11 @@ def _content_length(headers: Mapping[str, str]) -> int | None:
 
 @contextmanager
 def _stream(url: str, byte_range: str) -> Iterator[tuple[Response, Iterable[bytes]]]:
-    """Ask for a range and yield the response before its body is read."""
+    """Request a range, and yield the response and its unread body in pieces."""
     from huggingface_hub import constants
     from huggingface_hub import utils as installed
 
-    utils: Any = installed  # it exports its functions without saying so, and others in other versions
+    utils: Any = installed  # its functions are not in its type stubs, and differ between versions
     # Compression would hide the size, and a header would gain little from it.
     headers = {**utils.build_hf_headers(), "Range": byte_range, "Accept-Encoding": "identity"}
     options: dict[str, Any] = {
@@ -429,7 +443,7 @@ def _stream(url: str, byte_range: str) -> Iterator[tuple[Response, Iterable[byte
             yield response, response.iter_content(_PIECE_BYTES)
 
 
-def _senseless(name: str, reason: str) -> ResourceError:
+def _senseless_answer(name: str, reason: str) -> ResourceError:
     return ResourceError(
         f"{escape(name)}: the server cannot be understood: {reason}",
         hint="check HF_ENDPOINT and any proxy; without --dry-run the whole file is downloaded",
@@ -437,14 +451,14 @@ def _senseless(name: str, reason: str) -> ResourceError:
 
 
 def check_push(repo_id: str, *, is_tried: bool = False) -> None:
-    """Refuse a repo that nothing can be uploaded to, before any work is done.
+    """Refuse an upload that cannot succeed, before any work is done.
 
     Args:
-        repo_id: as it was given.
-        is_tried: only a dry run: nobody needs to be logged in.
+        repo_id: as the user wrote it.
+        is_tried: True for a dry run, which needs no login.
 
     Raises:
-        UsageError: not a repo id, nobody is logged in, or huggingface_hub is told to stay offline.
+        UsageError: `repo_id` is malformed, nobody is logged in, or HF_HUB_OFFLINE is set.
     """
     if not looks_like_repo_id(repo_id):
         raise UsageError(
@@ -463,34 +477,34 @@ def check_push(repo_id: str, *, is_tried: bool = False) -> None:
         )
 
 
-class Pushed(NamedTuple):
-    """An upload."""
+class HubUpload(NamedTuple):
+    """The result of an upload."""
 
     address: str
-    """Of the repo, or of its branch."""
+    """Web address of the repo, or of its branch."""
     kept: tuple[str, ...] = ()
-    """Files that were not uploaded, as the repo has its own."""
+    """Files that were not uploaded, because the repo has its own."""
     removed: tuple[str, ...] = ()
-    """Configs of the repo's earlier weights, which were quantised; these weights have none."""
+    """Files in the repo that described quantised earlier weights; the new weights have none, so they were removed."""
 
 
 def push(
     directory: str, repo_id: str, *, private: bool, branch: str | None, by_people: Iterable[str] = ()
-) -> Pushed:
+) -> HubUpload:
     """Upload a directory.
 
-    Files of the same name are replaced. Weights of an earlier upload in other files are removed, and what says how these
-    were quantised. Everything else in the repo stays.
+    Files of the same name are replaced. Weight files of an earlier upload with other names are removed, and so are the
+    configs of their quantisation. Everything else in the repo stays.
 
     Args:
         directory: complete and checked.
         repo_id: created if it does not exist.
         private: whether a new repo is private.
         branch: created if it does not exist; None is the default one.
-        by_people: files that are not uploaded where the repo has some of their names: a card that somebody wrote there.
+        by_people: files that are not uploaded if the repo has them already, such as a card that somebody wrote there.
 
     Raises:
-        ResourceError: the Hub refuses, or cannot be reached; the directory stays as it is.
+        ResourceError: the Hub refuses, or cannot be reached. The directory is not changed.
     """
     from huggingface_hub import HfApi
 
@@ -510,12 +524,12 @@ def push(
             delete_patterns=[*_REPLACED, *_QUANTISED_CONFIGS],  # removes those that are not uploaded anew
         )
     except Exception as error:  # also whatever the HTTP client and the Xet client raise
-        raise _refused(error, directory, repo_id) from None
+        raise _upload_error(error, directory, repo_id) from None
     removed = repo_files.intersection(_QUANTISED_CONFIGS).difference(storage.listdir(directory))
-    return Pushed(url if branch is None else f"{url}/tree/{branch}", tuple(kept), tuple(sorted(removed)))
+    return HubUpload(url if branch is None else f"{url}/tree/{branch}", tuple(kept), tuple(sorted(removed)))
 
 
-def _refused(error: Exception, directory: str, repo_id: str) -> ResourceError:
+def _upload_error(error: Exception, directory: str, repo_id: str) -> ResourceError:
     status = status_of(error)
     first = (str(error).strip().splitlines() or [""])[0]
     reason = f"{f'HTTP {status}' if status else type(error).__name__}: {escape(first)}"

@@ -1,16 +1,16 @@
-"""The safetensors format: headers, checked in full, and the files of an output, as images with holes.
+"""The safetensors format: read and check headers, and plan the weight files of an output as images with holes.
 
     8 bytes   length n of the header, unsigned, little-endian
     n bytes   JSON: {name: {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__": {str: str}}
     the rest  the data; offsets count from here, and tile it without a gap
 
-torch's HuggingFaceStorageWriter puts records of `torch.save` before that, one for each value that is no tensor. They are
-passed over: offsets count from behind them.
+torch's HuggingFaceStorageWriter writes records of `torch.save` in front of all this, one for each value that is not a
+tensor. They are skipped, and the format begins after them.
 
-A header that is read describes every byte of its file exactly once. An output's tensors are divided over files as
-transformers and huggingface_hub divide them: in order, each into the current file until that would become too large; a
-tensor larger than the limit gets a file of its own. Within a file wider elements come first, so that each tensor starts
-at a multiple of its element size: readers make views of the bytes as they lie.
+A header is accepted only if it describes every byte of its file exactly once. The tensors of an output are divided over
+files as transformers and huggingface_hub divide them: in order, each into the current file until that would become too
+large; a tensor larger than the limit gets a file of its own. Within a file wider elements come first, so that each
+tensor starts at a multiple of its element size, because readers use views of the file's bytes.
 
 Source: the safetensors README, section "Format"; safetensors 0.8, safetensors/src/tensor.rs, also `prepare`;
 huggingface_hub 2.4, serialization/_base.py, split_state_dict_into_shards_factory.
@@ -50,7 +50,7 @@ from shardkit.transfer.images import Hole, ImageList, Piece, TensorHoles
 MAX_HEADER_BYTES = 100_000_000
 
 LENGTH_BYTES = 8
-"""Bytes before the header's text, which say how long it is."""
+"""Number of bytes of the length field before the header's text."""
 
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -60,12 +60,12 @@ _LIMIT = 2**63  # torch counts elements and bytes in int64
 
 
 class StoredTensor(NamedTuple):
-    """A tensor and where its bytes lie."""
+    """A tensor and the place of its bytes."""
 
     fqn: str
     dtype: DType
     shape: Shape
-    """As torch counts elements: float4_e2m1fn_x2 has half of the header's last dim."""
+    """In torch's elements: for float4_e2m1fn_x2, the last dim is half of that in the header."""
     start: int
     """First byte, counted from the start of the file."""
     nbytes: int
@@ -73,19 +73,19 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetensorsHeader:
-    """What a safetensors file holds; no tensor data."""
+    """The parsed header of a safetensors file."""
 
     tensors: tuple[StoredTensor, ...]
     """In the order of their bytes in the file."""
     metadata: dict[str, str]
-    """`__metadata__`, empty if there is none."""
+    """The header's `__metadata__`, or an empty dict."""
     size: int
     """Bytes of the whole file."""
     crc32: int
     """CRC-32 of the JSON text."""
     stamp: FileStamp | None
-    """The file's, when the header was read; None if the file is not on this machine."""
-    # What a legacy file may have besides, as in `BinFile`.
+    """Stamp of the file when the header was read; None if the file is not on this machine."""
+    # The other attributes that a legacy file (`BinFile`) has too.
     notes: tuple[str, ...] = ()
     num_records: int = 0
     """Records of `torch.save` before the tensors."""
@@ -98,14 +98,14 @@ def read_header(path: str, name: str) -> SafetensorsHeader:
     """Read and check the header of a safetensors file.
 
     Args:
-        path: where the file is.
-        name: how to call it in messages.
+        path: of the file.
+        name: of the file in messages.
 
     Returns:
-        Header whose tensors tile the data exactly.
+        A header whose tensors tile the data exactly.
 
     Raises:
-        SourceError: not a regular file, or any rule of the format is broken; names file and tensors,
+        SourceError: not a regular file, or it breaks a rule of the format; names file and tensors,
             all problems of one kind at once.
         ResourceError: the file may not be read.
 
@@ -115,7 +115,7 @@ def read_header(path: str, name: str) -> SafetensorsHeader:
     if stamped_text is None:
         with open_regular(path, name) as (fd, size):
             if read_exactly(fd, 0, min(size, len(ZIP)), name) == ZIP:
-                return _behind_records(fd, size, name)
+                return _read_after_records(fd, size, name)
             length = text_length(read_exactly(fd, 0, min(size, LENGTH_BYTES), name), size, name)
             stamped_text = read_exactly(fd, LENGTH_BYTES, length, name), stamp_of(fd)
         shared_reads.note(HEADER, path, *stamped_text)
@@ -123,9 +123,9 @@ def read_header(path: str, name: str) -> SafetensorsHeader:
     return check_header(text, stamp.size, name, stamp)
 
 
-def _behind_records(fd: int, size: int, name: str) -> SafetensorsHeader:
-    """Read the header behind records of `torch.save`; its places count from the start of the file."""
-    # Here: other files of a Hub model need nothing of torch.save's format.
+def _read_after_records(fd: int, size: int, name: str) -> SafetensorsHeader:
+    """Read a header that follows records of `torch.save`; its places are relative to the start of the file."""
+    # Imported here, as other files of a Hub model do not need torch.save's format.
     from shardkit.formats.torchsave.archive import record_length
 
     num_records, base = 0, 0
@@ -140,20 +140,20 @@ def _behind_records(fd: int, size: int, name: str) -> SafetensorsHeader:
     text = read_exactly(fd, base + LENGTH_BYTES, length, name)
     header = check_header(text, size - base, name, stamp_of(fd))
     note = (
-        f"{escape(name)} begins with {count(num_records, 'record')} of torch.save, of what is no tensor: not read, and "
-        "torch itself cannot open such a file"
+        f"{escape(name)} begins with {count(num_records, 'record')} of torch.save, for values that are not tensors: they "
+        "are not read, and torch itself cannot open such a file"
     )
     tensors = tuple(tensor._replace(start=base + tensor.start) for tensor in header.tensors)
     return replace(header, tensors=tensors, size=size, notes=(note,), num_records=num_records)
 
 
 def text_length(start: bytes, size: int, name: str) -> int:
-    """Return the bytes of a header's text.
+    """Return the number of bytes of a header's text.
 
     Args:
-        start: the file's first LENGTH_BYTES, fewer if it has no more.
+        start: the first LENGTH_BYTES bytes of the file, or all of a shorter file.
         size: bytes of the whole file.
-        name: how to call it in messages.
+        name: of the file in messages.
 
     Raises:
         SourceError: the file has no room for the header, or the header is larger than the format allows.
@@ -179,13 +179,13 @@ def text_length(start: bytes, size: int, name: str) -> int:
 
 
 def check_header(text: bytes, size: int, name: str, stamp: FileStamp | None = None) -> SafetensorsHeader:
-    """Check a header, wherever its text came from.
+    """Parse and check the text of a header, which may come from a local file or from the Hub.
 
     Args:
         text: the JSON, `text_length` bytes.
         size: bytes of the whole file.
-        name: how to call it in messages.
-        stamp: of the file on this machine.
+        name: of the file in messages.
+        stamp: of the file; None if it is not on this machine.
 
     Raises:
         SourceError: as `read_header`.
@@ -218,7 +218,7 @@ def _check_metadata(metadata: object, name: str) -> dict[str, str]:
 
 
 def _check_entries(header: dict[str, object], base: int, name: str) -> tuple[StoredTensor, ...]:
-    """Check each tensor by itself and return them in the order of their bytes."""
+    """Check each tensor by itself, and return all in the order of their bytes."""
     tensors, problems = [], []
     for fqn, fields in header.items():
         try:
@@ -235,13 +235,17 @@ def _check_entries(header: dict[str, object], base: int, name: str) -> tuple[Sto
 
 
 def _check_entry(fqn: str, fields: object, base: int) -> StoredTensor:
-    """Return a tensor, or raise ValueError with what is wrong."""
+    """Return the tensor of one entry of the header.
+
+    Raises:
+        ValueError: the entry breaks a rule; the text says which.
+    """
     if not is_unicode(fqn):
         raise ValueError("the name holds a lone surrogate, which is not Unicode text")
     if not isinstance(fields, dict):
         raise ValueError(f"expected an object, found {type(fields).__name__}")
     if fields.keys() != _FIELDS:
-        raise ValueError(f"expected the fields {_list(_FIELDS)}, found {_list(fields) or 'none'}")
+        raise ValueError(f"expected the fields {_names_text(_FIELDS)}, found {_names_text(fields) or 'none'}")
     shape = _check_integers("shape", fields["shape"])
     offsets = _check_integers("data_offsets", fields["data_offsets"])
     if len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -251,7 +255,7 @@ def _check_entry(fqn: str, fields: object, base: int) -> StoredTensor:
     expected, nbytes = prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
     if expected != nbytes:
         raise ValueError(
-            f"{dtype.safetensors} of shape {_show(shape)} takes {expected} bytes, data_offsets give {nbytes}"
+            f"{dtype.safetensors} of shape {_value_text(shape)} takes {expected} bytes, data_offsets give {nbytes}"
         )
     return StoredTensor(fqn, dtype, shape, base + offsets[0], nbytes)
 
@@ -259,9 +263,9 @@ def _check_entry(fqn: str, fields: object, base: int) -> StoredTensor:
 def _check_integers(field: str, value: object) -> tuple[int, ...]:
     # `type` and not isinstance: a bool is an int to Python.
     if not isinstance(value, list) or any(type(item) is not int for item in value):
-        raise ValueError(f"{field}: expected a list of integers, found {_show(value)}")
+        raise ValueError(f"{field}: expected a list of integers, found {_value_text(value)}")
     if any(not 0 <= item < _LIMIT for item in value):
-        raise ValueError(f"{field}: expected integers from 0 to 2^63 - 1, found {_show(value)}")
+        raise ValueError(f"{field}: expected integers from 0 to 2^63 - 1, found {_value_text(value)}")
     return tuple(value)
 
 
@@ -270,11 +274,11 @@ def _check_count(shape: Shape) -> None:
     for size in shape:  # not prod(): a hostile shape has millions of dims, and the product never ends
         count *= size or 1
         if count >= _LIMIT:
-            raise ValueError(f"shape: {_show(shape)} has more elements than 63 bits can count")
+            raise ValueError(f"shape: {_value_text(shape)} has more elements than 63 bits can count")
 
 
 def _check_dtype(tag: object, shape: Shape) -> tuple[DType, Shape]:
-    """Return the dtype, and the shape as torch counts elements."""
+    """Return the dtype, and the shape in torch's elements."""
     if not isinstance(tag, str):
         raise ValueError(f"dtype: expected a string, found {type(tag).__name__}")
     if tag.startswith("F6_"):
@@ -286,7 +290,7 @@ def _check_dtype(tag: object, shape: Shape) -> tuple[DType, Shape]:
         return dtype, shape
     # safetensors counts 4-bit values, torch's float4_e2m1fn_x2 pairs of them along the last dim.
     if not shape or shape[-1] % 2:
-        raise ValueError(f"shape: {_show(shape)} of F4, torch needs an even last dim")
+        raise ValueError(f"shape: {_value_text(shape)} of F4, torch needs an even last dim")
     return dtype, (*shape[:-1], shape[-1] // 2)
 
 
@@ -327,11 +331,11 @@ def _damaged(name: str, reason: str) -> SourceError:
     return SourceError(f"{escape(name)}: {reason}", hint=DOWNLOAD_AGAIN)
 
 
-def _list(names: set[str] | dict[str, object]) -> str:
+def _names_text(names: set[str] | dict[str, object]) -> str:
     return ", ".join(sorted(escape(name) for name in names))
 
 
-def _show(value: object) -> str:
+def _value_text(value: object) -> str:
     """Return a value from a header for a message, cut and escaped."""
     if isinstance(value, tuple):
         value = list(value)
@@ -346,9 +350,9 @@ class OutputTensor(NamedTuple):
     source: str
     """The name in the source catalog."""
     dtype: DType
-    """What it is to be stored as."""
+    """The dtype in the file."""
     shape: Shape
-    """As torch counts elements."""
+    """In torch's elements."""
 
     @property
     def nbytes(self) -> int:
@@ -357,12 +361,12 @@ class OutputTensor(NamedTuple):
 
     @property
     def num_values(self) -> int:
-        """Numbers in it: an element of float4_e2m1fn_x2 holds two."""
+        """Number of values: an element of float4_e2m1fn_x2 has two."""
         return prod(_header_shape(self))
 
 
 class _PieceFrame(NamedTuple):
-    """The bytes around a piece: the header before a file's first, none around the others."""
+    """The bytes around a piece: the header before the first piece of a file, and none around the others."""
 
     prefix: bytes
     prefix_crc: int
@@ -377,12 +381,12 @@ _NO_FRAME = _PieceFrame(b"", 0)
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsImage:
-    """One file."""
+    """One weight file to be written."""
 
     name: str
     size: int
     header: bytes
-    """Everything before the data: the length, the JSON text and blanks."""
+    """All bytes before the data: the length, the JSON text and blanks."""
     tensors: tuple[OutputTensor, ...]
     """In the order of their bytes."""
     holes: tuple[Hole, ...]
@@ -392,8 +396,8 @@ class SafetensorsImage:
         return len(self.holes)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Yield the first byte and the end of every piece."""
-        start = 0  # the header comes with the first
+        """Yield (start, stop) of every piece, in bytes."""
+        start = 0  # the first piece includes the header
         for hole in self.holes:
             yield start, hole.start + hole.nbytes
             start = hole.start + hole.nbytes
@@ -428,11 +432,11 @@ class SafetensorsImages(ImageList[SafetensorsImage]):
 
         Args:
             tensors: with distinct names, in the order in which they are divided over files.
-            max_shard_bytes: most bytes of tensors in one file; None makes a single one.
-            stem: what the file names begin with.
-            files: file name -> names of its tensors in their order, of all tensors; None divides them by size.
-            index: the name of the index of `files`; None if they have none.
-            settings: of each header, beside its format.
+            max_shard_bytes: most bytes of tensors in one file; None makes a single file.
+            stem: beginning of the file names.
+            files: file name -> names of its tensors in order; together these are all tensors. None divides by size.
+            index: the name of the index of `files`; None if they have no index.
+            settings: further items of each header's `__metadata__`.
 
         Raises:
             SourceError: dtypes or names that safetensors cannot hold, or a header that is too large.
@@ -446,7 +450,7 @@ class SafetensorsImages(ImageList[SafetensorsImage]):
                 for name, fqns in files.items()
             ]
         else:
-            groups = _split(tensors, max_shard_bytes)
+            groups = _split_tensors(tensors, max_shard_bytes)
             self.images = [
                 _make_image(_file_name(stem, number, len(groups)), group, settings)
                 for number, group in enumerate(groups)
@@ -464,7 +468,7 @@ class SafetensorsImages(ImageList[SafetensorsImage]):
                 self._holes[tensor.fqn] = [(number, next(holes)) for _ in _regions(tensor)]
 
     def tensors(self) -> Iterator[TensorHoles]:
-        """Yield what is known of each tensor's holes together."""
+        """Yield one `TensorHoles` for each tensor, which describes all of its holes."""
         for fqn, tensor in self._stored.items():
             sizes = tuple({hole.region.sizes: None for _, hole in self._holes[fqn]})
             yield TensorHoles(fqn, tensor.source, sizes, tensor.dtype, tensor.nbytes)
@@ -473,10 +477,10 @@ class SafetensorsImages(ImageList[SafetensorsImage]):
         """Yield (image index, hole) of a tensor, in the order of its bytes."""
         yield from self._holes[fqn]
 
-    def marked(self, mark: str) -> SafetensorsImages:
+    def with_mark(self, mark: str) -> SafetensorsImages:
         """Return the same images with a mark in their names, and always with an index.
 
-        So the files of two models can lie side by side, and the index says which of them are the model.
+        The files of two models can then be in one directory, and the index lists those that are the model.
         """
         changed, total = copy(self), len(self.images)
         changed.has_index = True
@@ -487,7 +491,7 @@ class SafetensorsImages(ImageList[SafetensorsImage]):
         return changed
 
     def index(self) -> bytes | None:
-        """Return the index as transformers writes it; None if a single file needs none."""
+        """Return the index in transformers' form; None for a single file, which needs no index."""
         if not self.has_index:
             return None
         content = {
@@ -504,8 +508,8 @@ def _file_name(stem: str, number: int, total: int) -> str:
     return f"{stem}.safetensors" if total == 1 else f"{stem}-{number + 1:05d}-of-{total:05d}.safetensors"
 
 
-def _split(tensors: Sequence[OutputTensor], limit: int | None) -> list[list[OutputTensor]]:
-    """Divide tensors over files, the way that the module's docstring says."""
+def _split_tensors(tensors: Sequence[OutputTensor], limit: int | None) -> list[list[OutputTensor]]:
+    """Divide tensors over files in the way that the module's docstring describes."""
     if limit is None or not tensors:
         return [list(tensors)]
     groups, current, size = list[list[OutputTensor]](), list[OutputTensor](), 0
@@ -537,7 +541,7 @@ def _make_image(name: str, tensors: Sequence[OutputTensor], settings: Mapping[st
 
 
 def are_aligned(tensors: Sequence[OutputTensor]) -> bool:
-    """True if each tensor starts at a multiple of its element size when they lie in this order."""
+    """True if, stored in this order, each tensor starts at a multiple of its element size."""
     start = 0
     for tensor in tensors:
         if start % tensor.dtype.itemsize:
@@ -547,7 +551,7 @@ def are_aligned(tensors: Sequence[OutputTensor]) -> bool:
 
 
 def _regions(tensor: OutputTensor) -> list[Region]:
-    """Return the contiguous parts that a tensor is filled in."""
+    """Return the contiguous regions in which a tensor is filled; more than one only for a large tensor."""
     if tensor.nbytes <= _PIECE_BYTES:
         return [full_region(tensor.shape)]
     return list(blocks(tensor.shape, _PIECE_BYTES // tensor.dtype.itemsize))
@@ -558,12 +562,12 @@ def make_header(
     tensors: Sequence[OutputTensor],
     metadata: Mapping[str, str] = MappingProxyType({"format": "pt"}),
 ) -> bytes:
-    """Return everything before the data of a file.
+    """Return all bytes before the data of a file: length, JSON text and blanks.
 
     Args:
         name: of the file, for messages.
         tensors: in the order of their bytes.
-        metadata: of the header.
+        metadata: the header's `__metadata__`.
 
     Raises:
         SourceError: the header is too large.
@@ -589,17 +593,17 @@ def make_header(
 
 
 def _header_shape(tensor: OutputTensor) -> Shape:
-    """Return the shape as safetensors counts: 4-bit values one by one, torch's float4 in pairs."""
+    """Return the shape in safetensors' elements: it counts 4-bit values one by one, torch's float4 in pairs."""
     if tensor.dtype.safetensors == "F4" and tensor.shape:
         return (*tensor.shape[:-1], tensor.shape[-1] * 2)
     return tensor.shape
 
 
 def check_writable(tensors: Sequence[OutputTensor]) -> None:
-    """Refuse what safetensors cannot hold.
+    """Refuse tensors that safetensors cannot hold.
 
     Raises:
-        SourceError: dtypes or names; lists the tensors.
+        SourceError: it lacks their dtypes, or forbids their names; lists the tensors.
     """
     unknown = [
         f"{escape(tensor.fqn)}: {tensor.dtype.name}" for tensor in tensors if tensor.dtype.safetensors is None

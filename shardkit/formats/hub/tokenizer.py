@@ -1,4 +1,4 @@
-"""A tokenizer that a person names for the output: its files, and how many rows of an embedding it needs.
+"""Read a tokenizer: its files, its tokens, the rows of an embedding that it needs, and its differences from another.
 
 Sources: tokenizers 0.22, `tokenizer.json`; transformers 5.24, `vocab_files_names` and `added_tokens_decoder`;
 sentencepiece_model.proto, field 1 of ModelProto.
@@ -24,8 +24,8 @@ SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _SAID_ROLES = ("bos_token", "eos_token", "pad_token")
 _TEXTS = ("tokenizer.json", "vocab.json", "vocab.txt")
 
-Files = Mapping[str, Callable[[], bytes]]
-"""Name -> what reads the file."""
+FileReaders = Mapping[str, Callable[[], bytes]]
+"""Name of a tokenizer's file -> function that reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +33,19 @@ class Tokenizer:
     """A tokenizer's files."""
 
     label: str
-    """What it is, for messages; escaped."""
+    """The option and directory, for messages; escaped."""
     files: Mapping[str, str]
     """Name -> path."""
     tokens: int | None
-    """The rows that it needs: one more than its highest id. None if its files are of a kind that is not read here."""
+    """The rows of an embedding that it needs: its highest id plus one. None if its kind of vocabulary is not read here."""
 
 
 def open_tokenizer(directory: str) -> Tokenizer:
     """Open the tokenizer in a directory.
 
     Raises:
-        SourceError: no directory, none in it, or damaged files or pointers of Git LFS.
-        ResourceError: it cannot be read.
+        SourceError: not a directory, no tokenizer in it, or files that are damaged or are pointers of Git LFS.
+        ResourceError: a file cannot be read.
     """
     is_directory = storage.isdir(directory)
     files = tokenizer_files(directory) if is_directory else {}
@@ -61,20 +61,20 @@ def open_tokenizer(directory: str) -> Tokenizer:
 def read_tokenizer(label: str, files: Mapping[str, str]) -> Tokenizer:
     """Read a tokenizer's files, name -> path; errors as for `open_tokenizer`."""
     refuse_pointers(files)
-    return Tokenizer(label=label, files=files, tokens=_count(files))
+    return Tokenizer(label=label, files=files, tokens=_count_rows(files))
 
 
 def tokenizer_files(directory: str) -> dict[str, str]:
     """Return the files of a tokenizer in a directory: name -> path.
 
     Raises:
-        ResourceError: it cannot be listed.
+        ResourceError: the directory cannot be listed.
     """
     return {name: path for name, path in list_assets(directory)[0].items() if is_tokenizer_file(name)}
 
 
-def _count(files: Mapping[str, str]) -> int | None:
-    """Return one more than the highest id in a tokenizer's files; None if no file lists its tokens."""
+def _count_rows(files: Mapping[str, str]) -> int | None:
+    """Return the highest id in a tokenizer's files plus one; None if no file lists its tokens."""
     listed = [
         ids
         for name, read in _LISTS.items()
@@ -91,15 +91,15 @@ def _count(files: Mapping[str, str]) -> int | None:
     return min(max(max(listed[0]), *added, -1) + 1, _MAX_TOKENS)
 
 
-def token_ids(files: Files) -> dict[str, int]:
-    """Return the id of each token by its text, as far as files that list tokens are there; SentencePiece's are not read."""
+def token_ids(files: FileReaders) -> dict[str, int]:
+    """Return text -> id of all tokens in files that list them as text; a SentencePiece model is not read."""
     ids, added = dict[str, Any](), list[Any]()
     name = next((name for name in _TEXTS if name in files), None)
     if name == "vocab.txt":
         lines = files[name]().decode("utf-8", "replace").splitlines()
         ids = {line: number for number, line in enumerate(lines)}
     elif name is not None:
-        content = _object(files[name](), name)
+        content = _parse_dict(files[name](), name)
         model = content.get("model") if name == "tokenizer.json" else {"vocab": content}
         vocab = model.get("vocab") if isinstance(model, dict) else None
         if isinstance(vocab, list):  # pieces, each with its score
@@ -109,7 +109,7 @@ def token_ids(files: Files) -> dict[str, int]:
         entries = content.get("added_tokens")
         added += entries if isinstance(entries, list) else []
     if "added_tokens.json" in files:
-        ids |= _object(files["added_tokens.json"](), "added_tokens.json")
+        ids |= _parse_dict(files["added_tokens.json"](), "added_tokens.json")
     decoder = _settings(files).get("added_tokens_decoder")
     for key, token in decoder.items() if isinstance(decoder, dict) else ():
         added += [{**token, "id": int(key)}] if key.isdecimal() and isinstance(token, dict) else []
@@ -117,10 +117,10 @@ def token_ids(files: Files) -> dict[str, int]:
     return {token: number for token, number in ids.items() if isinstance(number, int)}
 
 
-def special_tokens(files: Files) -> dict[str, str]:
-    """Return the text of each special token by its role, such as `eos_token`."""
+def special_tokens(files: FileReaders) -> dict[str, str]:
+    """Return role -> text of the special tokens; a role is a key such as `eos_token`."""
     name, settings = "special_tokens_map.json", _settings(files)
-    tokens = {**(_object(files[name](), name) if name in files else {}), **settings}
+    tokens = {**(_parse_dict(files[name](), name) if name in files else {}), **settings}
     plain = {
         role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()
     }
@@ -129,22 +129,25 @@ def special_tokens(files: Files) -> dict[str, str]:
     }
 
 
-def chat_template(files: Files) -> object:
-    """Return the chat template, as transformers finds it; None if there is none."""
+def chat_template(files: FileReaders) -> object:
+    """Return the chat template from the first place in which transformers would find one, or None."""
     if TEMPLATE in files:
         return files[TEMPLATE]().decode("utf-8", "replace").strip()
     name = "chat_template.json"
     template = _settings(files).get("chat_template")
     template = (
-        _object(files[name](), name).get("chat_template") if template is None and name in files else template
+        _parse_dict(files[name](), name).get("chat_template")
+        if template is None and name in files
+        else template
     )
     return template.strip() if isinstance(template, str) else template
 
 
-def tokenizer_differences(files: Files, base: Files) -> Iterator[tuple[str, str, object, object]]:
-    """Yield (file, what, value, the base's) of what a tokenizer means otherwise than the base's: tokens, template, length.
+def tokenizer_differences(files: FileReaders, base: FileReaders) -> Iterator[tuple[str, str, object, object]]:
+    """Yield (file, key, value, the base's value) for each difference in meaning between a tokenizer and the base's.
 
-    Vocabularies that are not read, such as SentencePiece's, differ in their bytes.
+    Tokens, special tokens, template and length are compared. Vocabularies that are not read, such as SentencePiece's,
+    are compared by their bytes.
     """
     has_same = {name for name in files.keys() & base.keys() if files[name]() == base[name]()}
     ids, base_ids = ({}, {}) if "tokenizer.json" in has_same else (token_ids(files), token_ids(base))
@@ -173,11 +176,11 @@ def tokenizer_differences(files: Files, base: Files) -> Iterator[tuple[str, str,
         yield file, "chat_template", own_template, template
 
 
-def _settings(files: Files) -> dict[str, Any]:
-    return _object(files[SETTINGS](), SETTINGS) if SETTINGS in files else {}
+def _settings(files: FileReaders) -> dict[str, Any]:
+    return _parse_dict(files[SETTINGS](), SETTINGS) if SETTINGS in files else {}
 
 
-def _object(data: bytes, name: str) -> dict[str, Any]:
+def _parse_dict(data: bytes, name: str) -> dict[str, Any]:
     try:
         content = json.loads(data, parse_int=parse_integer)
     except (ValueError, RecursionError) as error:
@@ -185,36 +188,36 @@ def _object(data: bytes, name: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _ids(values: object) -> Iterator[int]:
+def _integers(values: object) -> Iterator[int]:
     for value in values if isinstance(values, (list, tuple)) else ():
         if isinstance(value, int) and not isinstance(value, bool):
             yield value
 
 
-def _fast(data: bytes, name: str) -> Iterator[int]:
-    content = _object(data, name)
+def _ids_of_fast(data: bytes, name: str) -> Iterator[int]:
+    content = _parse_dict(data, name)
     model = content.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    yield from _ids([*vocab.values()]) if isinstance(vocab, dict) else range(len(vocab or ()))
+    yield from _integers([*vocab.values()]) if isinstance(vocab, dict) else range(len(vocab or ()))
     added = content.get("added_tokens")
-    yield from _ids([token.get("id") for token in added or () if isinstance(token, dict)])
+    yield from _integers([token.get("id") for token in added or () if isinstance(token, dict)])
 
 
-def _table(data: bytes, name: str) -> Iterator[int]:
-    yield from _ids([*_object(data, name).values()])
+def _ids_of_table(data: bytes, name: str) -> Iterator[int]:
+    yield from _integers([*_parse_dict(data, name).values()])
 
 
-def _lines(data: bytes, _name: str) -> Iterator[int]:
+def _ids_of_lines(data: bytes, _name: str) -> Iterator[int]:
     yield from range(len(data.splitlines()))
 
 
-def _decoder(data: bytes, name: str) -> Iterator[int]:
-    added = _object(data, name).get("added_tokens_decoder")
-    yield from _ids([int(key) for key in added if key.isdecimal()] if isinstance(added, dict) else ())
+def _ids_of_decoder(data: bytes, name: str) -> Iterator[int]:
+    added = _parse_dict(data, name).get("added_tokens_decoder")
+    yield from _integers([int(key) for key in added if key.isdecimal()] if isinstance(added, dict) else ())
 
 
-def _pieces(data: bytes, name: str) -> Iterator[int]:
-    """Yield the numbers of a SentencePiece model's pieces: the fields 1 of the message, whatever is in them."""
+def _ids_of_pieces(data: bytes, name: str) -> Iterator[int]:
+    """Yield the ids of a SentencePiece model's pieces by counting them; a piece is field 1 of the protobuf message."""
     offset = number = 0
     while offset < len(data):
         tag, offset = _varint(data, offset, name)
@@ -239,13 +242,13 @@ def _varint(data: bytes, offset: int, name: str) -> tuple[int, int]:
     raise SourceError(f"{escape(name)}: it ends in the middle of a field")
 
 
-# The first that is there lists the tokens; the others are older forms of the same.
+# The first of these files that exists is read; the others are older forms of the same list.
 _LISTS = {
-    "tokenizer.json": _fast,
-    "vocab.json": _table,
-    "vocab.txt": _lines,
-    "tokenizer.model": _pieces,
-    "spiece.model": _pieces,
-    "sentencepiece.bpe.model": _pieces,
+    "tokenizer.json": _ids_of_fast,
+    "vocab.json": _ids_of_table,
+    "vocab.txt": _ids_of_lines,
+    "tokenizer.model": _ids_of_pieces,
+    "spiece.model": _ids_of_pieces,
+    "sentencepiece.bpe.model": _ids_of_pieces,
 }
-_ADDED = {"added_tokens.json": _table, "tokenizer_config.json": _decoder}
+_ADDED = {"added_tokens.json": _ids_of_table, "tokenizer_config.json": _ids_of_decoder}

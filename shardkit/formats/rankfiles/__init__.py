@@ -1,4 +1,4 @@
-"""One file of `torch.save` for each rank: its parts put together, flat ones too.
+"""Assemble checkpoints that have one file of `torch.save` for each rank, including those with flat tensors.
 
 Internal: import from `shardkit`.
 """

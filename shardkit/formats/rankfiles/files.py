@@ -1,9 +1,9 @@
-"""Put the tensors of several `torch.save` files together, where each file holds what one rank had.
+"""Assemble the tensors of a checkpoint from several `torch.save` files, one for each rank.
 
-A part of a DTensor or ShardedTensor says where it lies in the whole. A plain tensor should be the same on every
-rank: the first file's is taken, and the others must look like it. Replicas of a part are taken once. Where the CRC-32s
-that the zips record of two copies differ, that is said; no data is read for it. Files are opened one after another and
-only the places of their tensors are kept, so that 1,000 files fit in memory.
+A part of a DTensor or ShardedTensor has its region in the whole tensor. A plain tensor should be the same on every
+rank: the first file's is used, and the others must have its dtype and shape. A part that several ranks have is used
+once. If the recorded CRC-32s of two copies differ, this is reported; no data is read. Files are opened one after another
+and only the places of their tensors are kept, so that 1,000 files fit in memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shardkit.core.text import count, escape
 from shardkit.errors import SourceError
 from shardkit.files.links import locate_all
 from shardkit.formats.contract import Checkpoint, Contents, DamagedFiles, DifferentCopies, Remarks
-from shardkit.formats.contract.copies import Copies, StoredCopy
+from shardkit.formats.contract.copies import CopyComparison, StoredCopy
 from shardkit.formats.contract.optimizer import Path, path_name
-from shardkit.formats.torchsave.archive import Unsupported
+from shardkit.formats.torchsave.archive import UnsupportedFile
 from shardkit.formats.torchsave.classes import refuse_objects
 from shardkit.formats.torchsave.file import (
     DistributedRef,
-    HeldShard,
+    LocalPart,
     TensorRef,
     TorchFile,
     UnreadableTensor,
@@ -34,7 +34,7 @@ from shardkit.formats.torchsave.file import (
 )
 from shardkit.formats.torchsave.record import strided_file
 
-_MAX_NAMES = 1 << 18  # of tensors, and of what lies beside them in lists and dicts
+_MAX_NAMES = 1 << 18  # of tensors, and of values beside them in lists and dicts
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _ANOTHER_COPY = "the checkpoint is damaged or incomplete: use another copy"
 
@@ -42,33 +42,33 @@ T = TypeVar("T")
 
 
 class RankFile(NamedTuple):
-    """A file to be put together with others."""
+    """One of the files to assemble."""
 
     name: str
     """Relative to the checkpoint."""
     below: Path = ()
-    """What its names begin with."""
+    """The path in front of the paths of its tensors."""
 
 
-class Gathered(NamedTuple):
-    """What several files together hold."""
+class GatheredTensors(NamedTuple):
+    """The tensors of several files, assembled."""
 
     catalog: Catalog
     """Extents are raw."""
     select: Callable[[Collection[str]], Catalog]
     """As in `Checkpoint`."""
     plain: frozenset[str]
-    """Names of the tensors that every file holds whole."""
+    """Names of the tensors that are whole in every file that has them."""
     contents: Mapping[str, frozenset[tuple[Region, int]]]
-    """By tensor, (region, recorded CRC-32) of its parts; equal for copies. Only tensors whose parts all have one."""
+    """By tensor, (region, recorded CRC-32) of its parts; equal for copies. Only tensors whose parts all have a CRC-32."""
 
     differing: tuple[DifferentCopies, ...] = ()
-    """Copies of which the first file's are taken, although another file's have other bytes."""
+    """Tensors for which a later file has other bytes than the first, whose copy is used."""
     notes: tuple[str, ...] = ()
-    """Of copies that were not compared, and of buffers that differ."""
+    """About copies that were not compared, and buffers that differ."""
 
     def as_checkpoint(self, path: str, format: str, writer: str) -> Checkpoint:
-        """Return a checkpoint that holds these tensors, the model's alone, and nothing else."""
+        """Return a checkpoint of these tensors, all of which are the model's."""
         return Checkpoint(
             path=path,
             format=format,
@@ -81,13 +81,13 @@ class Gathered(NamedTuple):
 
 
 class _PartBytes(NamedTuple):
-    """Where a part lies."""
+    """The place of a part's bytes, and its checksum."""
 
     file: int
     start: int
     nbytes: int
     crc: int | None
-    """CRC-32 recorded for its bytes; None if others share the storage, or none is recorded."""
+    """Recorded CRC-32 of its bytes; None if the storage has other bytes too, or no CRC-32 is recorded."""
     stored: StoredCopy
 
 
@@ -101,16 +101,16 @@ class _CollectedTensor(NamedTuple):
     chunks: dict[Region, _PartBytes]
 
 
-def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
-    """Open the files of all ranks and put their tensors together.
+def gather_files(directory: str, files: Sequence[RankFile]) -> GatheredTensors:
+    """Open the files of all ranks, and assemble their tensors.
 
     Args:
         directory: the checkpoint's.
         files: in the order of the ranks.
 
     Raises:
-        SourceError: damaged files, tensors that cannot be read or placed, parts that do not make up the whole; all
-            problems of a kind at once.
+        SourceError: damaged files, tensors that cannot be read or whose place is unknown, or parts that do not make up
+            the whole; all problems of a kind at once.
         ResourceError: a file may not be read.
     """
     gathering, no_dicts = TensorCollector(directory), list[str]()
@@ -133,17 +133,17 @@ def gather_files(directory: str, files: Sequence[RankFile]) -> Gathered:
 def open_each(
     directory: str, names: Sequence[str], read: Callable[[TorchFile], T], prefix: str = ""
 ) -> Iterator[T]:
-    """Open one file after another, and yield what `read` makes of each.
+    """Open one file after another, and yield the result of `read` for each.
 
     Args:
         directory: of the checkpoint.
         names: of the files in it.
-        read: takes what is needed from a file; may raise SourceError.
+        read: extracts what the caller needs from a file; may raise SourceError.
         prefix: put before the files' names in messages.
 
     Raises:
         SourceError: links that leave the directory; or at the end, every file that cannot be read.
-        IntegrityError: the same, if a CRC-32 is all that is wrong.
+        IntegrityError: the same, if wrong CRC-32s are the only problem.
         ResourceError: a file may not be read.
     """
     failures: list[SourceError] = []
@@ -171,9 +171,9 @@ def require_ranks(pattern: str, ranks: Collection[int], world_size: int) -> None
     """Refuse a checkpoint that lacks the files of some ranks.
 
     Args:
-        pattern: the name of a rank's file, with "{}" in the place of the rank.
-        ranks: those whose files are there.
-        world_size: how many there must be.
+        pattern: the name of a rank's file, with "{}" for the rank.
+        ranks: those with a file.
+        world_size: the number of all ranks.
 
     Raises:
         SourceError: names every missing file.
@@ -188,33 +188,34 @@ def require_ranks(pattern: str, ranks: Collection[int], world_size: int) -> None
 
 
 class TensorCollector:
-    """Collects the tensors of files, one file after another.
+    """Collects the parts of tensors, one file after another, and assembles them in `finish`.
 
     Args:
         directory: of the checkpoint, for the catalog.
-        may_lack: whether a tensor at a path may be left out when its bytes are not its values.
+        may_lack: returns whether the tensor at a path may be left out if its bytes are not its values.
     """
 
     def __init__(self, directory: str, may_lack: Callable[[Path], bool] = lambda path: False) -> None:
         self.left_out: dict[str, str] = {}
-        """Tensors that were left out, and why."""
+        """The tensors that were left out: name -> reason."""
         self._may_lack = may_lack
         self._catalog = Catalog(format="torch-save", directory=directory)
         self._tensors: dict[str, _CollectedTensor] = {}
         self._objects: dict[str, None] = {}
         self._opened: list[TorchFile] = []
-        self._file_ids: list[int] = []  # of the files in the catalog, which may have others between them
+        self._file_ids: list[int] = []  # their numbers in the catalog, which has virtual files too
         self._unreadable: dict[str, str] = {}
         self._of_classes = set[str]()
         self._different: dict[str, str] = {}
-        self._copies = Copies()
+        self._copies = CopyComparison()
 
     def add(self, file: TorchFile, tree: object, below: Path = ()) -> None:
-        """Take the tensors of a file.
+        """Add the tensors of a file.
 
         Args:
-            tree: the part of the file's tree to take.
-            below: what the names begin with.
+            file: opened.
+            tree: the part of its tree with the tensors.
+            below: the path in front of the paths in `tree`.
         """
         self._opened.append(replace(file, tree=None))
         self._file_ids.append(len(self._catalog.files))
@@ -222,7 +223,7 @@ class TensorCollector:
         self._add_below(file.source, tree, below)
 
     def _add_below(self, source: SourceFile, value: object, path: Path) -> bool:
-        """Take what is at and below a path; return whether it holds a tensor."""
+        """Add the tensors at and below a path, and return whether there are any."""
         children: Iterable[tuple[str | int, object]]
         if isinstance(value, dict):
             children = value.items()
@@ -236,7 +237,7 @@ class TensorCollector:
                 has_tensor = True
             else:
                 plain_keys.append(key)
-        if has_tensor:  # a tree without any tensor counts as one object, not one for each number in it
+        if has_tensor:  # a subtree without any tensor is one object, not one for each number in it
             self._check_number(len(plain_keys), source)
             self._objects.update(dict.fromkeys(path_name((*path, key)) for key in plain_keys))
         return has_tensor
@@ -254,7 +255,7 @@ class TensorCollector:
             else:
                 self._add_parts(source, path, value, value.parts, is_plain=False)
         elif isinstance(value, TensorRef):
-            self._add_parts(source, path, value, (HeldShard(full_region(value.shape), value),), is_plain=True)
+            self._add_parts(source, path, value, (LocalPart(full_region(value.shape), value),), is_plain=True)
         else:
             return False
         return True
@@ -270,7 +271,7 @@ class TensorCollector:
         source: SourceFile,
         path: Path,
         whole: DistributedRef | TensorRef,
-        parts: Iterable[HeldShard],
+        parts: Iterable[LocalPart],
         *,
         is_plain: bool,
     ) -> None:
@@ -295,7 +296,7 @@ class TensorCollector:
         crc = tensor.crc32 if tensor.nbytes == tensor.data_nbytes else None
         if tensor.is_contiguous:
             return _PartBytes(file, tensor.start, tensor.nbytes, crc, StoredCopy.of(tensor))
-        # Others may share the storage: only the stretch that this tensor reaches over is read.
+        # Other tensors may share the storage: only the bytes from this tensor's first to its last are read.
         start = tensor.start
         record = replace(
             tensor, data_start=start, data_nbytes=tensor.reach - (start - tensor.data_start), storage_offset=0
@@ -304,11 +305,11 @@ class TensorCollector:
         files.append(strided_file(files[file], entry, record))
         return _PartBytes(len(files) - 1, 0, tensor.nbytes, crc, StoredCopy.of(tensor))
 
-    def finish(self) -> Gathered:
-        """Return the tensors, each of them whole.
+    def finish(self) -> GatheredTensors:
+        """Return the assembled tensors.
 
         Raises:
-            SourceError: tensors that cannot be read or placed, that files contradict each other about, or that lack
+            SourceError: tensors that cannot be read, whose place is unknown, that differ between files, or that lack
                 parts.
         """
         self._raise_problems()
@@ -329,7 +330,7 @@ class TensorCollector:
         )
         catalog.objects = tuple(self._objects)
         catalog.paths = {name: tensor.path for name, tensor in tensors.items()}
-        return Gathered(
+        return GatheredTensors(
             catalog=catalog,
             select=partial(subset, catalog),
             plain=frozenset(name for name, tensor in tensors.items() if tensor.is_plain),
@@ -345,7 +346,7 @@ class TensorCollector:
     def _raise_problems(self) -> None:
         if self._unreadable.keys() <= self._of_classes:
             refuse_objects(self._unreadable, (file.source for file in self._opened))
-        Unsupported.raise_for(
+        UnsupportedFile.raise_for(
             [f"{escape(name)}: {escape(why)}" for name, why in self._unreadable.items()],
             f"{count(len(self._unreadable), 'tensor')}: the stored bytes are not the values",
             hint="save the model with ordinary dense tensors",
@@ -353,7 +354,7 @@ class TensorCollector:
         SourceError.raise_for(
             [f"{escape(name)}: {escape(why)}" for name, why in self._different.items()],
             f"{len(self._different)} tensors are different in the files of other ranks",
-            hint="files from different saves, or local parts that do not say where they belong",
+            hint="the files are from different saves, or hold local parts without a record of their place",
         )
 
 

@@ -1,7 +1,7 @@
-"""Flat tensors: parameters laid end to end and cut for the ranks, as DeepSpeed and FSDP1 do it.
+"""Flat tensors of DeepSpeed and FSDP1: parameters are laid end to end, and the result is cut into parts for the ranks.
 
-Elements that lie side by side in a flat tensor are a range of a parameter's elements, and a range is a few
-boxes. A catalog points at these boxes; no parameter is ever put together in memory.
+A piece of a parameter in one rank's part is a range of the parameter's elements in row-major order. Such a range is a
+few boxes of the parameter, which become the chunks of a catalog; no parameter is ever assembled in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEVER = "it has no state: the optimizer never took a step, or keeps it elsewhere
 
 
 class FlatPiece(NamedTuple):
-    """Elements of a parameter that lie side by side in one rank's part of one flat tensor."""
+    """A range of a parameter's elements in one rank's part of one flat tensor."""
 
     rank: int
     group: int
@@ -45,11 +45,17 @@ class FlatPiece(NamedTuple):
 
 
 Pieces = dict[str, list[FlatPiece]]
-"""By parameter, in the order of its elements; at least one, which is empty if the parameter has no elements."""
+"""By parameter, in the order of its elements; at least one piece, which is empty if the parameter has no elements."""
 
 
-def across(group: int, bounds: Sequence[int], start: int, stop: int) -> Iterator[FlatPiece]:
-    """Yield the pieces of elements `start` to `stop` of a flat tensor whose parts begin and end at `bounds`."""
+def pieces_across_ranks(group: int, bounds: Sequence[int], start: int, stop: int) -> Iterator[FlatPiece]:
+    """Yield the pieces of elements `start` to `stop` of a flat tensor, one for each part that they reach into.
+
+    Args:
+        group: number of the flat tensor.
+        bounds: the parts begin and end here: [0, 4, 8] for two ranks with 4 elements each.
+        start, stop: in elements of the flat tensor.
+    """
     begin = start
     rank = bisect_right(bounds, start) - 1
     while begin < stop:
@@ -61,7 +67,7 @@ def across(group: int, bounds: Sequence[int], start: int, stop: int) -> Iterator
 
 
 class FlatRange(NamedTuple):
-    """A range of a stored tensor's elements that is a range of a weight's."""
+    """A range of a stored tensor's elements, and where it belongs in a weight."""
 
     file: int
     tensor: TensorRef
@@ -74,7 +80,7 @@ class FlatRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """A tensor of the checkpoint."""
+    """A tensor of the checkpoint, made up of ranges of stored tensors."""
 
     dtype: DType
     shape: Shape
@@ -83,13 +89,13 @@ class Weight:
 
     @classmethod
     def whole(cls, file: int, tensor: TensorRef, shape: Shape | None = None) -> Weight:
-        """Return one stored tensor as a weight, in another shape if one is given."""
+        """Make a weight from one whole stored tensor; `shape` may be another shape of the same elements."""
         shape = tensor.shape if shape is None else shape
         return cls(dtype=tensor.dtype, shape=shape, pieces=(FlatRange(file, tensor, 0, 0, prod(shape)),))
 
 
 def build_catalog(path: str, files: Sequence[TorchFile], weights: Mapping[str, Weight]) -> Catalog:
-    """Return the catalog of weights. Names with the same `Weight` object point at the same bytes."""
+    """Return the catalog of weights. Names with the same `Weight` object share their bytes."""
     catalog = Catalog(
         format="deepspeed",
         directory=path,
@@ -98,7 +104,7 @@ def build_catalog(path: str, files: Sequence[TorchFile], weights: Mapping[str, W
     )
     columns: dict[int, tuple[list[int], list[int], list[int], list[Region]]] = {}
     for name, weight in weights.items():
-        if id(weight) not in columns:  # so that a strided weight gets its file only once
+        if id(weight) not in columns:  # so that a strided weight gets only one virtual file
             columns[id(weight)] = _columns(catalog, name, weight)
         catalog.add_tensor_columns(name, weight.dtype, weight.shape, *columns[id(weight)])
     return catalog
@@ -107,7 +113,7 @@ def build_catalog(path: str, files: Sequence[TorchFile], weights: Mapping[str, W
 def _columns(
     catalog: Catalog, name: str, weight: Weight
 ) -> tuple[list[int], list[int], list[int], list[Region]]:
-    """Return (files, first bytes, bytes, regions) of a weight's chunks."""
+    """Return the columns (file, first byte, number of bytes, region) of a weight's chunks."""
     first, itemsize = weight.pieces[0], weight.dtype.itemsize
     if not prod(weight.shape):
         return [first.file], [first.tensor.start], [0], [full_region(weight.shape)]
@@ -132,27 +138,27 @@ def _columns(
 
 
 def without_tree(file: TorchFile, tensors: Iterable[object]) -> TorchFile:
-    """Return a file with only what it takes to read some tensors, as there may be thousands of files.
+    """Return a file without its tree and with only the storages of some tensors, as there may be thousands of files.
 
     Args:
         file: opened.
-        tensors: values of its tree; those that are not tensors are passed over.
+        tensors: values of its tree; those that are not tensors are ignored.
     """
     keys = (value.key for value in tensors if isinstance(value, TensorRef))
     return replace(file, tree=None, storages={key: file.storages[key] for key in keys})
 
 
 class RankStateDict(NamedTuple):
-    """The optimizer's state dict in one file."""
+    """The optimizer's state dict in one rank's file."""
 
     file: TorchFile
     states: Mapping[str | int, Mapping[str, object]]
-    """The leaves of each parameter, or of each flat tensor by its number: tensors and numbers."""
+    """By parameter, or by number of a flat tensor, the leaves of its state: tensors and numbers."""
     groups: Sequence[Group] | None
-    """None if they were not saved."""
+    """The settings of its groups; None if they were not saved."""
 
     def without_tree(self) -> RankStateDict:
-        """Return the state dict with only what it takes to read its tensors."""
+        """Return the state dict with a file that has no tree, and only the storages of its tensors."""
         dicts = (*self.states.values(), *(self.groups or ()))
         return self._replace(
             file=without_tree(self.file, (value for entries in dicts for value in entries.values()))
@@ -160,7 +166,7 @@ class RankStateDict(NamedTuple):
 
 
 Leaves = dict[str, dict[str, Weight | float]]
-"""By parameter and leaf, a tensor or a number."""
+"""By parameter and leaf, the value: a tensor or a number."""
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -176,18 +182,18 @@ def split_states(
     lengths: Sequence[Mapping[int, int]],
     params: Sequence[Sequence[str]],
 ) -> OptimizerState | str:
-    """Return the state of each parameter, taken from the states of flat tensors.
+    """Return the optimizer's state by parameter, cut out of the states of flat tensors.
 
     Args:
         directory: of the checkpoint.
-        ranks: what the files of all ranks hold, without their trees.
-        pieces: where the parameters lie in the flat tensors.
+        ranks: the state dicts of all ranks, without their trees.
+        pieces: of the parameters in the flat tensors.
         shapes: of the parameters.
-        lengths: for each rank, the elements of its part of each flat tensor, by number.
+        lengths: for each rank, the number of elements in its part of each flat tensor, by number.
         params: the parameters of each group of settings.
 
     Returns:
-        The state; or the reason, as escaped text, if that of some parameter cannot be told.
+        The state; or, as escaped text, the reason why that of some parameter is unknown.
 
     Raises:
         IntegrityError: files of different saves.
@@ -218,7 +224,7 @@ def _leaf(
     ranks: Sequence[RankStateDict],
     lengths: Sequence[Mapping[int, int]],
 ) -> Weight | float | str:
-    """Return a leaf of a parameter, or why it cannot be told."""
+    """Return one leaf of a parameter's state, or the reason why it is unknown."""
     if is_number(value):
         return value
     if isinstance(value, TensorRef) and not value.shape:
@@ -242,12 +248,12 @@ def write_state(
     groups: Sequence[Group],
     params: Sequence[Sequence[str]],
 ) -> OptimizerState:
-    """Return the state, given every parameter's leaves.
+    """Make the optimizer's state from the leaves of every parameter.
 
     Args:
         directory: of the checkpoint.
-        files: that leaves point into; the first is also that of the groups.
-        state_leaves: the leaves.
+        files: with the tensors of the leaves; the first also has the groups.
+        state_leaves: of every parameter.
         groups: settings of the inner optimizer; empty if they were not saved.
         params: the parameters of each group.
     """

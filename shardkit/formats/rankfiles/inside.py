@@ -1,10 +1,10 @@
-"""The state dicts of optimizers that lie in one `torch.save` file with the model.
+"""Open the state dicts of optimizers inside a `torch.save` file that also has the model.
 
     {"model": ..., "optim": {"state": {FQN: ...}, "param_groups": [...]}, "step": 30}
 
-A state by FQN is what torch's `get_state_dict` and FSDP's `full_optim_state_dict` return. It keeps its place and its
-names, and its settings become byte entries, as `dcp.save` of the same dict would store them. A state by number, as
-`optimizer.state_dict()` gives it, does not say which parameter a number is.
+torch's `get_state_dict` and FSDP's `full_optim_state_dict` return a state by FQN. It keeps its path and its names, and
+its settings become byte entries, as `dcp.save` of the same dict would store them. A state by number, from
+`optimizer.state_dict()`, is refused: it does not record which parameter a number stands for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardkit.formats.contract.optimizer import (
     OptimizerState,
     Path,
     StateWriter,
-    Unmapped,
+    UnusableOptimizer,
     path_name,
     state_path,
 )
@@ -35,15 +35,15 @@ _FLAT = f"{GROUPS}."  # torch's flatten_optimizer_state_dict: param_groups.<FQN>
 
 
 class StateInside(NamedTuple):
-    """The state dict of an optimizer."""
+    """The state dict of an optimizer inside a file."""
 
     path: Path
-    """Where it lies in the file; empty for the whole file."""
+    """From the top of the file's tree; empty for the whole file."""
     tree: Mapping[str | int, Any]
 
 
 def find_states(tree: object, path: Path = ()) -> Iterator[StateInside]:
-    """Yield the state dicts of optimizers in a file."""
+    """Yield the state dicts of optimizers in a file's tree."""
     if isinstance(tree, dict):
         is_flat = any(type(key) is str and key.startswith(_FLAT) for key in tree)
         if is_flat or (isinstance(tree.get(GROUPS), list) and isinstance(tree.get(STATE), dict)):
@@ -56,29 +56,31 @@ def find_states(tree: object, path: Path = ()) -> Iterator[StateInside]:
 
 def open_states(
     file: TorchFile, states: Collection[StateInside], catalog: Catalog, unreadable: Collection[str]
-) -> OptimizerState | Unmapped:
-    """Return a file's catalog with the settings of its optimizers, or why one of these cannot be used.
+) -> OptimizerState | UnusableOptimizer:
+    """Return a file's catalog with the settings of its optimizers added, or the reason why one of these cannot be used.
 
     Args:
-        file: where they lie.
+        file: with the states.
         states: from `find_states`.
-        catalog: all tensors of the file.
-        unreadable: names of tensors that it lacks, because their bytes are not their values.
+        catalog: of all tensors of the file.
+        unreadable: names of tensors that the catalog lacks, because their bytes are not their values.
 
     Raises:
-        SourceError: the file is nothing but a state that cannot be used, or has more settings than any optimizer.
+        SourceError: the whole file is a state that cannot be used, or it has more settings than any optimizer.
     """
     names = [path_name(state.path) for state in states]
     for state, name in zip(states, names, strict=True):
         prefix = f"{name}." if name else ""
-        if (reason := _why_not(file, state, [odd for odd in unreadable if odd.startswith(prefix)])) is None:
+        if (
+            reason := _why_unusable(file, state, [odd for odd in unreadable if odd.startswith(prefix)])
+        ) is None:
             continue
         if not name:
             raise SourceError(
                 f"{escape(file.name)} is the state dict of an optimizer, and cannot be resharded: {reason}",
                 hint="save it with torch.distributed.checkpoint.state_dict.get_state_dict, by name",
             )
-        return Unmapped(names, f"{escape(name)}: {reason}", settings_in(states))
+        return UnusableOptimizer(names, f"{escape(name)}: {reason}", settings_in(states))
     whole, objects, notes = subset(catalog, catalog.tensors), list[str](), list[str]()
     settings = dict[str, object]()
     for state in states:
@@ -99,7 +101,7 @@ def open_states(
 
 
 def settings_in(states: Iterable[StateInside]) -> dict[str, object]:
-    """Return the settings of all groups by name, as `dcp.save` names them."""
+    """Return the settings of all groups, by the names that `dcp.save` would give them."""
     settings = dict[str, object]()
     for path, tree in states:
         groups = tree.get(GROUPS, [])
@@ -116,8 +118,8 @@ def _is_flat(tree: Mapping[str | int, Any]) -> bool:
     return GROUPS not in tree
 
 
-def _why_not(file: TorchFile, state: StateInside, unreadable: Collection[str]) -> str | None:
-    """Return why a state cannot be used, escaped."""
+def _why_unusable(file: TorchFile, state: StateInside, unreadable: Collection[str]) -> str | None:
+    """Return the reason why a state cannot be used, escaped; None if it can."""
     if unreadable:
         return f"{escape(next(iter(unreadable)))} is not stored as plain values"
     if _is_flat(state.tree):
@@ -127,12 +129,12 @@ def _why_not(file: TorchFile, state: StateInside, unreadable: Collection[str]) -
         return "it is not in the form of a state dict of torch"
     keys = [*read.states, *(key for group in read.groups or () for key in group[PARAMS])]
     if any(type(key) is int for key in keys):
-        return "its parameters are numbered, and only by their names can a state be resharded"
+        return "its parameters are numbered, and a state can be resharded only by name"
     return why_unusable(read, {key: str(key) for key in keys}, None)
 
 
 def _add_nested(writer: StateWriter, file: TorchFile, tree: Mapping[str | int, Any]) -> None:
-    """Add the settings of every group, and the counts that are not tensors."""
+    """Add the settings of every group, and the values of the state that are not tensors."""
     read = read_states(replace(file, tree=tree))
     assert not isinstance(read, str)
     for key, values in read.states.items():

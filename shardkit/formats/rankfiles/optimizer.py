@@ -1,18 +1,18 @@
-"""The optimizer's state dict in `torch.save` files: one for each rank, or one for all.
+"""Open the optimizer's state dict in `torch.save` files, one for each rank or one for all, and name its parameters.
 
-It is either `optimizer.state_dict()`, whose parameters are numbered, or what gathers it by FQN
-(`FSDP.optim_state_dict`, `get_optimizer_state_dict`). States in another form (quantised ones, parts that do
-not say where they belong) are refused as a whole: training with half an optimizer goes on, and goes wrong.
+It is either `optimizer.state_dict()`, whose parameters are numbered, or was collected by FQN
+(`FSDP.optim_state_dict`, `get_optimizer_state_dict`). If any state has another form (quantised, or a part whose place is
+unknown), the whole optimizer is refused: training with half of its state would run on with wrong results.
 
-`optimizer.state_dict()` numbers parameters in the order in which the optimizer got them, group by group.
+`optimizer.state_dict()` numbers parameters in the order in which the optimizer received them, group by group.
 Within a group that is usually the model's own order (`model.parameters()`). So a group is a subsequence of
-the model's parameters, and the shapes of its states tell which one, or that several would fit. An optimizer
-that was made from `model.named_parameters()` also says the names, whatever their order.
+the model's parameters, which the shapes of its states identify, unless several subsequences fit. An optimizer
+that was made from `model.named_parameters()` also records the names, whatever their order.
 
 FSDP1 without `use_orig_params` numbers flat parameters. It lays the parameters of a wrapped module end to
 end, in the model's order, except those of modules wrapped inside it. The ranks hold equal parts, the last
-ones with padding. Nothing in the files says what a flat parameter is made of, but `model.parameters()` gives
-the root's first, then those of the modules inside, in order. So the sizes tell which modules were wrapped,
+ones with padding. The files do not record which parameters a flat parameter consists of. But `model.parameters()`
+returns the root's first, then those of the modules inside, in order. So the sizes show which modules were wrapped,
 unless several choices have these sizes.
 
 Source: torch 2.13, torch/distributed/fsdp/_flat_param.py (`_init_flat_param_and_metadata`).
@@ -37,50 +37,59 @@ from shardkit.formats.contract.optimizer import (
     OptimizerComparison,
     OptimizerState,
     StateWriter,
-    Unmapped,
+    UnusableOptimizer,
     read_groups,
     state_path,
 )
 from shardkit.formats.rankfiles.files import TensorCollector, open_each
-from shardkit.formats.rankfiles.flat import FlatPiece, Pieces, RankStateDict, across, split_states
+from shardkit.formats.rankfiles.flat import (
+    FlatPiece,
+    Pieces,
+    RankStateDict,
+    pieces_across_ranks,
+    split_states,
+)
 from shardkit.formats.torchsave.file import DistributedRef, TensorRef, TorchFile, UnreadableTensor
 from shardkit.keys.names import clean, join
 
 _Key = str | int  # a parameter's FQN or number
 # Second moments of Adafactor and CAME: sums over rows and columns.
 _FACTORED = re.compile(r"(.*_)?(row|col)(_.*)?")
-# PEFT 0.21: the parameters of a model that it trains; the others are frozen.
+# The parameters that PEFT 0.21 trains; it freezes all others.
 _ADAPTER = re.compile(r"(.*\.)?(lora_\w+|modules_to_save)\..*")
 _NAMES = "param_names"  # torch 2.6 and later: beside `params`, in its order
 _NO_FIT = "the shapes of its states are not those of the model's parameters, in their order"
 _UNKNOWN = (
-    "its states are flat parameters of FSDP1, and which parameters they are made of cannot be told from their sizes; load "
-    "it with the training script that saved it, and save by torch.distributed.checkpoint.state_dict"
+    "its states are flat parameters of FSDP1, and their sizes do not show which parameters they consist of; load "
+    "it with the training script that saved it, and save it with torch.distributed.checkpoint.state_dict"
 )
-_SEVERAL_GROUPS = "its states are flat parameters of FSDP1 in {} groups: nothing tells which of them come first in the model"
+_SEVERAL_GROUPS = "its states are flat parameters of FSDP1 in {} groups, whose order in the model is unknown"
 
 
 class Parameter(NamedTuple):
-    """A parameter of the model, as its checkpoint describes it."""
+    """A parameter of the model in its checkpoint."""
 
     name: str
     shape: Shape
     content: object = None
-    """Equal for copies of one tensor; None if nothing is known about it."""
+    """Checksums, which are equal for copies of one tensor; None if unknown."""
 
 
 def open_optimizer_files(
     directory: str, names: Sequence[str], parameters: Sequence[Parameter]
-) -> OptimizerState | Unmapped:
-    """Open the optimizer's state and give it the names of the model's parameters.
+) -> OptimizerState | UnusableOptimizer:
+    """Open the optimizer's state, and name its entries by the model's parameters.
 
     Args:
         directory: of the checkpoint.
-        names: the files, in the order of the ranks; at least one.
+        names: of the files, in the order of the ranks; at least one.
         parameters: the model's, in its order.
 
+    Returns:
+        The state, or the reason why it cannot be used.
+
     Raises:
-        SourceError: files that are damaged or contradict each other, or parts that do not make up the whole.
+        SourceError: files are damaged or contradict each other, or parts do not make up the whole.
         IntegrityError: files of different saves.
         ResourceError: a file may not be read.
     """
@@ -90,19 +99,19 @@ def open_optimizer_files(
     first: RankStateDict | None = None
     for state in open_each(directory, names, read_states):
         if isinstance(state, str):
-            return Unmapped(names, state)
+            return UnusableOptimizer(names, state)
         if first is None and len(names) > 1 and _is_flat(state, parameters):
             return _open_flat(directory, names, parameters)
         if first is None:
-            decided = _names(state, parameters)
+            decided = _find_names(state, parameters)
             if isinstance(decided, str):
-                return Unmapped(names, decided)
+                return UnusableOptimizer(names, decided)
             first, named = state, decided
         reason = why_unusable(state, named, None if len(names) == 1 else shapes)
         if reason is not None:
-            return Unmapped(names, f"{escape(state.file.name)}: {reason}")
+            return UnusableOptimizer(names, f"{escape(state.file.name)}: {reason}")
         by_name = {named[key]: leaves for key, leaves in state.states.items()}
-        gathering.add(state.file, {STATE: {name: _tensors(leaves) for name, leaves in by_name.items()}})
+        gathering.add(state.file, {STATE: {name: _tensor_leaves(leaves) for name, leaves in by_name.items()}})
         agreement.add(state.file.name, by_name, state.groups)
         for name, leaves in by_name.items():
             for leaf, value in leaves.items():
@@ -120,7 +129,7 @@ def open_optimizer_files(
 
 
 def read_states(file: TorchFile) -> RankStateDict | str:
-    """Return the state dict in a file, or that it holds none."""
+    """Return the state dict in a file, or a message that the file has none."""
     tree = file.tree if isinstance(file.tree, dict) else {}
     states, groups = tree.get(STATE), read_groups(file.name, tree.get(GROUPS))
     if (
@@ -148,38 +157,38 @@ def is_tensor(value: object) -> TypeGuard[TensorRef | DistributedRef | Unreadabl
     return isinstance(value, (TensorRef, DistributedRef, UnreadableTensor))
 
 
-def _tensors(leaves: Mapping[str, object]) -> dict[str, object]:
+def _tensor_leaves(leaves: Mapping[str, object]) -> dict[str, object]:
     return {leaf: value for leaf, value in leaves.items() if is_tensor(value)}
 
 
-def _names(state: RankStateDict, parameters: Sequence[Parameter]) -> dict[_Key, str] | str:
-    """Return the FQN of each parameter, or why it cannot be told."""
+def _find_names(state: RankStateDict, parameters: Sequence[Parameter]) -> dict[_Key, str] | str:
+    """Return the FQN of each parameter, or the reason why it is unknown."""
     groups, keys = state.groups or (), [*state.states, *_in_groups(state)]
     if not any(type(key) is int for key in keys):
         return {key: str(key) for key in keys}
     if not all(type(key) is int for key in keys):
         return "some of its parameters are numbered, and some are named"
     shapes: dict[Any, Shape] = {
-        key: shape for key, leaves in state.states.items() if (shape := _shape(leaves)) is not None
+        key: shape for key, leaves in state.states.items() if (shape := _parameter_shape(leaves)) is not None
     }
     named = names_in_groups(groups, shapes, parameters)
-    if named is None and (factored := _factored(state)):
+    if named is None and (factored := _factored_leaves(state)):
         return (
-            f"{listed(factored)} do not have a parameter's shape, which would tell which one they belong to"
+            f"{listed(factored)} do not have a parameter's shape, so nothing shows which one they belong to"
         )
     if named is None:
         named = name_numbers([group[PARAMS] for group in groups], shapes, parameters)
     return named if isinstance(named, str) else {key: named[key] for key in named}
 
 
-def _factored(state: RankStateDict) -> list[str]:
-    """Return the factored leaves of parameters that have no leaf of their own shape."""
-    lone = {leaf for leaves in state.states.values() if _shape(leaves) is None for leaf in leaves}
+def _factored_leaves(state: RankStateDict) -> list[str]:
+    """Return the names of factored leaves of those parameters that have no leaf with the parameter's shape."""
+    lone = {leaf for leaves in state.states.values() if _parameter_shape(leaves) is None for leaf in leaves}
     return sorted(filter(_FACTORED.fullmatch, lone))
 
 
-def _shape(leaves: Mapping[str, object]) -> Shape | None:
-    """Return the shape of a parameter, which most of its states have; None if none of them tells."""
+def _parameter_shape(leaves: Mapping[str, object]) -> Shape | None:
+    """Return the shape of a parameter from the leaves of its state; None if none has the parameter's shape."""
     shapes = [
         value.shape
         for leaf, value in leaves.items()
@@ -191,11 +200,12 @@ def _shape(leaves: Mapping[str, object]) -> Shape | None:
 def why_unusable(
     state: RankStateDict, named: Mapping[_Key, str], shapes: Mapping[str, Shape] | None
 ) -> str | None:
-    """Return why the states of a file cannot be put together with those of the others.
+    """Return the reason why a file's states cannot be assembled with those of other ranks; None if they can.
 
     Args:
+        state: of the file.
         named: the FQN of each parameter.
-        shapes: of the model's parameters; None if there are no other files.
+        shapes: of the model's parameters; None if there is only one file.
     """
     for key, leaves in state.states.items():
         if key not in named:
@@ -208,8 +218,8 @@ def why_unusable(
                 return f"{where}: {escape(value.problem)}"
             if shapes is None or not isinstance(value, TensorRef) or prod(value.shape) == 1:
                 continue
-            if shapes.get(named[key]) != value.shape:  # a whole one would have the parameter's shape
-                return f"{where} is a rank's own part, which does not say where it belongs"
+            if shapes.get(named[key]) != value.shape:  # a whole leaf would have the parameter's shape
+                return f"{where} is a rank's own part, without a record of its place"
     return None
 
 
@@ -217,7 +227,7 @@ def _notes(first: RankStateDict, named: Mapping[_Key, str]) -> Iterator[str]:
     numbered = [key for key in _in_groups(first) if type(key) is int]
     if numbered and not all(map(has_names, first.groups or ())):
         yield (
-            "the optimizer has only numbered its parameters: they were taken to be the model's in its order, and their "
+            "the optimizer only numbered its parameters: they were matched with the model's in order, and their "
             "shapes agree"
         )
     lost = [key for key in numbered if key not in named]
@@ -229,7 +239,7 @@ def _notes(first: RankStateDict, named: Mapping[_Key, str]) -> Iterator[str]:
 
 
 def _is_flat(state: RankStateDict, parameters: Sequence[Parameter]) -> bool:
-    """True for the states of FSDP1's flat parameters, of a model that has more than vectors."""
+    """True if all states are flat although the model has parameters with several dims: these are FSDP1's flat parameters."""
     return (
         all(type(key) is int for key in _in_groups(state))
         and bool(state.states)
@@ -239,7 +249,7 @@ def _is_flat(state: RankStateDict, parameters: Sequence[Parameter]) -> bool:
 
 
 def _flat_length(leaves: Mapping[str, object]) -> int | None:
-    """Return the elements of the longest of a flat parameter's states; None if they cannot be such states."""
+    """Return the number of elements of a flat parameter's longest leaf; None if the leaves cannot be a flat parameter's."""
     tensors = [value for value in leaves.values() if isinstance(value, TensorRef) and value.shape]
     if not all(len(value.shape) == 1 and value.is_contiguous for value in tensors):
         return None
@@ -248,17 +258,17 @@ def _flat_length(leaves: Mapping[str, object]) -> int | None:
 
 def _open_flat(
     directory: str, names: Sequence[str], parameters: Sequence[Parameter]
-) -> OptimizerState | Unmapped:
-    """Open the states of flat parameters and take them apart."""
+) -> OptimizerState | UnusableOptimizer:
+    """Open the states of flat parameters, and cut them into those of the model's parameters."""
     ranks: list[RankStateDict] = []
     for state in open_each(directory, names, read_states):
         if isinstance(state, str):
-            return Unmapped(names, state)
+            return UnusableOptimizer(names, state)
         ranks.append(state.without_tree())
     groups = ranks[0].groups or ()
     num_groups = sum(bool(group[PARAMS]) for group in groups)
     if num_groups > 1:
-        return Unmapped(names, _SEVERAL_GROUPS.format(num_groups))
+        return UnusableOptimizer(names, _SEVERAL_GROUPS.format(num_groups))
     numbers: list[Any] = _in_groups(ranks[0])
     lengths = [_flat_lengths(rank, numbers) for rank in ranks]
     first = lengths[0]
@@ -270,24 +280,24 @@ def _open_flat(
             sizes, len(ranks), without_copies(parameters)
         )
     if first is None or units is None:
-        return Unmapped(names, _UNKNOWN)
+        return UnusableOptimizer(names, _UNKNOWN)
     pieces: Pieces = {}
     for (number, length), unit in zip(first.items(), units, strict=True):
         bounds, stop = [rank * length for rank in range(len(ranks) + 1)], 0
         for parameter in unit:
             start, stop = stop, stop + prod(parameter.shape)
             # A parameter without elements has no pieces; it still has a state.
-            pieces[parameter.name] = list(across(number, bounds, start, stop)) or [
+            pieces[parameter.name] = list(pieces_across_ranks(number, bounds, start, stop)) or [
                 FlatPiece(0, number, 0, 0, 0)
             ]
     shapes = {parameter.name: parameter.shape for unit in units for parameter in unit}
     params = [list(shapes) if group[PARAMS] else [] for group in groups]
     result = split_states(directory, ranks, pieces, shapes, [first] * len(ranks), params)
-    return Unmapped(names, result) if isinstance(result, str) else result
+    return UnusableOptimizer(names, result) if isinstance(result, str) else result
 
 
 def _flat_lengths(rank: RankStateDict, numbers: Sequence[int]) -> dict[int, int] | None:
-    """Return the elements that a rank has of each flat parameter; None if a state does not tell."""
+    """Return the number of elements in a rank's part of each flat parameter; None if some state does not show it."""
     lengths: dict[int, int] = {}
     for number in numbers:
         leaves = rank.states.get(number, {})
@@ -300,7 +310,7 @@ def _flat_lengths(rank: RankStateDict, numbers: Sequence[int]) -> dict[int, int]
 
 
 class _ParameterRange(NamedTuple):
-    """Parameters of one module: `start` to `stop` of the model's."""
+    """The parameters of one module, as a range of the model's parameters."""
 
     start: int
     stop: int
@@ -309,11 +319,11 @@ class _ParameterRange(NamedTuple):
 def split_units(
     sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parameter]
 ) -> list[list[Parameter]] | None:
-    """Return the parameters of each flat parameter; None if no choice or several fit.
+    """Return the model's parameters in each flat parameter, found from the sizes; None if no choice or several fit.
 
     Args:
         sizes: of the flat parameters with their padding, in elements and in the optimizer's order.
-        num_ranks: into how many parts each is cut.
+        num_ranks: the number of parts that each is cut into.
         parameters: the model's, in its order.
     """
     choices = [_units(sizes, num_ranks, parameters, has_root=has_root) for has_root in (True, False)]
@@ -324,7 +334,10 @@ def split_units(
 def _units(
     sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parameter], *, has_root: bool
 ) -> list[list[Parameter]] | None:
-    """Return the only choice with or without a root: a first flat parameter with all that is in no wrapped module."""
+    """Return the only choice with a root, or the only one without; None if no choice or several fit.
+
+    The root, if there is one, is the first flat parameter: it has all parameters that are in no wrapped module.
+    """
     runs = _only_runs(sizes[has_root:], num_ranks, parameters) if sizes else None
     if runs is None:
         return None
@@ -332,23 +345,27 @@ def _units(
     root = [parameter for place, parameter in enumerate(parameters) if place not in inside]
     if bool(root) != has_root:
         return None
-    if has_root and not _fits(sum(prod(parameter.shape) for parameter in root), sizes[0], num_ranks):
+    if has_root and not _is_padded_size(
+        sum(prod(parameter.shape) for parameter in root), sizes[0], num_ranks
+    ):
         return None
     return [root] * has_root + [list(parameters[run.start : run.stop]) for run in runs]
 
 
-def _fits(num_elements: int, size: int, num_ranks: int) -> bool:
+def _is_padded_size(num_elements: int, size: int, num_ranks: int) -> bool:
     return size == -(-num_elements // num_ranks) * num_ranks
 
 
 def _only_runs(
     sizes: Sequence[int], num_ranks: int, parameters: Sequence[Parameter]
 ) -> list[_ParameterRange] | None:
-    """Return modules of these sizes, one after another; None if there are none or several choices."""
+    """Return consecutive modules of these sizes, as ranges of parameters; None if no choice or several fit."""
     bounds = [0, *accumulate(prod(parameter.shape) for parameter in parameters)]
     modules = _modules(parameters)
     fitting = {
-        size: [run for run in modules if _fits(bounds[run.stop] - bounds[run.start], size, num_ranks)]
+        size: [
+            run for run in modules if _is_padded_size(bounds[run.stop] - bounds[run.start], size, num_ranks)
+        ]
         for size in set(sizes)
     }
     first, end = list[_ParameterRange](), 0
@@ -369,7 +386,7 @@ def _only_runs(
         start = run.start
     if first != last[::-1]:
         return None
-    # Any other choice would have a larger module in place of one of these: one around it, of almost its size.
+    # Any other choice has a module around one of these in its place, whose size with padding is the same.
     nested = any(
         candidate != run and candidate.start <= run.start and run.stop <= candidate.stop
         for size, run in zip(sizes, first, strict=True)
@@ -379,7 +396,7 @@ def _only_runs(
 
 
 def _modules(parameters: Sequence[Parameter]) -> list[_ParameterRange]:
-    """Return the runs that are all parameters of some module, each once."""
+    """Return the ranges of parameters of all modules, each once."""
     bounds: dict[str, _ParameterRange] = {}
     for place, parameter in enumerate(parameters):
         steps = parameter.name.split(".")
@@ -392,12 +409,12 @@ def _modules(parameters: Sequence[Parameter]) -> list[_ParameterRange]:
 def parameters_of(
     catalog: Catalog, plain: frozenset[str], contents: Mapping[str, object] | None = None
 ) -> list[Parameter]:
-    """Return the parameters of a model's state dict, in its order; of tied names, the first.
+    """Return the parameters in a model's state dict, in its order; of tied names, only the first.
 
     Args:
         catalog: of the whole state dict.
-        plain: names of tensors that every rank holds whole. Beside sharded tensors, these are buffers.
-        contents: as in `Gathered`.
+        plain: names of tensors that every rank holds whole. If others are sharded, these are buffers.
+        contents: as in `GatheredTensors`.
     """
     table, seen, parameters = catalog.chunks, set[object](), list[Parameter]()
     is_sharded = len(plain) < len(catalog.tensors)
@@ -415,7 +432,7 @@ def parameters_of(
 
 
 def without_copies(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """Return the parameters, leaving out matrices that are copies of earlier ones: tied ones that are stored twice."""
+    """Return the parameters without matrices that equal earlier ones, as these are tied parameters stored twice."""
     seen, kept = set[object](), list[Parameter]()
     for parameter in parameters:
         key = (parameter.shape, parameter.content)
@@ -426,7 +443,7 @@ def without_copies(parameters: Sequence[Parameter]) -> list[Parameter]:
 
 
 def has_names(group: Mapping[str, Any]) -> bool:
-    """True for a group that says the names of its numbered parameters."""
+    """True for a group that records the names of its numbered parameters."""
     names, params = group.get(_NAMES), group.get(PARAMS)
     return (
         isinstance(names, list)
@@ -439,15 +456,15 @@ def has_names(group: Mapping[str, Any]) -> bool:
 def names_in_groups(
     groups: Sequence[Mapping[str, Any]], shapes: Mapping[int, Shape], parameters: Sequence[Parameter]
 ) -> dict[int, str] | str | None:
-    """Return the name of each numbered parameter if the optimizer says them, None otherwise.
+    """Return the name of each numbered parameter if the groups record names, else None.
 
     Args:
-        groups: as `optimizer.state_dict()` has them.
-        shapes: of the states, by number; without those that have no state.
+        groups: the `param_groups` of `optimizer.state_dict()`.
+        shapes: of the states, by number; without parameters that have no state.
         parameters: of the model.
 
     Returns:
-        By number; or the reason, as escaped text, if the names are not those of the model.
+        Names by number; or the reason, as escaped text, why the names do not fit the model.
     """
     if not groups or not all(map(has_names, groups)):
         return None
@@ -469,13 +486,13 @@ def names_in_groups(
 def name_numbers(
     groups: Sequence[Sequence[int]], shapes: Mapping[int, Shape], parameters: Sequence[Parameter]
 ) -> dict[int, str] | str:
-    """Return the name of each numbered parameter, or why that cannot be told.
+    """Return the name of each numbered parameter, found from the shapes of the states, or the reason why it is unknown.
 
     A parameter without a state gets a name only if all parameters are in one group.
 
     Args:
-        groups: the numbers of each group, in its order.
-        shapes: of the states, by number; without those that have no state.
+        groups: the numbers in each group, in its order.
+        shapes: of the states, by number; without parameters that have no state.
         parameters: of the model, in its order.
     """
     if len(groups) == 1 and len(groups[0]) == len(parameters):
@@ -491,7 +508,7 @@ def name_numbers(
         if len(groups) == 1 and state_shapes == [parameter.shape for parameter in adapters]:
             names = [parameter.name for parameter in adapters]
         else:
-            fitting = _only_names(state_shapes, parameters)
+            fitting = _unique_names(state_shapes, parameters)
             if isinstance(fitting, str):
                 return fitting
             names = fitting
@@ -501,8 +518,8 @@ def name_numbers(
     return named
 
 
-def _only_names(shapes: Sequence[Shape], parameters: Sequence[Parameter]) -> list[str] | str:
-    """Return the names of the parameters with these shapes in this order, or why not: none or several choices fit."""
+def _unique_names(shapes: Sequence[Shape], parameters: Sequence[Parameter]) -> list[str] | str:
+    """Return the names of the only subsequence of parameters with these shapes, or a text that none or several fit."""
     first = _first_places(shapes, parameters)
     if first is None:
         return _NO_FIT
@@ -516,7 +533,7 @@ def _only_names(shapes: Sequence[Shape], parameters: Sequence[Parameter]) -> lis
 
 
 def _first_places(shapes: Sequence[Shape], parameters: Sequence[Parameter]) -> list[int] | None:
-    """Return the first places in the model's order that fit, None if none do."""
+    """Return the indexes of the first subsequence of parameters with these shapes, or None."""
     places: list[int] = []
     place = 0
     for shape in shapes:

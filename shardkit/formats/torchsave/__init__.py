@@ -1,4 +1,4 @@
-"""Files of `torch.save`: the archive, its records, and tensors where they lie; nothing in them is run.
+"""Read and write files of `torch.save` without torch: zip, pickle and tensors. Nothing in a file is ever executed.
 
 Internal: import from `shardkit`.
 """

@@ -1,6 +1,6 @@
 """Find the entries of a zip that `torch.save` wrote, and read the small ones.
 
-All entries are stored, so their bytes lie in the file as they are; anything else is refused. Only the
+All entries must be stored without compression, so that their bytes are in the file; any other zip is refused. Only the
 directory and the headers are read: two `pread` calls for a zip of a single tensor.
 
 Source: torch 2.2 and 2.13, caffe2/serialize/inline_container.cc; APPNOTE.TXT 6.3.9.
@@ -30,20 +30,20 @@ END, END64, LOCATOR = struct.Struct("<IHHHHIIH"), struct.Struct("<IQHHIIQQQQ"), 
 CENTRAL, LOCAL = struct.Struct("<IHHHHHHIIIHHHHHII"), struct.Struct("<IHHHHHIIIHH")
 _END_AS_TEXT = re.compile(rb"PK\x05\x06.{16}\x00\x00", re.DOTALL)  # without a comment
 _MAX_RECORD = 1 << 30
-CRC_AT = 16  # of the CRC in CENTRAL
+CRC_AT = 16  # position of the CRC in CENTRAL
 _MAX32 = 0xFFFFFFFF
-# A bit of the external attributes. torch reads nothing of such an entry, and returns whatever was in memory.
+# A bit of the external attributes. torch reads no bytes of such an entry, and returns whatever was in memory.
 _IS_DIRECTORY = 0x10
 _VERSIONS = range(1, 11)  # of the file format: torch 2.13, caffe2/serialize/versions.h
-# UTF-8 names, and sizes in a descriptor behind the data. Every other flag changes what the bytes are.
+# UTF-8 names, and sizes in a descriptor after the data. Every other flag changes the meaning of the bytes.
 _FLAGS = 0x0808
 
 Pread = Callable[[int, int], bytes]
-"""(first byte, most bytes) -> bytes, fewer only at the end."""
+"""A function (first byte, number of bytes) -> bytes; fewer only at the end of the file."""
 
 
 def pread_of(fd: int) -> Pread:
-    """Return what reads an open file."""
+    """Return a function that reads an open file."""
     return lambda start, nbytes: storage.pread(fd, nbytes, start)
 
 
@@ -53,8 +53,8 @@ SAVE_AGAIN = (
 )
 
 
-class Unsupported(SourceError):
-    """A file is whole as far as can be seen, but holds something that shardkit does not take; never called damaged."""
+class UnsupportedFile(SourceError):
+    """A file seems intact, but contains something that shardkit does not read; no message may call it damaged."""
 
 
 class ZipEntry(NamedTuple):
@@ -64,14 +64,14 @@ class ZipEntry(NamedTuple):
     nbytes: int
     crc: int
     crc_at: int
-    """Where the directory holds the CRC-32."""
+    """Position of the CRC-32 in the directory."""
 
 
 class ZipReader:
-    """Bytes of one zip; both ends are read at once."""
+    """Reads one zip, of which it keeps both ends in memory."""
 
     prefix = ""
-    """First part of every entry's name, once the directory was read."""
+    """The folder that every entry's name begins with; set by `read_directory`."""
 
     def __init__(self, pread: Pread, offset: int, length: int, where: str) -> None:
         self._source, self.offset, self.length, self.where = pread, offset, length, where
@@ -87,7 +87,7 @@ class ZipReader:
         raise SourceError(f"{self.where}: {reason}")
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """Return bytes of the zip; refuse a range that leaves it."""
+        """Return bytes of the zip; refuse a range that exceeds it."""
         if start < 0 or nbytes < 0 or start + nbytes > self.length:
             self.refuse(f"it points at bytes {start} to {start + nbytes} of {self.length}")
         if start + nbytes <= len(self._head):
@@ -142,15 +142,15 @@ class ZipReader:
 def read_directory(
     reader: ZipReader, is_known: Callable[[str], bool] = lambda _: True, *, max_entries: int = _MAX_ENTRIES
 ) -> dict[str, ZipEntry]:
-    """Return the entries by their names without the common first part. All of them are checked.
+    """Check all entries of a zip, and return them by name, without the folder that they have in common.
 
     Args:
-        reader: of the zip; its `prefix` is set.
-        is_known: whether an entry may have that name.
-        max_entries: more are refused.
+        reader: of the zip; its `prefix` is set to the folder.
+        is_known: returns whether an entry may have this name.
+        max_entries: a zip with more entries is refused.
 
     Raises:
-        SourceError: damaged, cut short, or with entries that are not stored as they are.
+        SourceError: damaged, cut short, or with entries that are compressed or encrypted.
     """
     count, start, stop = _find_directory(reader)
     if not 0 < count <= max_entries:
@@ -169,7 +169,7 @@ def read_directory(
         prefix, reader.prefix = top, top.decode("utf-8", "replace")
         if header_at < free:
             reader.refuse(f"entry {escape(short)} overlaps the one before")
-        entry = _locate(reader, name, header_at, entry._replace(crc_at=start + entry.crc_at))
+        entry = _locate_entry(reader, name, header_at, entry._replace(crc_at=start + entry.crc_at))
         free = entry.start + entry.nbytes
         if free > start:
             reader.refuse(f"entry {escape(short)} reaches into the directory")
@@ -180,10 +180,12 @@ def read_directory(
 
 
 def record_length(fd: int, base: int, size: int, name: str) -> int:
-    """Return the bytes of the record at byte `base`: the zip ends where an end record has its directory before it.
+    """Return the length in bytes of the record at byte `base`.
+
+    The record ends at the first end record of a zip for which its directory can be read.
 
     Raises:
-        SourceError: no end is found.
+        SourceError: no such end is found.
     """
     window = b""
     for start in range(base, min(size, base + _MAX_RECORD), _READ_BYTES):
@@ -201,7 +203,7 @@ def record_length(fd: int, base: int, size: int, name: str) -> int:
 
 
 def _find_directory(reader: ZipReader) -> tuple[int, int, int]:
-    """Return (number of entries, first byte, byte after the last) of the central directory."""
+    """Return (number of entries, start, stop) of the central directory."""
     end_at = reader.length - END.size
     record = reader.read(end_at, END.size)
     signature, disk, first_disk, here, count, nbytes, start, comment = END.unpack(record)
@@ -223,7 +225,7 @@ def _find_directory(reader: ZipReader) -> tuple[int, int, int]:
 
 
 def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, int, ZipEntry, int]:
-    """Return (name, position of the local header, entry, position of the next) at `pos`."""
+    """Parse the directory's entry at `pos`; return (name, position of its header, entry, `pos` of the next entry)."""
     if pos + CENTRAL.size > len(directory):
         reader.refuse("its directory is cut short")
     fields = CENTRAL.unpack_from(directory, pos)
@@ -234,7 +236,7 @@ def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, 
     if fields[0] != 0x02014B50 or stop > len(directory):
         reader.refuse("its directory is damaged")
     name = directory[pos + CENTRAL.size : middle]
-    nbytes, packed, header_at = _wide(
+    nbytes, packed, header_at = _wide_values(
         reader, directory[middle : middle + len_extra], nbytes, packed, header_at
     )
     if method or packed != nbytes or flags & ~_FLAGS:
@@ -243,15 +245,15 @@ def _parse_entry(reader: ZipReader, directory: bytes, pos: int) -> tuple[bytes, 
         if (
             method and local[0] == 0x04034B50 and local[2:4] == (flags, method)
         ):  # no damage: both headers have it
-            raise Unsupported(f"{reader.where}: {message}", hint=SAVE_AGAIN)
+            raise UnsupportedFile(f"{reader.where}: {message}", hint=SAVE_AGAIN)
         reader.refuse(message)
     if fields[13] or fields[15] & _IS_DIRECTORY:
         reader.refuse(f"entry {escape(name.decode('utf-8', 'replace'))!r} is on another disk, or a directory")
     return name, header_at, ZipEntry(0, nbytes, crc, pos + CRC_AT), stop
 
 
-def _wide(reader: ZipReader, extra: bytes, *values: int) -> list[int]:
-    """Replace values that do not fit into 32 bits by those in the zip64 extra field."""
+def _wide_values(reader: ZipReader, extra: bytes, *values: int) -> list[int]:
+    """Return the values; those that do not fit into 32 bits are taken from the zip64 extra field."""
     wide = b""
     while len(extra) >= 4:
         kind, size = struct.unpack_from("<HH", extra)
@@ -268,8 +270,8 @@ def _wide(reader: ZipReader, extra: bytes, *values: int) -> list[int]:
     return result
 
 
-def _locate(reader: ZipReader, name: bytes, header_at: int, entry: ZipEntry) -> ZipEntry:
-    """Return the entry with its place. Its own header gives the place, and must agree with the directory."""
+def _locate_entry(reader: ZipReader, name: bytes, header_at: int, entry: ZipEntry) -> ZipEntry:
+    """Return the entry with its first byte, after checking its header, which must agree with the directory."""
     fields = LOCAL.unpack(reader.read(header_at, LOCAL.size))
     local_name = reader.read(header_at + LOCAL.size, fields[9]) if fields[9] == len(name) else b""
     if fields[0] != 0x04034B50 or fields[3] or fields[2] & ~_FLAGS or local_name != name:

@@ -1,13 +1,11 @@
-"""Legacy weights, `pytorch_model.bin`: a pickled state dict.
+"""Open legacy weights, `pytorch_model.bin`, which are a pickled state dict; nothing is unpickled.
 
-`open_torch_file` reads the zip that torch writes since 1.6, and unpickles nothing. The bytes of a contiguous tensor are
-read from where the file has them. Other tensors (transposed ones, lazy views) come with a function that returns
-their bytes, and `classes` has tensors of classes whose values lie in the file. Files from before torch 1.6, which are
-no zips, are refused.
+`open_torch_file` reads the zip that torch writes since 1.6. The bytes of a contiguous tensor are used as stored. Other
+tensors (transposed ones, lazy views) have a function that returns their bytes, and `classes` finds the values of tensors
+whose class wraps another tensor. Files from before torch 1.6, which are not zips, are refused.
 
-A few bytes of pickle can make torch's loader hash forever, fill a bytearray of any size, or grow a storage to
-whatever a shape says. `screen` looks through a pickle that somebody else's unpickler will load, and refuses
-such pickles first. It runs nothing.
+A few bytes of pickle can make torch's loader hash forever, fill a bytearray of any size, or grow a storage to any size
+that a shape requires. `screen_pickle` refuses pickles with such tricks, without executing them.
 
 Source: torch 2.13, torch/_weights_only_unpickler.py (`_get_allowed_globals`).
 """
@@ -36,7 +34,7 @@ from shardkit.files.strict_json import (
 )
 from shardkit.formats.torchsave.archive import (
     SAVE_AGAIN,
-    Unsupported,
+    UnsupportedFile,
     ZipEntry,
     ZipReader,
     pread_of,
@@ -52,19 +50,19 @@ from shardkit.formats.torchsave.file import (
     UnreadableTensor,
     class_of,
     is_before_zip,
-    leaves,
     open_torch_file,
+    tree_leaves,
 )
-from shardkit.formats.torchsave.record import row_major
+from shardkit.formats.torchsave.record import read_row_major
 from shardkit.pickles.interpreter import Refusal
 from shardkit.pickles.policies import Inert, Maker, UnmadeObject
 
 _MAX_PICKLE = 1 << 25
 _PROTOCOL = 2
-"""The one that torch.save writes, and that `screen` has all opcodes of."""
+"""The protocol that torch.save writes by default; `screen_pickle` knows all of its opcodes."""
 _WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 _BESIDE_CLASSES = ("builtins.getattr", "__builtin__.getattr", "_io.BytesIO")
-"""How pickles name a method of a class, and an extra state; none of it is called."""
+"""Names in pickles for a method of a class and for an extra state; they are never called."""
 _DISTRIBUTED = "torch.distributed."
 _INT64 = 1 << 63
 _KEYS = (str, int, float, bool, bytes, type(None))
@@ -76,15 +74,15 @@ _TENSOR_NAMES = re.compile(
 
 
 class BinTensor(NamedTuple):
-    """A tensor, and where its bytes lie or how to get them."""
+    """A tensor with the place of its bytes, or with a decoder that returns them."""
 
     fqn: str
     dtype: DType
     shape: Shape
     start: int | None
-    """First byte in the file, None if the bytes do not lie there as they are."""
+    """First byte in the file; None if its values are not stored contiguously."""
     decoded: Decoded | None
-    """Gives the bytes if there is no `start`: read-only, row-major, contiguous, little-endian. Else None."""
+    """The decoder if `start` is None: its bytes are read-only, row-major, contiguous, little-endian. Else None."""
 
 
 _BinEntries = tuple[tuple[BinTensor, ...], tuple[str, ...], Mapping[str, str]]
@@ -93,20 +91,20 @@ _BinEntries = tuple[tuple[BinTensor, ...], tuple[str, ...], Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BinFile:
-    """What a legacy file holds."""
+    """An opened legacy file."""
 
     tensors: tuple[BinTensor, ...]
     """In the order of the state dict."""
     objects: tuple[str, ...]
     """Names of entries that are not tensors."""
     unreadable: Mapping[str, str]
-    """By name, the classes of tensors whose values cannot be taken from the file."""
+    """Tensors whose values cannot be read from the file: name -> description of the class."""
     size: int
     """Bytes of the file."""
     crc32: int
     """Of the zip's names, sizes and checksums."""
     stamp: FileStamp
-    """The file's, before it was read."""
+    """Stamp of the file before it was read."""
     checksums: Checksums
     """Of the storages."""
 
@@ -115,19 +113,19 @@ def read_bin(path: str, name: str) -> BinFile:
     """Open a state dict that `torch.save` wrote.
 
     Args:
-        path: where the file is.
-        name: how to call it in messages.
+        path: of the file.
+        name: of the file in messages.
 
     Raises:
-        SourceError: not a regular file, damaged, from before torch 1.6, not a state dict, or with code or tensors
-            without dense bytes in it; names the file and the entries.
+        SourceError: not a regular file, damaged, from before torch 1.6, not a state dict, or one with code or with
+            tensors that are not dense; names the file and the entries.
         ResourceError: the file may not be read.
     """
     with open_regular(path, name) as (fd, size):
         head = read_exactly(fd, 0, min(size, HEAD_NBYTES), name)
         refuse_pointer(head, name)
         if is_before_zip(head):
-            raise Unsupported(
+            raise UnsupportedFile(
                 f"{escape(name)}: the format from before torch 1.6 is not read", hint=SAVE_AGAIN
             )
         if not head.startswith(ZIP):
@@ -147,11 +145,11 @@ def read_bin(path: str, name: str) -> BinFile:
 
 
 def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...] | SourceError]:
-    """Look through a zip's directory and its pickle before anything is made of them.
+    """Check a zip's directory, and screen its pickle.
 
     Returns:
-        A checksum that changes with any entry, what the zip's directory says of the storages, and what the pickle
-        names besides plain data and plain tensors, or what is wrong with it.
+        A checksum that changes with any entry; the recorded CRC-32s of the storages; and the names that `screen_pickle`
+        returns for the pickle, or the error that it raises.
     """
     where = escape(name)
     with open_regular(path, name) as (fd, size):
@@ -166,7 +164,7 @@ def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...] | Sou
     storages = {key[5:]: entry for key, entry in entries.items() if key.startswith("data/")}
     screened: tuple[str, ...] | SourceError
     try:
-        screened = screen(data, storages, where)
+        screened = screen_pickle(data, storages, where)
     except SourceError as refusal:
         screened = refusal
     rows = [(f"{reader.prefix}/{key}", entry.nbytes, entry.crc) for key, entry in entries.items()]
@@ -175,18 +173,19 @@ def _screen(path: str, name: str) -> tuple[int, Checksums, tuple[str, ...] | Sou
 
 
 def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> _BinEntries:
-    """Take the entries of a zip; nothing is unpickled.
+    """Return the entries of a zip; nothing is unpickled.
 
     Args:
-        path: where the file is.
-        name: how to call it in messages.
-        screened: what its pickle names besides plain data and plain tensors, or what is wrong with the pickle.
+        path: of the file.
+        name: of the file in messages.
+        screened: from `_screen`.
 
     Raises:
-        Unsupported: it names what would have to be imported.
+        UnsupportedFile: the pickle needs classes or functions that would have to be imported.
+        SourceError: the pickle did not pass `screen_pickle`.
     """
     file = open_torch_file(path, name)
-    entries = list(leaves(file.tree))
+    entries = list(tree_leaves(file.tree))
     named = file.unknown if isinstance(screened, SourceError) else screened
     classes = [str(leaf.value) for _, leaf in entries if isinstance(leaf, UnreadableTensor) and leaf.value]
     classes += [kind for kind in named if is_known_class(kind)]
@@ -203,7 +202,7 @@ def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> 
         }
         raise foreign_objects(name, path, foreign, classes_by_key, file.data)
     if file.num_dropped:
-        raise Unsupported(
+        raise UnsupportedFile(
             f"{escape(name)}: {count(file.num_dropped, 'entry', 'entries')} of its dicts have keys that are neither text nor "
             "integers",
             hint="save a state dict, whose keys are text",
@@ -214,17 +213,17 @@ def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> 
 
 
 def _content_of(file: TorchFile) -> _BinEntries:
-    """Return the entries of what a zip holds."""
+    """Return the entries of a file's state dict."""
     path, name = file.path, file.name
     if not isinstance(file.tree, dict):
         raise _no_state_dict(name, file.tree)
     tensors, objects, unreadable, problems = list[BinTensor](), list[str](), dict[str, str](), list[str]()
     for key, value in file.tree.items():
-        whole = _whole(value)
-        if not isinstance(key, str):  # 1 is no "1", which may be there too
+        whole = _whole_tensor(value)
+        if not isinstance(key, str):  # the key 1 is not "1", which may be there too
             objects.append(str(key))
         elif isinstance(whole, TensorRef):
-            tensors.append(_of_record(str(key), whole, path, name))
+            tensors.append(_bin_tensor(str(key), whole, path, name))
         elif isinstance(whole, UnreadableTensor) and whole.value:
             unreadable[str(key)] = whole.name
         elif isinstance(whole, (UnreadableTensor, DistributedRef)):
@@ -236,26 +235,26 @@ def _content_of(file: TorchFile) -> _BinEntries:
     return tuple(tensors), tuple(objects), unreadable
 
 
-def _whole(value: object) -> object:
-    """Return the tensor if a value is a distributed one that lies in the file as a whole, else the value."""
+def _whole_tensor(value: object) -> object:
+    """Return the plain tensor for a distributed one whose single part is the whole; return any other value unchanged."""
     if isinstance(value, DistributedRef) and value.problem is None and len(value.parts) == 1:
         part = value.parts[0]
         return part.tensor if part.region == full_region(value.shape) else value
     return value
 
 
-def _of_record(fqn: str, record: TensorRef, path: str, name: str) -> BinTensor:
+def _bin_tensor(fqn: str, record: TensorRef, path: str, name: str) -> BinTensor:
     if record.is_contiguous and record.nbytes:
         return BinTensor(fqn, record.dtype, record.shape, record.start, None)
 
     def decode(on_read: OnRead) -> memoryview:
-        return row_major(path, name, record, on_read, follow=True)
+        return read_row_major(path, name, record, on_read, follow=True)
 
     return BinTensor(fqn, record.dtype, record.shape, None, Decoded(decode))
 
 
-def _no_state_dict(name: str, value: object) -> Unsupported:
-    return Unsupported(
+def _no_state_dict(name: str, value: object) -> UnsupportedFile:
+    return UnsupportedFile(
         f"{escape(name)}: expected a state dict, found {type(value).__name__}",
         hint="save model.state_dict(), best as safetensors",
     )
@@ -264,7 +263,7 @@ def _no_state_dict(name: str, value: object) -> Unsupported:
 def _check_content(
     name: str, number: int, has_tensors: bool, objects: Collection[str], problems: Collection[str]
 ) -> None:
-    Unsupported.raise_for(
+    UnsupportedFile.raise_for(
         problems,
         f"{escape(name)}: {len(problems)} of {number} entries are tensors without plain bytes",
         hint="save the model with dense tensors of torch's ordinary dtypes",
@@ -273,22 +272,22 @@ def _check_content(
         return
     wrapper = next((key for key in objects if key in _WRAPPERS), None)
     below = f"a training checkpoint, its weights lie below {wrapper!r}"
-    raise Unsupported(
+    raise UnsupportedFile(
         f"{escape(name)}: {below if wrapper else f'no name in it is that of a tensor: {listed(objects)}'}",
         hint="save that state dict by itself, best as safetensors",
     )
 
 
-def screen(pickle: bytes, storages: Mapping[str, ZipEntry], where: str) -> tuple[str, ...]:
-    """Look through the pickle of a file of `torch.save`; return what it names besides plain data and plain tensors.
+def screen_pickle(pickle: bytes, storages: Mapping[str, ZipEntry], where: str) -> tuple[str, ...]:
+    """Interpret a pickle of `torch.save`, and return its names besides those of plain data and plain tensors.
 
     Args:
-        pickle: `data.pkl`, the whole of it.
-        storages: by key, where they lie in the file.
-        where: what to call it in messages, escaped.
+        pickle: content of `data.pkl`.
+        storages: entries of the storages, by key.
+        where: name of the pickle in messages, escaped.
 
     Raises:
-        SourceError: damaged, or it could cost more to load than a file of its size should.
+        SourceError: damaged, or loading it could cost more than a file of its size justifies.
     """
     tensors = TensorNames(storages)
     other_names: dict[str, None] = {}
@@ -307,7 +306,7 @@ def screen(pickle: bytes, storages: Mapping[str, ZipEntry], where: str) -> tuple
 
 
 class _PlainPickle(Inert):
-    """Refuses keys whose hash a file could choose, or that take forever to hash: torch will hash them."""
+    """Refuses keys of dicts and sets whose hash the file could choose, or that take forever to hash."""
 
     def set_items(self, items: list[Any]) -> None:
         _check_keys(items[::2])
@@ -343,7 +342,7 @@ def _make_ordered(args: tuple[Any, ...]) -> object:
 
 
 def _make_bytes(args: tuple[Any, ...]) -> object:
-    """bytes, as protocol 2 spells them: encode(text, "latin1"); other codecs may cost anything."""
+    """Return bytes from encode(text, "latin1"), their form in protocol 2; other codecs are refused, as some are slow."""
     if len(args) != 2 or type(args[0]) is not str or args[1] != "latin1":
         raise Refusal("text encoded with another codec than latin1")
     return UnmadeObject("bytes")

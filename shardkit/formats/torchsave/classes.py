@@ -1,11 +1,12 @@
-"""Tensors of classes that wrap another tensor: which attribute of the object is its value.
+"""Tensors of classes that wrap another tensor: find the attribute with the value, or explain why there is none.
 
-Float8, MXFP8 and INT8 training give weights such a class, so that they are cast on their way into a collective or a
-product of matrices. `torch.save` writes the object: class, dtype, shape, and every attribute. The value is one plain
-tensor of that dtype and shape. Beside it lie settings, and what the next cast needs.
+In Float8, MXFP8 and INT8 training, weights have such a class, which casts them for a collective or a product of
+matrices. `torch.save` writes the object: class, dtype, shape, and every attribute. The value is the one attribute that
+is a plain tensor of that dtype and shape; other attributes are settings, or tensors for the next cast.
 
-A class counts by its name and the package that it comes from: modules move within a package. What is not in the table
-is never guessed: where a factor lies beside it, an inner tensor is not the value. No class is imported or run.
+A class is identified by its name and its package, as modules move within a package. For a class that is not in the
+table no attribute is guessed: if scales are stored beside it, an inner tensor is not the value. Such a tensor is refused
+with an `UnreadableClass`. No class is imported or run.
 
 Source: torchao 0.5 to 0.18, torchao/float8/fsdp_utils.py, torchao/prototype/moe_training/tensor.py and
 torchao/prototype/quantized_training; xtuner 1, xtuner/v1/float8/fsdp_utils.py; torch 2.13,
@@ -27,17 +28,17 @@ from shardkit.core.catalog import SourceFile
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, few
 from shardkit.errors import SourceError
-from shardkit.formats.torchsave.archive import Unsupported, ZipEntry
+from shardkit.formats.torchsave.archive import UnsupportedFile, ZipEntry
 from shardkit.formats.torchsave.record import TensorRecord, is_extent
 
 
 class _Wrapper(NamedTuple):
     value: str
-    """The attribute that holds the value."""
+    """The attribute with the value."""
     more_attributes: tuple[str, ...]
-    """All others that an object may have."""
+    """All other attributes that an object may have."""
     whole: str | None = None
-    """That with the weight's own shape, if it may be padded; it counts as one of the others."""
+    """For a class that may pad weights, the one of `more_attributes` with the weight's unpadded shape."""
 
 
 _FLOAT8 = ("_linear_mm_config", "_dtype")
@@ -70,18 +71,18 @@ _QUANTISERS = {
     "transformer_engine": "TransformerEngine",
 }
 _QUANTISED = "quantised by"
-_IN_TRAINING = (".optim.", ".quantized_training.")  # states and weights that a trainer quantises in each step
+_IN_TRAINING = (".optim.", ".quantized_training.")  # a trainer quantises these tensors in each step
 _QUANTISED_PARAMETERS = {
     "quant_state": "bitsandbytes.nn.Params4bit",
     "SCB": "bitsandbytes.nn.Int8Params",
     "quant_type": "diffusers.quantizers.gguf.utils.GGUFParameter",
     "quantizer": "deepspeed.linear.quantization.QuantizedParameter",
 }
-"""Classes of parameters, by the attribute that has the scales: torch pickles a parameter without its class."""
+"""Classes of parameters, by the attribute with the scales: torch pickles a parameter without its class."""
 _OF_BYTES = ("quant_type", "quantizer")
-"""Names that others may give to something else, so the data must be codes."""
+"""Attributes that other classes may have too: they are evidence only if the data are bytes."""
 _MAKES = re.compile(r"_make_(?:(\w+)_)?in_reduce_ex")
-"""Functions that pickles of TransformerEngine call, and classes that follow it: of a module, or a method of the class."""
+"""Names of functions that TransformerEngine's pickles call, and those of classes that imitate it."""
 _MADE = {
     "float8_tensor": "Float8Tensor",
     "float8_blockwise_tensor": "Float8BlockwiseQTensor",
@@ -101,22 +102,22 @@ _REPLACE = "replace such tensors by plain ones ({}), and save it again"
 
 
 class UnreadableClass(SourceError):
-    """A record is whole, but its tensor is of a class whose values shardkit cannot take from it."""
+    """A record is intact, but its tensor is of a class whose values shardkit cannot read from a file."""
 
     class_name = ""
     """With its module, as in the file."""
     why = ""
-    """The class, and what it is made of; escaped."""
+    """The class, and the tensors that an object consists of; escaped."""
     entries: Mapping[str, ZipEntry]
     """The record's storages; positions count from the start of the file."""
     tensors: frozenset[str] = frozenset()
-    """Names of all of them, where several are refused at once."""
+    """Names of all refused tensors, if there are several."""
     files: tuple[SourceFile, ...] = ()
-    """Files of `torch.save` that hold them, if they do not lie in a DCP directory."""
+    """Files of `torch.save` with these tensors; empty for a DCP directory."""
 
 
 def is_known_class(name: str) -> bool:
-    """True if the values of a class's objects can be read again; the name has the module."""
+    """True if the value of a class's objects can be read; the name includes the module."""
     return _wrapper_of(name) is not None
 
 
@@ -125,17 +126,17 @@ def _wrapper_of(name: str) -> _Wrapper | None:
     return _WRAPPERS.get((package, rest.rpartition(".")[2]))
 
 
-def unwrap(name: str, args: object, attributes: Mapping[str, object]) -> TensorRecord | str:
-    """Return the value of an object of a class that wraps a tensor, or else say why it cannot be taken.
+def unwrap_value(name: str, args: object, attributes: Mapping[str, object]) -> TensorRecord | str:
+    """Return the value of an object whose class wraps a tensor, or the reason why it cannot be read.
 
     Args:
         name: the class, with its module.
-        args: the class, and the dtype, shape and layout that the object has for torch.
+        args: (class, dtype, shape, layout), as torch sees the object.
         attributes: of the object.
     """
     wrapper = _wrapper_of(name)
     if wrapper is None:
-        return describe(
+        return describe_object(
             name, [str(key) for key, value in attributes.items() if isinstance(value, TensorRecord)]
         )
     value = attributes.get(wrapper.value)
@@ -156,12 +157,12 @@ def unwrap(name: str, args: object, attributes: Mapping[str, object]) -> TensorR
     return replace(value, unpadded=(name, whole))
 
 
-def describe(name: str, tensors: Sequence[str] | int) -> str:
-    """Say what an object is made of, and that it is quantised if its class is known for that.
+def describe_object(name: str, tensors: Sequence[str] | int) -> str:
+    """Return a text about the tensors in an object, which adds "quantised by" if its class is known to quantise.
 
     Args:
         name: the class, with its module.
-        tensors: names of the plain tensors in it, or how many these are. One alone may be the value.
+        tensors: names of the plain tensors in it, or their number. With a single one it does not count as quantised.
     """
     number, parts = (
         (tensors, count(tensors, "plain tensor"))
@@ -173,42 +174,42 @@ def describe(name: str, tensors: Sequence[str] | int) -> str:
     return f"{name}, which is made of {parts or 'no plain tensor'}" + (f": {_QUANTISED} {by}" if by else "")
 
 
-def made_by(module: str, function: str) -> str | None:
-    """Return the class, with its module, of what a function makes of tensors; None if it is no such function."""
+def class_made_by(module: str, function: str) -> str | None:
+    """Return the full name of the class whose objects a function makes from tensors; None for any other function."""
     match = _MAKES.fullmatch(function)
     return None if match is None else f"{module}.{_MADE.get(match[1] or '', function)}"
 
 
 def quantised_parameter(data: object, attributes: Mapping[str, object]) -> tuple[str, str] | None:
-    """Return the class of a parameter whose data are codes, with and without what it is made of; None if they are not."""
+    """Return (description, class) of a parameter whose data are quantised codes; None for any other parameter."""
     are_bytes = isinstance(data, TensorRecord) and data.dtype.name in ("uint8", "int8")
     for key, cls in _QUANTISED_PARAMETERS.items():
         if attributes.get(key) is not None and (are_bytes or key not in _OF_BYTES):
-            return describe(cls, ["data", key]), cls
+            return describe_object(cls, ["data", key]), cls
     return None
 
 
-def padding(record: TensorRecord, shape: Shape) -> UnreadableClass | None:
-    """Return the problem of a part of a tensor whose class gives the weight another shape.
+def padding_error(record: TensorRecord, shape: Shape) -> UnreadableClass | None:
+    """Return the error for a part of a tensor that its class has padded; None if the tensor is not padded.
 
     Args:
         record: of the part.
-        shape: of the whole tensor, as it is stored.
+        shape: of the whole tensor as stored.
     """
     if record.unpadded is None or record.unpadded[1] == shape:
         return None
     name, unpadded_shape = record.unpadded
-    return unreadable(name, f"{name}, which is padded from {list(unpadded_shape)} to {list(shape)}")
+    return unreadable_error(name, f"{name}, which is padded from {list(unpadded_shape)} to {list(shape)}")
 
 
-def unreadable(
+def unreadable_error(
     name: str, why: str, *, where: str = "", entries: Mapping[str, ZipEntry] | None = None
 ) -> UnreadableClass:
-    """Return the error for a record.
+    """Return the error for one record of an unreadable class.
 
     Args:
         name: the class, with its module.
-        why: the class, and what it is made of.
+        why: the class, and the tensors that an object consists of.
         where: the record, escaped.
         entries: its storages.
     """
@@ -218,51 +219,51 @@ def unreadable(
 
 
 def refuse_classes(errors: Mapping[str, UnreadableClass], path: str) -> None:
-    """Raise all that was found of tensors of such classes at once, if anything was.
+    """Raise one error for all tensors of unreadable classes in a DCP directory, if there are any.
 
     Args:
-        errors: by the tensor's name, as it is in the file.
-        path: of the checkpoint, a DCP directory.
+        errors: by the tensor's stored name.
+        path: of the directory.
     """
     why = {name: error.why for name, error in errors.items()}
-    hint = f"{_other_model(why)}load it with what saved it, {_REPLACE.format(_DEQUANTISED)}"
+    hint = f"{_original_model_hint(why)}load it with what saved it, {_REPLACE.format(_DEQUANTISED)}"
     is_quantised = any(_QUANTISED in reason for reason in why.values())
     names = {error.class_name for error in errors.values()}
-    _refuse(why, hint if is_quantised else _how_to_unwrap(names, path))
+    _refuse_tensors(why, hint if is_quantised else _how_to_unwrap(names, path))
 
 
 def refuse_objects(reasons: Mapping[str, str], files: Iterable[SourceFile]) -> None:
-    """Do the same for tensors in files of `torch.save`.
+    """Raise one error for all tensors of unreadable classes in files of `torch.save`, if there are any.
 
     Args:
-        reasons: the file and why, by the tensor's name.
+        reasons: file and reason, by the tensor's name.
         files: all that were opened.
     """
     is_quantised = any(_QUANTISED in why for why in reasons.values())
     plain = (
         "t.dequantize()" if is_quantised else "torch.empty(t.shape, dtype=t.dtype).copy_(t), or t.to_dense()"
     )
-    _refuse(
+    _refuse_tensors(
         {name: escape(why) for name, why in reasons.items()},
-        f"{_other_model(reasons)}load each file with torch where the class can be imported, {_REPLACE.format(plain)}",
+        f"{_original_model_hint(reasons)}load each file with torch where the class can be imported, {_REPLACE.format(plain)}",
         tuple(files),
     )
 
 
 def foreign_objects(
     name: str, path: str, named: Collection[str], classes: Mapping[str, str], data: Collection[str] = ()
-) -> Unsupported:
-    """Return the error for a file whose pickle would import something to be loaded.
+) -> UnsupportedFile:
+    """Return the error for a file whose pickle needs classes or functions that are neither torch's nor plain data.
 
     Args:
-        name: how to call the file in messages.
-        path: where it is.
-        named: the classes and functions, with their modules.
-        classes: by key, the class of what lies there, where that is known.
-        data: classes of plain data that it names too.
+        name: of the file in messages.
+        path: of the file.
+        named: full names of these classes and functions.
+        classes: by key, the class of the object there, if known.
+        data: full names of classes of plain data in the same pickle.
     """
     shown = few([*map(escape, sorted(named))], _MAX_NAMED)
-    return Unsupported(
+    return UnsupportedFile(
         f"{escape(name)}: holds more than tensors: its pickle asks for {shown}, which is never run",
         problems=[
             f"{escape(key) or 'the whole file'}: an object of {escape(what)}" for key, what in classes.items()
@@ -272,11 +273,11 @@ def foreign_objects(
 
 
 def _how_to_save_plain(path: str, named: Collection[str], data: Collection[str]) -> str:
-    """Return lines that load a file where its classes are installed, and save its tensors alone.
+    """Return lines of Python that load a file where its classes are installed, and save only its tensors.
 
-    There are none for a file that names functions: nobody should be led to run these.
+    For a file that names functions there are no such lines, as running them could execute anything.
     """
-    if not all(map(_is_data, named)):
+    if not all(map(_is_class_name, named)):
         return "convert the file if you trust it"
     class_names = sorted({*named, *(name for name in data if not name.startswith(_TORCH_ALLOWS))})
     modules = ", ".join(sorted({"torch", *(name.partition(".")[0] for name in class_names)}))
@@ -292,23 +293,23 @@ def _how_to_save_plain(path: str, named: Collection[str], data: Collection[str])
   torch.save({{k: torch.as_tensor(t) for k, t in held.items() if type(t).__name__ in ({_TENSORS})}}, {escape(f"{stem}-plain{suffix}")!r})"""
 
 
-def _is_data(name: str) -> bool:
-    """True for what is a class by its name, of no standard module, and for numpy's functions that make arrays."""
+def _is_class_name(name: str) -> bool:
+    """True for a name that looks like a class outside the standard library, and for numpy's functions that make arrays."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts) or parts[0] in sys.stdlib_module_names:
         return False
     return _OF_NUMPY.fullmatch(name) is not None or parts[-1].lstrip("_")[:1].isupper()
 
 
-def _other_model(reasons: Mapping[str, str]) -> str:
-    """Return the advice to take the original of a model that was quantised after training, if any of it was."""
+def _original_model_hint(reasons: Mapping[str, str]) -> str:
+    """Return the advice to use the original model if some tensor was quantised after training, else an empty string."""
     after = (
         _QUANTISED in why and not why.endswith(_QUANTISERS["transformer_engine"]) for why in reasons.values()
     )
     return "take the model that it was quantised from; or " if any(after) else ""
 
 
-def _refuse(reasons: Mapping[str, str], hint: str, files: tuple[SourceFile, ...] = ()) -> None:
+def _refuse_tensors(reasons: Mapping[str, str], hint: str, files: tuple[SourceFile, ...] = ()) -> None:
     if not reasons:
         return
     error = UnreadableClass(
@@ -322,7 +323,7 @@ def _refuse(reasons: Mapping[str, str], hint: str, files: tuple[SourceFile, ...]
 
 
 def _how_to_unwrap(names: Collection[str], path: str) -> str:
-    """Return lines that load a checkpoint where its classes are installed, and save it without them."""
+    """Return lines of Python that load a checkpoint where its classes are installed, and save it as plain tensors."""
     if not all(part.isidentifier() for name in names for part in name.split(".")):
         return "load it where its classes can be imported, into plain tensors, and save those"
     classes = sorted(names)

@@ -1,12 +1,12 @@
-"""Open a file of `torch.save` without torch: what it holds, and where the bytes of its tensors lie.
+"""Open a file of `torch.save` without torch: return its tree of values, and the places of its tensors' bytes.
 
 The pickle inside is interpreted, never executed, and no tensor data is read. A tensor becomes a `TensorRef`,
 or a `DistributedRef` if it is one rank's part of a larger one. Everything else that is not plain data
-becomes an `UnmadeObject`.
+becomes an `UnmadeObject`, which has only a name.
 
-The part of a DTensor is placed by arithmetic on its placements and the rank's position in the mesh, both of
-which are in the pickle; the shards of a ShardedTensor say where they lie. Names of torch's own modules are
-accepted wherever they were: they moved more than once.
+The region of a DTensor's part is computed from its placements and the rank's position in the mesh, both of
+which are in the pickle; the shards of a ShardedTensor have their offsets in it. Classes of torch are accepted
+under every module that they have been in.
 
 Source: torch 2.2 to 2.13, torch/serialization.py (`_save`, `persistent_id`; zip files since torch 1.6),
 torch/_utils.py and torch/_tensor.py (`_rebuild_*`), torch/distributed/tensor/_dtensor_spec.py
@@ -32,18 +32,18 @@ from shardkit.errors import SourceError
 from shardkit.files.strict_json import ZIP, open_regular, read_exactly, refuse_pointer, stamp_of
 from shardkit.formats.torchsave.archive import (
     SAVE_AGAIN,
-    Unsupported,
+    UnsupportedFile,
     ZipEntry,
     ZipReader,
     pread_of,
     read_directory,
 )
 from shardkit.formats.torchsave.classes import (
-    describe,
-    made_by,
-    padding,
+    class_made_by,
+    describe_object,
+    padding_error,
     quantised_parameter,
-    unwrap,
+    unwrap_value,
 )
 from shardkit.formats.torchsave.record import STORAGES, TensorRecord, is_extent
 from shardkit.pickles.interpreter import Refusal
@@ -51,8 +51,8 @@ from shardkit.pickles.policies import Fields, Inert, Maker, UnmadeObject
 
 _PICKLE = b"\x80"
 _MAGIC_BEFORE_ZIP = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
-"""The number with which files from before torch 1.6 begin, behind the protocol: torch/serialization.py, MAGIC_NUMBER."""
-_MAGIC_AS_TEXT = b"L119547037146038801333356L\n."  # of protocols 0 and 1
+"""The number with which files from before torch 1.6 begin, after the protocol: torch/serialization.py, MAGIC_NUMBER."""
+_MAGIC_AS_TEXT = b"L119547037146038801333356L\n."  # the same number in protocols 0 and 1
 HEAD_NBYTES = 32
 """Enough for `is_before_zip`."""
 _MAX_ENTRIES = 1 << 18
@@ -67,7 +67,7 @@ _WITH_VALUES = {
     "sparse_tensor": "torch's sparse tensor, which is made of indices and values",
     "nested_tensor": "torch's nested tensor, which is made of several",
 }
-"""Tensors of torch's own whose values lie in the file, but not one by one; by the function that makes them."""
+"""torch's own tensors that store no plain array of values; by the function that makes them."""
 _PARTS = ("ShardedTensor", "ShardedTensorFactory", "FlatParameter")
 """Classes of Megatron-Core (dist_checkpointing/mapping.py) and fairscale (nn/misc/flatten_params_wrapper.py)."""
 _QUANTISED = "torch's quantised tensor, which is made of codes and scales: quantised by torch"
@@ -78,7 +78,7 @@ _OF_CODES = {
     "QUInt4x2Storage": 1,
     "QUInt2x4Storage": 1,
 }
-"""Storages of quantised tensors, and the bytes of what they count."""
+"""Storages of quantised tensors, and the bytes of each unit that they count."""
 _ON_META = "a tensor on the meta device, without values"
 _LAZY_VIEW = "a lazily conjugated or negated view: the stored bytes are not its values"
 _DATA = re.compile(
@@ -87,39 +87,39 @@ _DATA = re.compile(
     r"|fractions\.Fraction|numpy\.(dtype|_?core\.multiarray\.scalar)|pathlib(\._local)?\.(Pure)?(Posix|Windows)Path"
     r"|torch\.(device|Tensor|nn\.parameter\.(Buffer|Parameter)|serialization\._get_layout)|uuid\.(SafeUUID|UUID)"
 )
-"""Names of plain data: no weights, and nothing that runs."""
+"""Names of plain data, which is neither weights nor code."""
 _MAKES_ARRAYS = re.compile(r"numpy\._?core\.(multiarray\._reconstruct|numeric\._frombuffer)")
 _REBUILD_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFile:
-    """A file of `torch.save`, opened."""
+    """An opened file of `torch.save`."""
 
     path: str
     name: str
-    """How to call it in messages; not escaped."""
+    """Of the file in messages; not escaped."""
     stamp: FileStamp
-    """The file's, when its description was read."""
+    """Stamp of the file when its pickle was read."""
     tree: object
-    """None, bool, int, float, str, bytes, lists, tuples, dicts with strings and integers as keys.
+    """The saved value: None, bool, int, float, str, bytes, lists, tuples, dicts with strings and integers as keys.
     `TensorRef`, `DistributedRef` and `UnmadeObject` stand for tensors and everything else. Size and depth (100
     levels) of the tree are bounded, though equal parts may be one object. It leaves out attributes that were
     set on a dict or tensor."""
     num_dropped: int
     """Entries of dicts that are left out because their keys are neither strings nor integers."""
     storages: Mapping[str, ZipEntry]
-    """Where the storages lie, by key; positions count from the first byte of the file."""
+    """Places of the storages, by key; positions count from the first byte of the file."""
     protocol: int
-    """Of its pickle; torch.save takes 2 if nobody asks for another."""
+    """Of its pickle; torch.save writes 2 by default."""
     unknown: tuple[str, ...]
-    """What the pickle names that is neither torch's nor plain data, with its module."""
+    """Full names in the pickle that are neither torch's nor those of plain data."""
     data: tuple[str, ...]
-    """The classes of plain data that it names."""
+    """Full names of the classes of plain data in the pickle."""
 
     @property
     def source(self) -> SourceFile:
-        """The file, for a catalog."""
+        """The file as an entry for a catalog."""
         entries = self.storages.values()
         return SourceFile(
             name=self.name,
@@ -131,29 +131,29 @@ class TorchFile:
 
 
 def class_of(thing: UnmadeObject) -> str:
-    """Return the class of something that is not plain data, as its pickle names it; not escaped."""
+    """Return the class of an object that is not plain data, as its pickle names it; not escaped."""
     return "numpy.ndarray" if _MAKES_ARRAYS.fullmatch(thing.name) else thing.name
 
 
 class Leaf(NamedTuple):
-    """Something in a tree that is not a dict, list or tuple."""
+    """A value in a tree that is not a dict, list or tuple."""
 
     path: tuple[str | int, ...]
-    """Keys, and indexes of lists, from the top of the tree."""
+    """Keys of dicts and indexes of lists, from the top of the tree."""
     value: object
 
 
 def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None) -> TorchFile:
-    """Open a file that `torch.save` wrote. Reads its directory and its pickle, not the tensors.
+    """Open a file of `torch.save`: read the zip's directory and the pickle, but not the tensors.
 
     Args:
-        path: where the file is.
-        name: how to call it in messages.
-        extent: first byte and number of bytes, for a record inside the file.
+        path: of the file.
+        name: of the file in messages.
+        extent: (first byte, number of bytes) of a record inside the file; None for the whole file.
 
     Raises:
         SourceError: missing, not a regular file, damaged, or from before torch 1.6.
-        IntegrityError: its pickle is not the one that was written (CRC-32).
+        IntegrityError: the CRC-32 of its pickle is wrong.
         ResourceError: the file may not be read.
     """
     where = escape(name)
@@ -169,16 +169,18 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
             if "data.pkl" not in entries:
                 reader.refuse("a zip, but not one of torch.save: no data.pkl is in it")
             if "constants.pkl" in entries:
-                raise Unsupported(f"{where}: a TorchScript program, not a state dict", hint=_NO_PROGRAM)
+                raise UnsupportedFile(f"{where}: a TorchScript program, not a state dict", hint=_NO_PROGRAM)
             order = reader.content("byteorder", entries["byteorder"]) if "byteorder" in entries else b"little"
             if order != b"little":
                 order_name = escape(order.decode("ascii", "replace"))
-                raise Unsupported(f"{where}: its byte order is {order_name!r}, not little", hint=SAVE_AGAIN)
+                raise UnsupportedFile(
+                    f"{where}: its byte order is {order_name!r}, not little", hint=SAVE_AGAIN
+                )
             if "version" in entries:
                 reader.check_version(reader.content("version", entries["version"]))
             data = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
             if data and not data.startswith(_PICKLE):
-                raise Unsupported(f"{where}: pickled with protocol 0 or 1", hint=SAVE_AGAIN)
+                raise UnsupportedFile(f"{where}: pickled with protocol 0 or 1", hint=SAVE_AGAIN)
         except SourceError as error:
             raise type(error)(error.message, hint=error.hint or _ANOTHER_COPY) from None
     storages = {
@@ -197,13 +199,16 @@ def open_torch_file(path: str, name: str, extent: tuple[int, int] | None = None)
         num_dropped=pickle.num_dropped,
         storages=storages,
         protocol=data[1],
-        unknown=tuple(name for name in names.opaque if not _DATA.fullmatch(name)),
-        data=tuple(name for name in names.opaque if _DATA.fullmatch(name)),
+        unknown=tuple(name for name in names.opaque_names if not _DATA.fullmatch(name)),
+        data=tuple(name for name in names.opaque_names if _DATA.fullmatch(name)),
     )
 
 
 def is_before_zip(head: bytes) -> bool:
-    """True for the first bytes of a file in the format from before torch 1.6; protocols 4 and 5 put a frame before its number."""
+    """True for the first bytes of a file in the format from before torch 1.6.
+
+    Its number follows the protocol's 2 bytes, or with protocols 4 and 5 a frame of 9 more.
+    """
     return any(head[at:].startswith(_MAGIC_BEFORE_ZIP) for at in (2, 11)) or head.startswith(_MAGIC_AS_TEXT)
 
 
@@ -213,7 +218,7 @@ def _check_magic(magic: bytes, size: int, where: str) -> None:
     if not size:
         raise SourceError(f"{where}: the file is empty", hint=_ANOTHER_COPY)
     if is_before_zip(magic):
-        raise Unsupported(
+        raise UnsupportedFile(
             f"{where}: the format from before torch 1.6, a pickle that is not in a zip", hint=SAVE_AGAIN
         )
     if magic.startswith(_PICKLE):
@@ -223,11 +228,11 @@ def _check_magic(magic: bytes, size: int, where: str) -> None:
     raise SourceError(f"{where}: not a file of torch.save (it is no zip)", hint=SAVE_AGAIN)
 
 
-def leaves(tree: object) -> Iterator[Leaf]:
-    """Yield what a tree holds, in its order; empty dicts and lists hold nothing.
+def tree_leaves(tree: object) -> Iterator[Leaf]:
+    """Yield the leaves of a tree in its order; an empty dict or list has none.
 
     Args:
-        tree: that of a file, or a part of it.
+        tree: of a file, or a part of it.
     """
     todo = [Leaf((), tree)]
     while todo:
@@ -242,16 +247,17 @@ def leaves(tree: object) -> Iterator[Leaf]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRef(TensorRecord):
-    """A tensor in a file: what it is, and where its storage lies. Several may view one storage."""
+    """A tensor in a file, and the place of its storage. Several tensors may view one storage."""
 
     key: str
     """Name of the storage in the file: equal for tensors that share it."""
 
 
-class HeldShard(NamedTuple):
-    """What one rank holds of a tensor."""
+class LocalPart(NamedTuple):
+    """One rank's part of a tensor."""
 
     region: Region
+    """Of the part in the whole tensor."""
     tensor: TensorRef
 
 
@@ -262,23 +268,23 @@ class DistributedRef:
     dtype: DType
     shape: Shape
     """Of the whole tensor."""
-    parts: tuple[HeldShard, ...]
-    """Empty if the rank holds nothing of it."""
+    parts: tuple[LocalPart, ...]
+    """Empty if the rank has no part of it."""
     problem: str | None = None
-    """Why the parts cannot be placed."""
+    """Why the regions of the parts are unknown; None if they are known."""
 
 
 class UnreadableTensor(UnmadeObject):
-    """A tensor whose bytes do not give its values: quantised, sparse, on no device; `name` says which.
+    """A tensor whose bytes are not its values: quantised, sparse, or on the meta device. `name` is the reason.
 
-    `value` is the class, with its module, where that is the reason.
+    If its class is the reason, `value` is the full name of the class.
     """
 
     __slots__ = ()
 
 
 class _StorageClass(UnmadeObject):
-    """A storage class: its dtype, None if its bytes are no plain numbers; and the bytes of what it counts."""
+    """A storage class, with its dtype (None if its bytes are not plain numbers) and the bytes of each unit it counts."""
 
     __slots__ = ("dtype", "unit")
 
@@ -289,7 +295,7 @@ class _StorageClass(UnmadeObject):
 
 
 class _Storage(UnmadeObject):
-    """A storage of the file; its `entry` is None if the file has no bytes of it, as for the meta device."""
+    """A storage of the file; its `entry` is None if its bytes are not in the file, as for the meta device."""
 
     __slots__ = ("dtype", "entry", "key")
 
@@ -299,26 +305,26 @@ class _Storage(UnmadeObject):
 
 
 class TensorNames:
-    """The vocabulary of one file."""
+    """The vocabulary for the pickle of one file: it maps names and persistent ids to objects."""
 
     def __init__(self, storages: Mapping[str, ZipEntry]) -> None:
         self._storages = storages
         self._values: dict[tuple[str, str], object] = {}
 
     def look_up(self, module: str, name: str) -> object:
-        """Return what a name stands for; an `UnmadeObject` for all but a few."""
+        """Return the object for a name: for most names, an `UnmadeObject`."""
         value = self._values.get((module, name))
         if value is None:
-            value = self._values[module, name] = _NAMES.get((module, name)) or _guess(module, name)
+            value = self._values[module, name] = _NAMES.get((module, name)) or _make_unknown(module, name)
         return value
 
     @property
-    def opaque(self) -> tuple[str, ...]:
-        """What was looked up and stands for nothing but its name."""
+    def opaque_names(self) -> tuple[str, ...]:
+        """The names that were looked up and have no meaning here."""
         return tuple(value.name for value in self._values.values() if type(value) is UnmadeObject)
 
     def storage(self, value: object) -> object:
-        """Return what ("storage", class, key, location, number of elements) stands for.
+        """Return the storage for a persistent id ("storage", class, key, location, number of elements).
 
         Raises:
             Refusal: the storage is not in the file, or has another size there.
@@ -337,8 +343,12 @@ class TensorNames:
         return _Storage(key, cls.dtype, entry)
 
 
-def _guess(module: str, name: str) -> object:
-    """Keep the fields of torch's distributed classes, recognize what makes tensors, and else keep only the name."""
+def _make_unknown(module: str, name: str) -> object:
+    """Return the object for a name that is not in `_NAMES`, by its module and form.
+
+    A torch.distributed class keeps its fields. A function that makes tensors, or a class of parts of them, makes an
+    `UnreadableTensor`. Any other name is kept as an `UnmadeObject`.
+    """
     full = f"{module}.{name}"
     if module.startswith("torch.distributed"):
         return Maker(full, lambda args: Fields(full, args))
@@ -347,23 +357,23 @@ def _guess(module: str, name: str) -> object:
         if kind in _WITH_VALUES:
             return Maker(full, lambda args: UnreadableTensor(_WITH_VALUES[kind], full))
         return Maker(full, lambda args: UnreadableTensor(_ON_META if kind.startswith("meta_") else kind))
-    if (cls := made_by(module, name)) is not None:
-        return Maker(full, partial(_object_of, cls))
+    if (cls := class_made_by(module, name)) is not None:
+        return Maker(full, partial(_make_unreadable, cls))
     if name in _PARTS:
         return Maker(full, lambda args: UnreadableTensor(f"{full}, one rank's part of tensors", full))
     return UnmadeObject(full)
 
 
-def _object_of(cls: str, args: tuple[Any, ...]) -> object:
-    """Make what a class makes of tensors and settings when it is loaded."""
-    return UnreadableTensor(describe(cls, sum(isinstance(value, TensorRef) for value in args)), cls)
+def _make_unreadable(cls: str, args: tuple[Any, ...]) -> object:
+    """Return the unreadable tensor for an object that a class would make from tensors and settings."""
+    return UnreadableTensor(describe_object(cls, sum(isinstance(value, TensorRef) for value in args)), cls)
 
 
-def _attribute(args: tuple[Any, ...]) -> object:
-    """getattr(class, name), as pickles spell a method of a class."""
+def _make_attribute(args: tuple[Any, ...]) -> object:
+    """Return the object for getattr(class, name), which is how pickles refer to a method of a class."""
     if len(args) == 2 and isinstance(args[0], UnmadeObject) and type(args[1]) is str:
-        if made_by(args[0].name, args[1]) is not None:
-            return Maker(args[0].name, partial(_object_of, args[0].name))
+        if class_made_by(args[0].name, args[1]) is not None:
+            return Maker(args[0].name, partial(_make_unreadable, args[0].name))
     return UnmadeObject("builtins.getattr")
 
 
@@ -371,7 +381,7 @@ def _without_values(name: str) -> Maker:
     return Maker(name, lambda args: UnreadableTensor(f"{name}, which has no values yet", name))
 
 
-def _plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[Any, ...]) -> object:
+def _make_plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[Any, ...]) -> object:
     """Make a tensor from (storage, offset, shape, stride, ...)."""
     if len(args) < 4 or type(args[0]) is not _Storage or dtype is None:
         raise Refusal("a tensor made from other arguments than torch gives")
@@ -382,7 +392,7 @@ def _plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[An
         raise Refusal("a tensor with an impossible shape or stride")
     if storage.entry is None:
         return UnreadableTensor(_ON_META)
-    flipped = _flipped(dtype, metadata[0] if metadata else None)
+    flipped = _flipped_bytes(dtype, metadata[0] if metadata else None)
     if flipped is None:
         return UnreadableTensor(_LAZY_VIEW, "torch.Tensor")
     entry = storage.entry
@@ -402,12 +412,14 @@ def _plain_tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[An
     return tensor
 
 
-def _flipped(dtype: DType, marks: object) -> tuple[int, ...] | None:
-    """Return which bytes of an element have another sign than the value; None where a sign is not one bit.
+def _flipped_bytes(dtype: DType, marks: object) -> tuple[int, ...] | None:
+    """Return the bytes of each element whose sign bit is stored inverted, for a lazily negated or conjugated view.
+
+    None if the dtype has no sign bit that could be inverted.
 
     Args:
         dtype: of the tensor.
-        marks: those of a lazy view, or nothing.
+        marks: those of a lazy view, or None.
 
     Source: torch 2.13, torch/_utils.py, `set_tensor_metadata`: {"conj": True, "neg": True}, or less.
     """
@@ -426,14 +438,14 @@ def _flipped(dtype: DType, marks: object) -> tuple[int, ...] | None:
 
 def _rebuild_v2(args: tuple[Any, ...]) -> object:
     """(storage, offset, shape, stride, requires_grad, hooks[, metadata])."""
-    return _plain_tensor(args, getattr(args[0], "dtype", None) if args else None, args[6:])
+    return _make_plain_tensor(args, getattr(args[0], "dtype", None) if args else None, args[6:])
 
 
 def _rebuild_v3(args: tuple[Any, ...]) -> object:
     """(storage, offset, shape, stride, requires_grad, hooks, dtype[, metadata]); the storage counts bytes."""
     if len(args) > 6 and isinstance(args[6], UnmadeObject) and args[6].name.startswith("torch."):
         return UnreadableTensor(f"a tensor of dtype {args[6].name}", args[6].name)
-    return _plain_tensor(args, args[6] if len(args) > 6 and type(args[6]) is DType else None, args[7:])
+    return _make_plain_tensor(args, args[6] if len(args) > 6 and type(args[6]) is DType else None, args[7:])
 
 
 def _rebuild_quantised(args: tuple[Any, ...]) -> object:
@@ -462,13 +474,13 @@ def _rebuild_from_type(args: tuple[Any, ...]) -> object:
         fields = Fields(kind.name, inner if type(inner) is tuple else ())
         fields.build(state)
         if kind.name.endswith(".DTensor"):
-            return _dtensor(fields)
+            return _make_dtensor(fields)
         if kind.name.endswith(".ShardedTensor"):
-            return _sharded_tensor(fields)
+            return _make_sharded_tensor(fields)
     if isinstance(function, UnmadeObject) and function.name == _REBUILD_WRAPPER:
         fields = Fields(kind.name, ())
         fields.build(state)
-        value = unwrap(kind.name, inner, fields.items)
+        value = unwrap_value(kind.name, inner, fields.items)
         return UnreadableTensor(value, kind.name) if isinstance(value, str) else value
     plain = function.make(inner) if isinstance(function, UnmadeObject) else None
     if isinstance(plain, TensorRef) and _is_plain(kind.name):
@@ -482,7 +494,7 @@ def _is_plain(name: str) -> bool:
     return name in ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
-def _dtensor(fields: Fields) -> object:
+def _make_dtensor(fields: Fields) -> object:
     """Place a rank's part of a DTensor, from `_local_tensor` and `_spec`."""
     local, spec = fields.items.get("_local_tensor"), fields.items.get("_spec")
     if not isinstance(local, TensorRef):
@@ -491,8 +503,8 @@ def _dtensor(fields: Fields) -> object:
         return UnreadableTensor(f"a DTensor of {what}", cls)
     shape = fields.args[2] if len(fields.args) > 2 else None  # (class, dtype, shape, stride, ...)
     if not isinstance(spec, Fields) or not is_extent(shape):
-        return UnreadableTensor("a DTensor that does not say what it is part of")
-    if (padded := padding(local, shape)) is not None:
+        return UnreadableTensor("a DTensor without the shape or the placements of the whole tensor")
+    if (padded := padding_error(local, shape)) is not None:
         return UnreadableTensor(f"a DTensor of {padded.why}", padded.class_name)
     try:
         region = _dtensor_region(tuple(shape), spec)
@@ -502,15 +514,15 @@ def _dtensor(fields: Fields) -> object:
             )
     except ValueError as error:
         return DistributedRef(dtype=local.dtype, shape=shape, parts=(), problem=str(error))
-    parts = () if region is None else (HeldShard(region, local),)
+    parts = () if region is None else (LocalPart(region, local),)
     return DistributedRef(dtype=local.dtype, shape=shape, parts=parts)
 
 
 def _dtensor_region(shape: Shape, spec: Fields) -> Region | None:
-    """Return the region that a rank holds; None if the rank is not in the mesh.
+    """Return the region of the rank's part; None if the rank is not in the mesh.
 
     Raises:
-        ValueError: something is missing or not understood; says what.
+        ValueError: a field is missing or not understood; the text says which.
     """
     mesh, placements = spec.items.get("mesh"), spec.items.get("placements")
     if not isinstance(mesh, Fields) or not isinstance(placements, (tuple, list)):
@@ -520,7 +532,7 @@ def _dtensor_region(shape: Shape, spec: Fields) -> Region | None:
         return None
     mesh_shape = _mesh_shape(mesh)
     if not _are_ints(coord) or mesh_shape is None or not len(coord) == len(mesh_shape) == len(placements):
-        raise ValueError("its mesh does not say where the rank is")
+        raise ValueError("its mesh lacks the rank's position")
     stored, order = [_placement(placement) for placement in placements], spec.items.get("shard_order")
     if any(placement.split_factor != 1 for placement in stored):
         if spec.items.get("use_strided_shard_as_shard_order") is False:
@@ -560,21 +572,21 @@ def _placement(value: object) -> StoredPlacement:
     kind = value.name.rpartition(".")[2]
     if kind == "Replicate":
         return StoredPlacement()
-    dim, split_factor = _int_of(value, "dim", 0), _int_of(value, "split_factor", 1)
+    dim, split_factor = _int_field(value, "dim", 0), _int_field(value, "split_factor", 1)
     if kind == "Shard" and dim is not None:
         return StoredPlacement(dim)
     if kind == "_StridedShard" and dim is not None and split_factor is not None:
         return StoredPlacement(dim, split_factor)
-    raise ValueError(f"its placement {kind} does not say which elements a rank holds")
+    raise ValueError(f"its placement {kind} does not show which elements a rank has")
 
 
 class StoredPlacement(NamedTuple):
-    """What one mesh axis does to a tensor."""
+    """A DTensor's placement on one mesh axis, as the pickle has it."""
 
     dim: int | None = None
-    """The dim that it cuts, None if it replicates."""
+    """The dim that the axis cuts; None if it replicates the tensor."""
     split_factor: int = 1
-    """The number of parts into which later axes cut the dim before this one does (`_StridedShard`); mostly 1."""
+    """The number of parts into which later axes cut the dim before this axis does (`_StridedShard`); mostly 1."""
 
 
 def local_region(
@@ -591,17 +603,17 @@ def local_region(
         placements: one for each mesh axis.
         mesh_shape: sizes of the axes.
         coord: the rank's position on each axis.
-        order: by dim, the axes that cut it, first to last; None if the tensor does not say so itself.
+        order: by dim, the axes that cut it, first to last; None if the tensor does not record it.
 
     Raises:
-        ValueError: no order of cutting gives the placements; says which.
+        ValueError: no order of cutting results in these placements.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     for dim in sorted({placement.dim for placement in placements if placement.dim is not None}):
         if not 0 <= dim < len(shape):
             raise ValueError(f"it is cut along dim {dim}, but has {len(shape)} dims")
         axes = [axis for axis, placement in enumerate(placements) if placement.dim == dim]
-        axes = _decoded_order(axes, placements, mesh_shape) if order is None else list(order.get(dim, axes))
+        axes = _axis_order(axes, placements, mesh_shape) if order is None else list(order.get(dim, axes))
         for axis in axes:
             if not 0 <= axis < len(mesh_shape) or not 0 <= coord[axis] < mesh_shape[axis]:
                 raise ValueError(f"its rank's position {list(coord)} is not in a mesh of {list(mesh_shape)}")
@@ -610,12 +622,13 @@ def local_region(
     return Region(tuple(offsets), tuple(sizes))
 
 
-def _decoded_order(
+def _axis_order(
     axes: Sequence[int], placements: Sequence[StoredPlacement], mesh_shape: Sequence[int]
 ) -> list[int]:
-    """Return the order in which axes cut a dim: the axes before each one make as many parts as its split factor.
+    """Return the order in which axes cut a dim, from their split factors.
 
-    Without strided shards that is the order of the mesh, left to right.
+    An axis has the split factor n if the later axes of the mesh that cut before it make n parts. For two axes of size 2
+    where the first has split factor 2, the order is [1, 0]. Without strided shards it is the order of the mesh.
     """
     order: list[int] = []
     for axis in reversed(axes):
@@ -629,8 +642,8 @@ def _decoded_order(
     return order
 
 
-def _int_of(value: Fields, name: str, position: int) -> int | None:
-    """Return a field, which may also be an argument, or an item of a state that is a tuple."""
+def _int_field(value: Fields, name: str, position: int) -> int | None:
+    """Return an integer field of an object: an attribute, or the argument or state item at `position`; else None."""
     state = value.items.get("")
     for args in (value.args, state if type(state) is tuple else ()):
         if len(args) > position and type(args[position]) is int:
@@ -640,7 +653,7 @@ def _int_of(value: Fields, name: str, position: int) -> int | None:
 
 
 def _shard_order(order: object) -> dict[int, Sequence[int]]:
-    """Return the axes that cut each dim, in their order."""
+    """Return the axes that cut each dim, first to last."""
     axes_of: dict[int, Sequence[int]] = {}
     for entry in order if isinstance(order, (tuple, list)) else ():
         args = entry.args if isinstance(entry, Fields) else ()
@@ -654,27 +667,27 @@ def _are_ints(values: object) -> TypeGuard[Sequence[int]]:
     return isinstance(values, (tuple, list)) and all(type(value) is int for value in values)
 
 
-def _sharded_tensor(fields: Fields) -> object:
-    """Take a rank's shards from the state (shards, metadata, process group, spec, ...)."""
+def _make_sharded_tensor(fields: Fields) -> object:
+    """Return a rank's shards of a ShardedTensor, whose state is (shards, metadata, process group, spec, ...)."""
     state = fields.items.get("")
     shards, metadata = state[:2] if type(state) is tuple and len(state) >= 2 else (None, None)
     shape = metadata.items.get("size") if isinstance(metadata, Fields) else None
     dtype = fields.args[1] if len(fields.args) > 1 else None
     if type(shards) is not list or not is_extent(shape) or type(dtype) is not DType:
-        return UnreadableTensor("a ShardedTensor that does not say what it is part of")
+        return UnreadableTensor("a ShardedTensor without the shape or dtype of the whole tensor")
     parts = []
     for shard in shards:
         items = shard.items if isinstance(shard, Fields) else {}
         local, where = items.get("tensor"), items.get("metadata")
         offsets = where.items.get("shard_offsets") if isinstance(where, Fields) else None
         if not isinstance(local, TensorRef) or not _are_ints(offsets) or len(offsets) != len(local.shape):
-            return UnreadableTensor("a ShardedTensor whose shards do not say where they lie")
-        parts.append(HeldShard(Region(tuple(offsets), local.shape), local))
+            return UnreadableTensor("a ShardedTensor whose shards have no offsets")
+        parts.append(LocalPart(Region(tuple(offsets), local.shape), local))
     return DistributedRef(dtype=dtype, shape=tuple(shape), parts=tuple(parts))
 
 
-def _ordered_dict(args: tuple[Any, ...]) -> object:
-    """OrderedDict() whose items follow, or OrderedDict(list of pairs)."""
+def _make_ordered_dict(args: tuple[Any, ...]) -> object:
+    """Make a dict from the arguments of OrderedDict: none, or a list of pairs."""
     items: dict[str | int, object] = {}
     for pair in args[0] if args and type(args[0]) in (list, tuple) else ():
         if type(pair) in (list, tuple) and len(pair) == 2 and type(pair[0]) is str:
@@ -682,7 +695,7 @@ def _ordered_dict(args: tuple[Any, ...]) -> object:
     return items
 
 
-def _size(args: tuple[Any, ...]) -> object:
+def _make_size(args: tuple[Any, ...]) -> object:
     if len(args) != 1 or not _are_ints(args[0]):
         raise Refusal("a torch.Size of something other than integers")
     return tuple(args[0])
@@ -701,12 +714,12 @@ _NAMES: dict[tuple[str, str], object] = {
         "torch.nn.parameter.UninitializedParameter"
     ),
     ("torch.nn.parameter", "UninitializedBuffer"): _without_values("torch.nn.parameter.UninitializedBuffer"),
-    ("builtins", "getattr"): Maker("builtins.getattr", _attribute),
-    ("__builtin__", "getattr"): Maker("builtins.getattr", _attribute),
+    ("builtins", "getattr"): Maker("builtins.getattr", _make_attribute),
+    ("__builtin__", "getattr"): Maker("builtins.getattr", _make_attribute),
     ("argparse", "Namespace"): Maker("argparse.Namespace", partial(Fields, "argparse.Namespace")),
-    ("collections", "OrderedDict"): Maker("collections.OrderedDict", _ordered_dict),
+    ("collections", "OrderedDict"): Maker("collections.OrderedDict", _make_ordered_dict),
     ("collections", "defaultdict"): Maker("collections.defaultdict", lambda args: {}),
-    ("torch", "Size"): Maker("torch.Size", _size),
+    ("torch", "Size"): Maker("torch.Size", _make_size),
     ("torch.storage", "UntypedStorage"): _StorageClass("torch.storage.UntypedStorage", None),
     **{("torch", name): _StorageClass(f"torch.{name}", BY_NAME[dtype]) for name, dtype in STORAGES.items()},
     **{("torch", name): _StorageClass(f"torch.{name}", None, unit) for name, unit in _OF_CODES.items()},

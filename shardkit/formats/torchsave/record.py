@@ -1,7 +1,7 @@
-"""What a `torch.save` record of one tensor says: dtype and shape, and which bytes are its values.
+"""The description of one tensor in a `torch.save` file or record: dtype, shape, strides, and the place of its bytes.
 
-In a record of DCP, everything that would make the raw bytes mean something else is refused: conjugated or negated views,
-objects of classes. `classes` knows of some of these which attribute is the value.
+`parse_tensor` reads the pickle of a DCP record that holds one plain tensor. It refuses tensors whose raw bytes are not
+their values: conjugated or negated views, and objects of classes (`classes` finds the value of some of these).
 
 Source: torch 2.2 and 2.13, torch/_utils.py (`_rebuild_tensor_v2`, `_rebuild_tensor_v3`) and torch/serialization.py
 (`persistent_id`).
@@ -49,23 +49,23 @@ class TensorRecord:
 
     dtype: DType
     shape: Shape
-    """Elements."""
+    """In elements."""
     stride: Shape
-    """Elements; a dense tensor that was not contiguous is stored as it lay."""
+    """In elements. A dense tensor that was not contiguous is stored with its strides in memory."""
     storage_offset: int
-    """Elements of the storage before the tensor's first."""
+    """Number of elements in the storage before the tensor's first."""
     data_start: int
     """First byte of the storage, counted from the start of the file."""
     data_nbytes: int
     """Bytes of the storage."""
     crc32: int | None
-    """CRC-32 of the storage as recorded, None if it was not (0 on data that is not empty)."""
+    """Recorded CRC-32 of the storage; None if not recorded (0 for data that is not empty)."""
     other_storages: tuple[ZipEntry, ...] = ()
-    """Other storages of a record, if its tensor is of a class that keeps more than the value; from the file's start."""
+    """Further storages of the record, if its tensor's class stores more than the value; from the file's start."""
     flipped: tuple[int, ...] = ()
-    """Bytes of each element whose highest bit is stored the other way round: a lazily conjugated or negated view."""
+    """Bytes of each element whose highest bit, the sign, is inverted: those of a lazily conjugated or negated view."""
     unpadded: tuple[str, Shape] | None = None
-    """A class that pads weights, and the shape that it says the whole weight has."""
+    """If the tensor's class pads weights: the class, and the unpadded shape of the whole weight."""
 
     @property
     def nbytes(self) -> int:
@@ -74,12 +74,12 @@ class TensorRecord:
 
     @property
     def start(self) -> int:
-        """First byte of the tensor in the file; the storage's if it has no elements, for then its offset may be any."""
+        """First byte of the tensor in the file. Without elements, that of the storage, as the offset means nothing then."""
         return self.data_start + (self.storage_offset * self.dtype.itemsize if self.nbytes else 0)
 
     @property
     def reach(self) -> int:
-        """Bytes of the storage up to the tensor's last."""
+        """Number of bytes from the start of the storage to the end of the tensor."""
         if 0 in self.shape:
             return 0
         steps = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
@@ -87,7 +87,7 @@ class TensorRecord:
 
     @property
     def is_contiguous(self) -> bool:
-        """True if the tensor's elements lie row-major without gaps, as they are."""
+        """True if the tensor's values are stored row-major, without gaps and with their own signs."""
         if self.flipped:
             return False
         expected = 1
@@ -97,12 +97,12 @@ class TensorRecord:
             expected *= size
         return True
 
-    def moved(self, offset: int, crc: int) -> TensorRecord:
+    def at_offset(self, offset: int, crc: int) -> TensorRecord:
         """Return a plain tensor's record with its storage `offset` bytes further on (`dataclasses.replace` is slow).
 
         Args:
             offset: in bytes.
-            crc: CRC-32 of the storage as recorded, 0 if it was not.
+            crc: recorded CRC-32 of the storage; 0 if not recorded.
         """
         return TensorRecord(
             dtype=self.dtype,
@@ -116,7 +116,7 @@ class TensorRecord:
 
 
 class _StorageDtype(NamedTuple):
-    """A storage class: its dtype, None for the untyped one, which counts bytes."""
+    """A storage class: its dtype, or None for the untyped one, which counts bytes."""
 
     dtype: DType | None
 
@@ -134,11 +134,11 @@ class _Hooks:
 
 
 def parse_tensor(data: bytes, where: str) -> TensorRecord:
-    """Return the one tensor that a `data.pkl` describes, as if its storage began at byte 0.
+    """Return the one tensor that a `data.pkl` describes, with positions relative to its storage.
 
     Args:
-        data: the whole entry.
-        where: what to call it in messages, escaped.
+        data: content of the entry.
+        where: name of the entry in messages, escaped.
 
     Raises:
         SourceError: damaged, hostile, or not one plain tensor.
@@ -150,7 +150,7 @@ def parse_tensor(data: bytes, where: str) -> TensorRecord:
 
 
 def _make_storage(value: object) -> _ViewedStorage:
-    """("storage", class, key, location, number of elements), as torch names a storage in a pickle."""
+    """Return the storage for a persistent id of torch: ("storage", class, key, location, number of elements)."""
     if type(value) is not tuple or len(value) != 5 or type(value[0]) is not str or value[0] != "storage":
         raise Refusal("a persistent id that is not a storage")
     _, cls, key, location, count = value
@@ -167,7 +167,7 @@ def _rebuild_v2(args: tuple[Any, ...]) -> TensorRecord:
     """(storage, offset, shape, stride, requires_grad, hooks[, metadata])."""
     if len(args) not in (6, 7) or type(args[0]) is not _ViewedStorage or args[0].dtype is None:
         raise Refusal("_rebuild_tensor_v2 with other arguments than torch gives it")
-    return _view(args[0].dtype, args[0].num_units * args[0].dtype.itemsize, args[1:6], args[6:])
+    return _make_view(args[0].dtype, args[0].num_units * args[0].dtype.itemsize, args[1:6], args[6:])
 
 
 def _rebuild_v3(args: tuple[Any, ...]) -> TensorRecord:
@@ -176,10 +176,10 @@ def _rebuild_v3(args: tuple[Any, ...]) -> TensorRecord:
         raise Refusal("_rebuild_tensor_v3 with other arguments than torch gives it")
     if type(args[6]) is not DType:
         raise Refusal("_rebuild_tensor_v3 without a dtype")
-    return _view(args[6], args[0].num_units, args[1:6], args[7:])
+    return _make_view(args[6], args[0].num_units, args[1:6], args[7:])
 
 
-def _view(dtype: DType, nbytes: int, view: tuple[Any, ...], metadata: tuple[Any, ...]) -> TensorRecord:
+def _make_view(dtype: DType, nbytes: int, view: tuple[Any, ...], metadata: tuple[Any, ...]) -> TensorRecord:
     offset, shape, stride, requires_grad, hooks = view
     if metadata and metadata[0] is not None:
         flags = ", ".join(map(escape, metadata[0])) if type(metadata[0]) is dict else "unknown flags"
@@ -231,49 +231,51 @@ _VOCABULARY = Vocabulary(
 
 
 def strided_file(source: SourceFile, entry: TensorEntry, record: TensorRecord) -> SourceFile:
-    """Return a file that is one tensor. Decoding it puts the tensor in row-major order.
+    """Return a virtual file that is one tensor. Decoding it puts the tensor into row-major order.
 
     Args:
-        source: the file that holds the record.
-        entry: the tensor that the record holds, whole or a chunk of it.
-        record: a dense tensor, contiguous or not.
+        source: the file with the record.
+        entry: the tensor of which the record is a chunk, or the whole.
+        record: of a dense tensor, contiguous or not.
     """
 
     def decode(on_read: OnRead) -> memoryview:
-        return row_major(source.path, source.name, record, on_read, follow=False)
+        return read_row_major(source.path, source.name, record, on_read, follow=False)
 
     span = record.data_start, record.data_start + record.data_nbytes
     return decoded_file(source, entry, record.nbytes, Decoded(decode, span))
 
 
-def row_major(path: str, name: str, record: TensorRecord, on_read: OnRead, *, follow: bool) -> memoryview:
+def read_row_major(
+    path: str, name: str, record: TensorRecord, on_read: OnRead, *, follow: bool
+) -> memoryview:
     """Return a tensor's bytes in row-major order.
 
     Args:
         path: of the file.
-        name: how to call it in messages.
-        record: a dense tensor in it.
-        on_read: gets the bytes of the storage.
+        name: of the file in messages.
+        record: of a dense tensor in it.
+        on_read: called with the bytes of the storage.
         follow: as for `open_regular`.
     """
     with open_regular(path, name, follow=follow) as (fd, _):
         data = memoryview(read_exactly(fd, record.data_start, record.data_nbytes, name))
     on_read(path, record.data_start, data)
-    return gather(data, record)
+    return gather_strided(data, record)
 
 
 def decoded_file(source: SourceFile, entry: TensorEntry, nbytes: int, decoded: Decoded) -> SourceFile:
-    """Return a file of `nbytes` bytes that exist only after decoding; it has the stamp of its source."""
+    """Return a virtual file of `nbytes` bytes, which exist only after decoding; it has the stamp of its source."""
     name = f"{source.name}:{entry.fqn}"
     return SourceFile(name=name, path=source.path, size=nbytes, derivation=decoded, stamp=source.stamp)
 
 
-def gather(storage: memoryview, record: TensorRecord) -> memoryview:
+def gather_strided(storage: memoryview, record: TensorRecord) -> memoryview:
     """Return a strided tensor's bytes in row-major order.
 
     Args:
         storage: the bytes of the record's storage.
-        record: what views them.
+        record: of the tensor that views them.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Read the descriptions of `torch.save` records, most of which are spelled alike.
+"""Read the descriptions of very many `torch.save` records quickly, by comparing them with a template.
 
 A record is a zip with stored entries, somewhere inside a `.distcp`. Only its directory and the small entries are read
 (two `pread` calls for the records that torch writes). The tensor is read only to check its CRC-32. Compression and
@@ -6,8 +6,8 @@ big-endian data are refused.
 
 A checkpoint of 1,024 ranks has hundreds of thousands of records. In all records of one dtype, shape and
 length, the bytes around the data are the same, except for the CRC-32 of the data and an id made from it. So
-one record is read entry by entry, and the others are compared with it: one after the other (`RecordScanner`),
-or many at once with numpy (`BulkScanner`). A record that is spelled otherwise is read entry by entry too.
+the first record is read entry by entry and becomes a template, with which the others are compared: one after the other
+(`RecordScanner`), or many at once with numpy (`BulkScanner`). A record that differs is read entry by entry too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardkit.core.text import escape
 from shardkit.files import storage
 from shardkit.files.digest import crc32
 from shardkit.formats.torchsave.archive import Pread, ZipEntry, ZipReader, read_directory
-from shardkit.formats.torchsave.classes import unreadable
+from shardkit.formats.torchsave.classes import unreadable_error
 from shardkit.formats.torchsave.file import TensorNames, TensorRef, UnreadableTensor
 from shardkit.formats.torchsave.record import TensorRecord, parse_tensor
 from shardkit.pickles.policies import Inert
@@ -35,14 +35,14 @@ _STORAGE = "data/"
 _NAMES = frozenset(
     {"data.pkl", "byteorder", "version", _ID} | {".format_version", ".storage_alignment"}  # not in torch 2.2
 )
-_MAX_STORAGES = 16  # of a tensor of a class; torchao's 8-bit states have 3
+_MAX_STORAGES = 16  # of a tensor whose class wraps others; torchao's 8-bit states have 3
 _OF_A_CLASS = (
     *(b"_rebuild_from_type", b"_in_reduce_ex", b"_rebuild_parameter_with_state", b"_rebuild_qtensor"),
     *(b"X\4\0\0\0conjq", b"X\3\0\0\0negq"),  # keys of a lazy view, which go into the memo
 )
-"""What the pickle of a record has that is no plain tensor."""
+"""Marks in a pickle that its tensor is not a plain one."""
 _DESCRIPTOR = b"PK\x07\x08"
-_NOT_RECORDED = bytes(4)  # a CRC-32
+_NOT_RECORDED = bytes(4)  # the field of a CRC-32 that is not recorded
 _WINDOW = 4096  # bytes read at once: the end of a record and the beginning of the next
 _WORD = 8  # bytes that numpy compares at once
 
@@ -51,23 +51,24 @@ class Template(NamedTuple):
     """The bytes around the data that all records of one kind share."""
 
     head: bytes
-    """From the record's first byte to the data's."""
+    """The bytes before the data."""
     tail_at: int
-    """First byte after the data, counted from the record's first byte. The places below count from here."""
+    """Start of the tail, which is the bytes after the data, relative to the record. The positions below are relative to
+    the tail."""
     fixed: tuple[tuple[int, bytes], ...]
-    """What the tail holds, except at the places below."""
+    """(position, bytes) of all parts of the tail that do not change between records."""
     crcs: tuple[int, ...]
-    """Where the CRC-32 of the data stands: behind the data and in the directory."""
+    """Positions of the data's CRC-32: after the data and in the directory."""
     id_range: tuple[int, int]
-    """First byte and length of the id; the length is 0 if there is none."""
+    """Position and length of the id; the length is 0 without an id."""
     id_crcs: tuple[int, ...]
-    """Where the CRC-32 of the id stands."""
+    """Positions of the id's CRC-32."""
     record: TensorRecord
-    """With `data_start` counted from the record's first byte."""
+    """The description, with `data_start` relative to the record."""
 
     @property
     def tail_nbytes(self) -> int:
-        """Bytes after the data."""
+        """Number of bytes after the data."""
         start, text = self.fixed[-1]
         return start + len(text)
 
@@ -75,23 +76,23 @@ class Template(NamedTuple):
 def read_entries(
     pread: Pread, offset: int, length: int, *, where: str = "record", check_crc: bool = False
 ) -> tuple[TensorRecord, dict[str, ZipEntry]]:
-    """Read the description of the record at a byte range; also return its entries.
+    """Read a record entry by entry, and return its tensor's description and its zip entries.
 
     Args:
-        pread: (first byte, most bytes) -> bytes; fewer only at the end.
+        pread: reads the file.
         offset: the record's first byte.
         length: bytes of the record.
-        where: what to call the file in messages, escaped.
-        check_crc: also read the data and compare its CRC-32, if one was recorded.
+        where: name of the file in messages, escaped.
+        check_crc: also read the data and compare its CRC-32, if one is recorded.
 
     Raises:
-        SourceError: damaged, cut short, or a tensor whose raw bytes alone are not its values.
-        UnreadableClass: an object of a class whose values cannot be taken from it.
-        IntegrityError: an entry's CRC-32 is not that of its bytes.
+        SourceError: damaged, cut short, or a tensor whose raw bytes are not its values.
+        UnreadableClass: an object of a class whose values cannot be read from a file.
+        IntegrityError: the CRC-32 of an entry is wrong.
         ResourceError: the device fails.
     """
     reader = ZipReader(pread, offset, length, f"{where}, record at byte {offset}")
-    entries = read_directory(reader, _is_known, max_entries=len(_NAMES) + _MAX_STORAGES)
+    entries = read_directory(reader, _is_known_name, max_entries=len(_NAMES) + _MAX_STORAGES)
     for name in ("data.pkl", _DATA):
         if name not in entries:
             reader.refuse(f"it has no entry {name}: not one tensor")
@@ -102,7 +103,7 @@ def read_entries(
         )
     reader.check_version(small.get("version", b"3"))
     is_plain = not any(mark in small["data.pkl"] for mark in _OF_A_CLASS)
-    record = (_plain_record if is_plain else _value_of)(reader, small["data.pkl"], entries)
+    record = (_plain_record if is_plain else _wrapped_value)(reader, small["data.pkl"], entries)
     for name in filter(_is_storage, entries) if check_crc else ():
         if entries[name].crc and entries[name].nbytes:
             reader.check_crc(name, entries[name])
@@ -113,12 +114,12 @@ def _is_storage(name: str) -> bool:
     return name.startswith(_STORAGE) and name[len(_STORAGE) :].isdigit()
 
 
-def _is_known(name: str) -> bool:
+def _is_known_name(name: str) -> bool:
     return name in _NAMES or _is_storage(name)
 
 
 def _plain_record(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEntry]) -> TensorRecord:
-    """Return the tensor of a `data.pkl` that describes one plain tensor."""
+    """Return the description of a record with one plain tensor."""
     other_storages = [name for name in entries if _is_storage(name) and name != _DATA]
     if other_storages:
         reader.refuse(f"entry {escape(f'{reader.prefix}/{other_storages[0]}')!r} is unknown or given twice")
@@ -127,11 +128,11 @@ def _plain_record(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEnt
         reader.refuse(f"its data has {data.nbytes} bytes, its storage {tensor.data_nbytes}")
     if tensor.reach > data.nbytes:
         reader.refuse(f"its tensor reaches to byte {tensor.reach} of a storage of {data.nbytes}")
-    return tensor.moved(reader.offset + data.start, data.crc)
+    return tensor.at_offset(reader.offset + data.start, data.crc)
 
 
-def _value_of(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEntry]) -> TensorRecord:
-    """Return the value of an object whose class wraps a tensor."""
+def _wrapped_value(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEntry]) -> TensorRecord:
+    """Return the description of the value in a record with an object whose class wraps a tensor."""
     storages = {
         name[len(_STORAGE) :]: entry._replace(start=reader.offset + entry.start)
         for name, entry in entries.items()
@@ -140,14 +141,14 @@ def _value_of(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEntry])
     names = TensorNames(storages)
     value = Inert(pickle, names.look_up, names.storage).run(f"{reader.where}, data.pkl")
     if isinstance(value, UnreadableTensor) and value.value is not None:
-        raise unreadable(str(value.value), value.name, where=reader.where, entries=storages)
+        raise unreadable_error(str(value.value), value.name, where=reader.where, entries=storages)
     if not isinstance(value, TensorRef):
         reader.refuse("data.pkl holds something other than one tensor")
     return replace(value, other_storages=tuple(entry for key, entry in storages.items() if key != value.key))
 
 
 def expect_records(fd: int, extents: Iterable[tuple[int, int]]) -> None:
-    """Have the bytes around the data of records fetched, several at once, where the file lies in a store.
+    """For a file in a store, begin to fetch the bytes around the data of these records, several requests at once.
 
     Args:
         fd: the file.
@@ -162,10 +163,11 @@ def expect_records(fd: int, extents: Iterable[tuple[int, int]]) -> None:
 
 
 class RecordScanner:
-    """Reads records. Ask for those of one file in the order of their bytes: that saves reads.
+    """Reads the descriptions of records one by one. Records of a file should be read in the order of their bytes.
 
     Args:
-        window_nbytes: read at once, so that the next record's beginning is there too; 0 for no more than a record has.
+        window_nbytes: bytes of each read, so that it includes the beginning of the next record; 0 reads no bytes beyond
+            the record.
     """
 
     def __init__(self, window_nbytes: int = _WINDOW) -> None:
@@ -174,11 +176,11 @@ class RecordScanner:
         self._fd, self._at, self._window = -1, 0, b""
 
     def open(self, fd: int, start: int = 0, window: bytes = b"") -> None:
-        """Turn to another file, of which some bytes from `start` on may be known."""
+        """Switch to another file, from which the bytes `window` at `start` may have been read already."""
         self._fd, self._at, self._window = fd, start, window
 
-    def known(self, kind: Hashable, length: int) -> Template | None:
-        """Return the template of a kind and length, None until one such record was read."""
+    def template_of(self, kind: Hashable, length: int) -> Template | None:
+        """Return the template of a kind and length; None if no such record has been read yet."""
         return self._templates.get((kind, length))
 
     def read(self, kind: Hashable, offset: int, length: int, *, where: str) -> TensorRecord:
@@ -188,7 +190,7 @@ class RecordScanner:
             kind: the expected dtype and shape; records of one kind and length are compared with each other.
             offset: the record's first byte.
             length: bytes of the record.
-            where: what to call the file in messages, escaped.
+            where: name of the file in messages, escaped.
 
         Raises:
             SourceError, IntegrityError, ResourceError: as `read_entries`.
@@ -222,12 +224,12 @@ class RecordScanner:
             for pos in template.id_crcs:
                 if tail[pos : pos + 4] not in (id_crc, _NOT_RECORDED):
                     return None
-        return template.record.moved(offset, int.from_bytes(crc, "little"))
+        return template.record.at_offset(offset, int.from_bytes(crc, "little"))
 
     def _learn(
         self, record: TensorRecord, entries: Mapping[str, ZipEntry], offset: int, length: int
     ) -> Template | None:
-        """Return the template that a record gives; None if too much is around the data, or in an unusual order."""
+        """Make a template from a record; return None if too many bytes are around its data, or in an unusual order."""
         if record.other_storages or record.flipped or record.unpadded:
             return None
         data, ident = entries[_DATA], entries.get(_ID)
@@ -256,19 +258,19 @@ class RecordScanner:
         return storage.pread(self._fd, nbytes, start)
 
     def _bytes(self, start: int, nbytes: int) -> bytes:
-        """Return bytes of the file, fewer if it ends, none if it fails; quick when asked front to back."""
+        """Return bytes of the file from the last read, or read them: fewer at the end of the file, none on an error."""
         index = start - self._at
         if index < 0 or index + nbytes > len(self._window):
             try:
                 self._window = storage.pread(self._fd, max(nbytes, self._window_nbytes), start)
-            except OSError:  # the record is then read entry by entry, which says what is wrong
+            except OSError:  # the record is then read entry by entry, which raises the error
                 self._window = b""
             self._at, index = start, 0
         return self._window[index : index + nbytes]
 
 
 def _crc_places(entry: ZipEntry, tail: bytes, tail_at: int) -> tuple[int, ...]:
-    """Return where an entry's CRC-32 stands in the tail: behind its content, and in the directory."""
+    """Return the positions of an entry's CRC-32 in the tail: after its content, and in the directory."""
     behind = entry.start + entry.nbytes - tail_at
     described = tail.startswith(_DESCRIPTOR, behind)
     return (*([behind + len(_DESCRIPTOR)] if described else []), entry.crc_at - tail_at)
@@ -277,9 +279,9 @@ def _crc_places(entry: ZipEntry, tail: bytes, tail_at: int) -> tuple[int, ...]:
 class BulkScanner:
     """Compares the records of a file with their templates, many at once.
 
-    The files of a thousand ranks hold the same records in the same order. What to read of a file, and what to
-    compare it with, is worked out once for each such order (`_Order`). A file then costs one read for each
-    record, of its end and the beginning of the next, and a few operations on all of these together.
+    The files of a thousand ranks hold similar records in the same order. The places to read, and the bytes to compare
+    with, are computed once for each such order (`_Order`). For each file that takes one read per record, of its end and
+    the beginning of the next, and a few numpy operations on all of them together.
     """
 
     def __init__(self) -> None:
@@ -296,11 +298,12 @@ class BulkScanner:
         Args:
             fd: the file.
             templates: of each record, in the order of their bytes.
-            offsets: first byte of each.
-            lengths: bytes of each.
+            offsets: first byte of each record.
+            lengths: bytes of each record.
 
         Returns:
-            For each record, whether it is alike; and the recorded CRC-32 of its data if it is (0: not recorded).
+            For each record, whether it matches its template; and the recorded CRC-32 of its data (0: not recorded),
+            which is valid only if it matches.
         """
         follows = offsets[1:] == offsets[:-1] + lengths[:-1]
         key = (tuple(map(id, templates)), follows.tobytes())
@@ -310,7 +313,7 @@ class BulkScanner:
 
 
 class _Order:
-    """What is the same for all files whose records have the same templates in the same order."""
+    """Buffers, masks and reads for all files whose records have the same templates in the same order."""
 
     def __init__(self, templates: Sequence[Template], follows: Sequence[bool]) -> None:
         import numpy as np
@@ -324,7 +327,7 @@ class _Order:
         self._row_starts = starts[:-1] // _WORD
         expected, mask = bytearray(len(self._buffer)), bytearray(len(self._buffer))
         self._crc_at: list[list[int]] = [[], []]
-        ids: list[tuple[int, int, memoryview]] = []  # (row, where its CRC-32 stands, itself)
+        ids: list[tuple[int, int, memoryview]] = []  # (row, position of its CRC-32, its bytes)
         view = memoryview(self._buffer)
         for row, (template, start) in enumerate(zip(templates, starts.tolist(), strict=False)):
             tail = start + len(template.head)
@@ -343,7 +346,7 @@ class _Order:
         self._plan_reads(starts.tolist(), tails, follows)
 
     def _plan_reads(self, starts: Sequence[int], tails: Sequence[int], follows: Sequence[bool]) -> None:
-        """Set for each read the record that it counts from, the distance in bytes, the buffers, and their bytes."""
+        """Plan the reads; each has a record, a distance in bytes from its start, the buffers to fill, and their size."""
         import numpy as np
 
         view, last = memoryview(self._buffer), len(self._templates) - 1
@@ -366,7 +369,7 @@ class _Order:
         self._read_nbytes = [sum(map(len, buffers)) for buffers in self._buffers]
 
     def compare(self, fd: int, offsets: Array) -> tuple[Array, Array]:
-        """Read the bytes around the data of each record, and compare them."""
+        """Read the bytes around the data of each record, and compare them; see `BulkScanner.compare`."""
         import numpy as np
 
         unread = self._read(fd, (offsets[self._rows] + self._distances).tolist())
@@ -382,7 +385,7 @@ class _Order:
         return is_alike, crcs
 
     def _read(self, fd: int, places: list[int]) -> list[int]:
-        """Fill the buffers; return the records that could not be read in full."""
+        """Fill the buffers, and return the records that could not be read in full."""
         preadv, unread = storage.preadv, list[int]()
         reads = zip(places, self._buffers, self._read_nbytes, self._touched, strict=True)
         for place, buffers, nbytes, touched in reads:

@@ -1,12 +1,12 @@
-"""Write `torch.save` records: of one tensor, as bytes around a hole, and of plain data.
+"""Make `torch.save` records: of one tensor, as bytes around a hole, and of plain data.
 
-A record of a tensor is a zip of seven stored entries. Only its data and their CRC-32 are the tensor's own;
-everything else depends on dtype and shape. So those bytes are made once for each pair, and no tensor is ever
-built. They equal what torch writes byte for byte (except the entry named in `_SERIALIZATION_ID`). The tests
+A record of a tensor is a zip of seven stored entries. Only the data and their CRC-32 differ between tensors;
+everything else depends on dtype and shape. So these bytes, the skeleton, are made once for each pair, and no tensor is
+ever built. They equal torch's byte for byte, except for the entry in `_SERIALIZATION_ID`. The tests
 compare them with `torch.save` under `torch.serialization.skip_data`.
 
-A record of plain data is what DCP calls a byte entry. Its pickle has no memo, so the same value always gives
-the same bytes; torch's weights-only loader takes it.
+A record of plain data is what DCP calls a byte entry. Its pickle has no memo, so that equal values have
+equal bytes; torch's weights-only loader accepts it.
 
 Source: torch 2.13, caffe2/serialize/inline_container.cc and torch/serialization.py (`_save`).
 """
@@ -33,8 +33,8 @@ _INT64 = 1 << 63
 
 Plain = None | bool | int | float | str | list["Plain"] | tuple["Plain", ...] | dict[str, "Plain"]
 
-# torch hashes entry names and CRCs into this and reads it only to count loads of one file. A constant
-# keeps records a function of their content; the first twenty digits are torch's for these names.
+# torch makes this from a hash of entry names and CRCs, and uses it only to count loads of one file. Here it is constant,
+# so that records depend on their content alone; the first twenty digits are those of torch for these names.
 _SERIALIZATION_ID = b"1572819951185464302600000000000000000000"
 _BEFORE_DATA = (
     (".format_version", b"1"),
@@ -61,7 +61,7 @@ class RecordSkeleton:
     """The bytes of a record around its data."""
 
     prefix: bytes
-    """From the record's first byte to the data's."""
+    """The bytes before the data."""
     prefix_crc: int
     """CRC-32 of `prefix`."""
     data_nbytes: int
@@ -70,11 +70,11 @@ class RecordSkeleton:
     """Bytes of the whole record."""
     _suffix: bytes
     _crc_places: tuple[int, ...]
-    """Where the suffix holds the data's CRC: in the descriptor, if there is one, and in the directory."""
+    """Positions of the data's CRC in the suffix: in the descriptor, if there is one, and in the directory."""
 
     @property
     def suffix_nbytes(self) -> int:
-        """Bytes after the hole; `suffix()` gives them."""
+        """Number of bytes after the hole, which `suffix()` returns."""
         return len(self._suffix)
 
     def suffix(self, data_crc: int) -> bytes:
@@ -95,12 +95,13 @@ class RecordSkeleton:
 def record_skeleton(
     dtype: DType, shape: Shape, strides: Shape | None = None, storage_offset: int = 0
 ) -> RecordSkeleton:
-    """Return the record of a tensor of this dtype and shape (elements), whose storage has nothing else.
+    """Return the bytes around the data in the record of a tensor that has its storage to itself.
 
     Args:
-        dtype, shape: of the tensor.
-        strides: of the tensor; None for those of a contiguous one. A dim of size 1 may have any.
-        storage_offset: 0 but for a tensor without elements, which may have any.
+        dtype: of the tensor.
+        shape: in elements.
+        strides: in elements; None for a contiguous tensor. Only strides of dims of size 1 may differ from that.
+        storage_offset: in elements; not 0 only for a tensor without elements.
     """
     num_elements = prod(shape)
     nbytes = num_elements * dtype.itemsize
@@ -122,7 +123,7 @@ def record_skeleton(
 
 
 def bare_skeleton(dtype: DType, shape: Shape) -> RecordSkeleton:
-    """Return a record that consists of its data alone."""
+    """Return the skeleton of an entry without a record around its data: no bytes around the hole."""
     nbytes = prod(shape) * dtype.itemsize
     return RecordSkeleton(b"", 0, nbytes, nbytes, b"", ())
 
@@ -136,9 +137,9 @@ def _append_entry(out: bytearray, base: int, name: str, content: bytes) -> _Writ
 
 
 def _local_header(entry: _WrittenEntry) -> bytes:
-    """Header with the padding that puts the content at a multiple of the alignment.
+    """Return an entry's header, padded so that the content starts at a multiple of the alignment.
 
-    The descriptor behind the content holds sizes and CRC. The padding is an extra field "FB" filled with "Z".
+    Sizes and CRC are in the descriptor after the content. The padding is an extra field "FB" filled with "Z".
     """
     zip64 = _zip64_field(entry, stored_size=0)  # torch leaves the second size to the descriptor
     padding = -(entry.header_at + LOCAL.size + len(entry.name) + len(zip64) + 4) % _ALIGNMENT
@@ -148,7 +149,7 @@ def _local_header(entry: _WrittenEntry) -> bytes:
 
 
 def _zip64_field(entry: _WrittenEntry, stored_size: int) -> bytes:
-    """Extra field with the sizes and offset that do not fit into 32 bits; torch puts it into both headers."""
+    """Return the extra field for sizes and an offset that do not fit into 32 bits; torch writes it into both headers."""
     values = [entry.size, stored_size] if entry.size >= _U32_MAX else []
     values += [entry.header_at] if entry.header_at >= _U32_MAX else []
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
@@ -181,14 +182,14 @@ def _directory_entry(entry: _WrittenEntry) -> bytes:
 
 
 class _Pickler:
-    """The protocol 2 opcodes that a tensor's `data.pkl` needs, memoised as pickle does."""
+    """Writes the protocol 2 opcodes of a tensor's `data.pkl`, and memoises them as pickle does."""
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
         self._memo = 0
 
     def put(self, opcodes: bytes) -> None:
-        """Append opcodes and remember what they leave on the stack."""
+        """Append opcodes, and one that adds their result to the memo."""
         self.out += opcodes + b"q" + bytes([self._memo])
         self._memo += 1
 
@@ -212,7 +213,7 @@ class _Pickler:
 
 
 def pickle_int(value: int) -> bytes:
-    """Return the opcodes that pickle (protocol 2 and later) uses for a non-negative int below 2^63."""
+    """Return the opcodes of a non-negative int below 2^63, as pickle writes them in protocol 2 and later."""
     if value < 256:
         return bytes((0x4B, value))
     if value < 65536:
@@ -224,10 +225,11 @@ def pickle_int(value: int) -> bytes:
 
 
 def _pickle_tensor(dtype: DType, shape: Shape, strides: Shape, storage_offset: int) -> bytes:
-    """`data.pkl` of a CPU tensor that alone is in its storage.
+    """Return the `data.pkl` of a CPU tensor that has its storage to itself.
 
-    Source: torch 2.13, torch._tensor.Tensor._reduce_ex_internal. Types without a storage class of their own
-    go through `_rebuild_tensor_v3`, whose storage counts bytes.
+    A dtype without a storage class of its own uses `_rebuild_tensor_v3`, whose storage counts bytes.
+
+    Source: torch 2.13, torch._tensor.Tensor._reduce_ex_internal.
     """
     storage, num_elements = _TYPED_STORAGES.get(dtype.name), prod(shape)
     pickler = _Pickler()
@@ -254,7 +256,7 @@ def _pickle_tensor(dtype: DType, shape: Shape, strides: Shape, storage_offset: i
 
 
 def _contiguous_strides(shape: Shape) -> Shape:
-    """Strides in elements as torch gives them: a dim of size 0 counts as 1."""
+    """Return the strides of a contiguous tensor in elements; like torch, count a dim of size 0 as 1."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -292,7 +294,7 @@ def is_plain(value: object, depth: int = 0) -> TypeGuard[Plain]:
 
 
 def plain_record(value: Plain) -> bytes:
-    """Return the record that holds a plain value."""
+    """Return the record of a plain value."""
     out = bytearray(b"\x80\x02")
     _append(out, value)
     out += b"."
@@ -300,7 +302,7 @@ def plain_record(value: Plain) -> bytes:
 
 
 def _append(out: bytearray, value: Plain) -> None:
-    """Append the opcodes that make a value."""
+    """Append the opcodes of a value."""
     if value is None:
         out += b"N"
     elif isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Checkpoints as trainers leave them: one module for each format, which opens it to a `Checkpoint`.
+"""Checkpoints of particular trainers: one module for each format, which opens it to a `Checkpoint`.
 
 Internal: import from `shardkit`.
 """

@@ -1,16 +1,16 @@
-"""accelerate and transformers' Trainer with FSDP: DCP directories, or `.bin` files.
+"""Checkpoints of accelerate, and of transformers' Trainer, with FSDP: DCP directories, or `.bin` files.
 
-SHARDED_STATE_DICT:
+With SHARDED_STATE_DICT they are DCP directories:
 
     checkpoint-200/                          (Trainer: trainer_state.json, scheduler.pt, rng_state_R.pth)
         pytorch_model_fsdp_0/.metadata       root `model`
         optimizer_0/.metadata                root `optimizer`
 
-Files of `torch.save`, with one for each rank or one for the whole model:
+Otherwise they are files of `torch.save`, one for each rank or one for the whole model:
 
     pytorch_model_fsdp_0_rank0.bin ...   SHARDED_STATE_DICT without DCP: DTensors or ShardedTensors
     pytorch_model_fsdp.bin               FULL_STATE_DICT; pytorch_model_fsdp_1.bin for the second model
-    pytorch_model_fsdp_rank0.bin ...     LOCAL_STATE_DICT: flat parameters, which cannot be taken apart
+    pytorch_model_fsdp_rank0.bin ...     LOCAL_STATE_DICT: flat parameters, which cannot be split into parameters
 
 Source: accelerate 1.15, utils/fsdp_utils.py (save_fsdp_model, save_fsdp_optimizer).
 """
@@ -32,14 +32,14 @@ from shardkit.formats.contract import (
     Contents,
     Opener,
     asset_directories,
-    explained,
+    explain_skipped,
+    folder_below,
+    folder_name,
     has_any,
-    inner,
     listing,
-    own_name,
-    parent,
+    parent_folder,
 )
-from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
+from shardkit.formats.contract.optimizer import OptimizerState, UnusableOptimizer
 from shardkit.formats.dcp.directory import open_dcp_checkpoint, refuse_flat
 from shardkit.formats.rankfiles.files import RankFile, gather_files, require_ranks
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files, parameters_of
@@ -63,12 +63,12 @@ _SKIPPED_FILES = {
     r"scheduler(_\d+)?\.(bin|pt)|random_states_\d+\.pkl": "state of the trainer",
 }
 
-_Files = dict[int | None, str]  # by rank; None is the whole
+_Files = dict[int | None, str]  # by rank; the key None is the file of the whole model or optimizer
 
 
 def is_accelerate(path: str) -> bool:
-    """True for a directory with `pytorch_model_fsdp_N/` in it, and for that directory itself."""
-    if _MODEL.fullmatch(own_name(path)):
+    """True for a directory that contains `pytorch_model_fsdp_N/`, and for `pytorch_model_fsdp_N/` itself."""
+    if _MODEL.fullmatch(folder_name(path)):
         return has_any(listing(path), *_METADATA)
     return bool(model_directories(path))
 
@@ -77,11 +77,11 @@ def open_accelerate(path: str) -> Checkpoint:
     """Open the model of an accelerate checkpoint; optimizer, scheduler and random states are skipped.
 
     Raises:
-        SourceError: several models: one must be named; an empty one; a damaged one.
+        SourceError: there are several models, of which one must be named; or the model is empty or damaged.
         IntegrityError, ResourceError: as for any DCP directory.
     """
-    if _MODEL.fullmatch(own_name(path)):
-        directory, home, name = path, parent(path), own_name(path)
+    if _MODEL.fullmatch(folder_name(path)):
+        directory, home, name = path, parent_folder(path), folder_name(path)
     else:
         name = _only_model(path)
         directory, home = os.path.join(path, name), path
@@ -95,20 +95,20 @@ def open_accelerate(path: str) -> Checkpoint:
         writer="transformers Trainer (FSDP)" if is_trainer else "accelerate (FSDP)",
         contents=Contents(
             roots={"model": ("model",)},
-            # Trainer leaves the config to the output directory, where save_model puts it at the end.
-            assets=asset_directories(directory, home, parent(home) if is_trainer else None),
+            # Trainer writes the config into the output directory, at the end of training (save_model).
+            assets=asset_directories(directory, home, parent_folder(home) if is_trainer else None),
         ),
-        remarks=checkpoint.remarks.plus(skipped=explained(listing(home) - {name}, _SKIPPED)),
+        remarks=checkpoint.remarks.plus(skipped=explain_skipped(listing(home) - {name}, _SKIPPED)),
     )
 
 
 def model_directories(path: str) -> list[str]:
-    """Return the names of a checkpoint's model directories, one for each model of the run, in their order."""
+    """Return the names of a checkpoint's model directories, one for each model of the run, by their numbers."""
     names = [
         name
         for name in listing(path)
         if _MODEL.fullmatch(name)
-        and (directory := inner(path, name)) is not None
+        and (directory := folder_below(path, name)) is not None
         and has_any(listing(directory), *_METADATA)
     ]
     return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
@@ -126,7 +126,7 @@ def _only_model(path: str) -> str:
 
 
 def _refuse_empty(directory: str, name: str) -> None:
-    """Refuse a directory whose files are all empty: peft lost the weights before they were saved."""
+    """Refuse a directory whose files are all empty, as peft lost the weights before they were saved."""
     try:
         sizes = [
             storage.getsize(os.path.join(directory, name))
@@ -134,7 +134,7 @@ def _refuse_empty(directory: str, name: str) -> None:
             if name.endswith(".distcp")
         ]
     except OSError:
-        return  # opening it says what is wrong
+        return  # opening the directory raises the error
     if sizes and not any(sizes):
         raise SourceError(
             f"{escape(name)} is empty: its {len(sizes)} .distcp files have 0 bytes",
@@ -144,7 +144,7 @@ def _refuse_empty(directory: str, name: str) -> None:
 
 
 def is_accelerate_bin(path: str) -> bool:
-    """True for a directory with `pytorch_model_fsdp*.bin` in it."""
+    """True for a directory with a file `pytorch_model_fsdp*.bin`."""
     return any(map(_MODEL_FILE.fullmatch, listing(path)))
 
 
@@ -152,19 +152,19 @@ def open_accelerate_bin(path: str) -> Checkpoint:
     """Open the model in `.bin` files. Its optimizer is opened on demand; scheduler and random states are skipped.
 
     Raises:
-        SourceError: several models: one must be named; files of ranks that are missing, damaged or
-            contradict each other; flat parameters.
+        SourceError: there are several models; ranks' files are missing, damaged or contradict each other; or the
+            parameters are flat.
         ResourceError: a file may not be read.
     """
-    models = _find(path, _MODEL_FILE)
-    files = _only(models)
+    models = _find_files(path, _MODEL_FILE)
+    files = _only_files(models)
     if files is None:
         raise SourceError(
             f"{escape(path)} holds {'several models' if len(models) > 1 else 'the model as a whole and in parts'}",
             problems=[escape(name) for model in models.values() for name in model.values()],
             hint="move those that you do not mean into another directory, or give the file of a whole model",
         )
-    names = _in_order(files)
+    names = _files_in_order(files)
     if None in files:
         whole = open_full_file(locate(path, names[0]))
         contents = replace(whole.contents, has_boxes=False)
@@ -175,7 +175,7 @@ def open_accelerate_bin(path: str) -> Checkpoint:
         refuse_flat(path, gathered.catalog)
         checkpoint = gathered.as_checkpoint(path, "accelerate-bin", "accelerate (FSDP, a file for each rank)")
         plain = gathered.plain
-    optimizer = _find(path, _OPTIMIZER_FILE)
+    optimizer = _find_files(path, _OPTIMIZER_FILE)
     return replace(
         checkpoint,
         path=path,
@@ -187,12 +187,14 @@ def open_accelerate_bin(path: str) -> Checkpoint:
             else None,
             assets=asset_directories(path),
         ),
-        remarks=checkpoint.remarks.plus(skipped=explained(listing(path).difference(names), _SKIPPED_FILES)),
+        remarks=checkpoint.remarks.plus(
+            skipped=explain_skipped(listing(path).difference(names), _SKIPPED_FILES)
+        ),
     )
 
 
-def _find(path: str, pattern: re.Pattern[str]) -> dict[int, _Files]:
-    """Return the files of each model or optimizer, by its number."""
+def _find_files(path: str, pattern: re.Pattern[str]) -> dict[int, _Files]:
+    """Return the files of each model or optimizer, by number."""
     by_number: dict[int, _Files] = {}
     for match in filter(None, map(pattern.fullmatch, sorted(listing(path)))):
         rank = None if match[2] is None else int(match[2])
@@ -200,14 +202,14 @@ def _find(path: str, pattern: re.Pattern[str]) -> dict[int, _Files]:
     return dict(sorted(by_number.items()))
 
 
-def _only(by_number: dict[int, _Files]) -> _Files | None:
-    """Return the files of the only model or optimizer; None if there are several, or a whole one beside parts."""
+def _only_files(by_number: dict[int, _Files]) -> _Files | None:
+    """Return the files of the only model or optimizer; None if there are several, or one is there both whole and in parts."""
     (files, *more_files) = by_number.values()
     return None if more_files or (None in files and len(files) > 1) else files
 
 
-def _in_order(files: _Files) -> list[str]:
-    """Return the file of the whole, or those of all ranks in their order.
+def _files_in_order(files: _Files) -> list[str]:
+    """Return the name of the whole file, or the names of all ranks' files in order.
 
     Raises:
         SourceError: the files of some ranks are missing.
@@ -222,13 +224,13 @@ def _in_order(files: _Files) -> list[str]:
 
 def _open_optimizer(
     path: str, by_number: dict[int, _Files], model: Catalog, plain: frozenset[str]
-) -> OptimizerState | Unmapped:
-    files = _only(by_number)
+) -> OptimizerState | UnusableOptimizer:
+    files = _only_files(by_number)
     if files is None:
-        return Unmapped(
+        return UnusableOptimizer(
             [name for group in by_number.values() for name in group.values()], "there are several of them"
         )
-    state = open_optimizer_files(path, _in_order(files), parameters_of(model, plain))
+    state = open_optimizer_files(path, _files_in_order(files), parameters_of(model, plain))
     return replace(state, has_boxes=False) if None in files and isinstance(state, OptimizerState) else state
 
 

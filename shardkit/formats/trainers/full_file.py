@@ -1,4 +1,4 @@
-"""A whole checkpoint in one `torch.save` file: Lightning's `.ckpt`, a trainer's `{"model": ...}`, a state dict.
+"""Open a whole checkpoint in one `torch.save` file: Lightning's `.ckpt`, a trainer's `{"model": ...}`, a state dict.
 
 Source: lightning 2.6, trainer/connectors/checkpoint_connector.py (dump_checkpoint).
 """
@@ -13,10 +13,10 @@ from functools import partial
 from shardkit.core.text import escape
 from shardkit.errors import ShardkitError
 from shardkit.files.strict_json import open_regular, read_exactly
-from shardkit.formats.contract import Checkpoint, Contents, Opener, asset_directories, parent
+from shardkit.formats.contract import Checkpoint, Contents, Opener, asset_directories, parent_folder
 from shardkit.formats.rankfiles.files import TensorCollector
 from shardkit.formats.rankfiles.inside import find_states, open_states
-from shardkit.formats.torchsave.archive import Unsupported
+from shardkit.formats.torchsave.archive import UnsupportedFile
 from shardkit.formats.torchsave.classes import foreign_objects
 from shardkit.formats.torchsave.file import (
     DistributedRef,
@@ -24,8 +24,8 @@ from shardkit.formats.torchsave.file import (
     TorchFile,
     class_of,
     is_before_zip,
-    leaves,
     open_torch_file,
+    tree_leaves,
 )
 from shardkit.formats.trainers.lightning import AVERAGED, AVERAGING, CURRENT, VERSION, holds_average
 from shardkit.pickles.policies import UnmadeObject
@@ -38,7 +38,7 @@ Roots = dict[str, tuple[str | int, ...]]
 
 
 def is_full_file(path: str) -> bool:
-    """True for a file that begins like one of `torch.save`."""
+    """True for a file whose first bytes are those of a `torch.save` file."""
     try:
         with open_regular(path, path) as (fd, size):
             head = read_exactly(fd, 0, min(size, _HEAD), path)
@@ -50,7 +50,7 @@ def is_full_file(path: str) -> bool:
 
 
 def open_full_file(path: str) -> Checkpoint:
-    """Open a file with a whole model in it, and whatever else was saved with it.
+    """Open a file with a whole model, and with anything else that was saved beside it.
 
     Raises:
         SourceError: damaged, from before torch 1.6, not a dict, without tensors, or only a part of a model.
@@ -59,13 +59,15 @@ def open_full_file(path: str) -> Checkpoint:
     name = os.path.basename(path)
     file = open_torch_file(path, name)
     if not isinstance(file.tree, dict):
-        raise _without_tensors(file, "holds no dict at its top, so no state dict either")
+        raise _no_tensors_error(file, "holds no dict at its top, so no state dict either")
     is_lightning = VERSION in file.tree
-    gathering = TensorCollector(parent(path), lambda path: _is_beside(path, is_lightning=is_lightning))
+    gathering = TensorCollector(
+        parent_folder(path), lambda path: _is_outside_model(path, is_lightning=is_lightning)
+    )
     gathering.add(file, file.tree)
     gathered = gathering.finish()
     if not gathered.catalog.tensors:
-        raise _without_tensors(file, "holds no tensors")
+        raise _no_tensors_error(file, "holds no tensors")
     states = list(find_states(file.tree))
     unreadable = tuple(gathering.left_out)
     optimizer = partial(open_states, replace(file, tree=None), states, gathered.catalog, unreadable)
@@ -77,7 +79,7 @@ def open_full_file(path: str) -> Checkpoint:
         contents=Contents(
             roots=_roots(file.tree, is_lightning=is_lightning),
             optimizer=optimizer if states else None,
-            assets=asset_directories(parent(path)),
+            assets=asset_directories(parent_folder(path)),
         ),
         remarks=replace(
             whole.remarks,
@@ -87,20 +89,22 @@ def open_full_file(path: str) -> Checkpoint:
     )
 
 
-def _without_tensors(file: TorchFile, what: str) -> Unsupported:
-    """Return the error for a file that is whole, and no model; it names the classes of what is there instead."""
+def _no_tensors_error(file: TorchFile, what: str) -> UnsupportedFile:
+    """Return the error for an intact file without tensors; it names the classes of the objects that are there instead."""
     classes = {
         ".".join(map(str, key)): class_of(value)
-        for key, value in leaves(file.tree)
+        for key, value in tree_leaves(file.tree)
         if type(value) is UnmadeObject and value.name in file.unknown
     }
     if classes:
         return foreign_objects(file.name, file.path, file.unknown, classes, file.data)
-    return Unsupported(f"{escape(file.name)}: {what}", hint="save model.state_dict(), not the model itself")
+    return UnsupportedFile(
+        f"{escape(file.name)}: {what}", hint="save model.state_dict(), not the model itself"
+    )
 
 
-def _is_beside(path: tuple[str | int, ...], *, is_lightning: bool) -> bool:
-    """True for what is surely no part of a model. If an optimizer's 8-bit state cannot be read, the model still can."""
+def _is_outside_model(path: tuple[str | int, ...], *, is_lightning: bool) -> bool:
+    """True for a path that is surely outside the model, so that an unreadable 8-bit optimizer does not block the model."""
     return path[0] != "state_dict" if is_lightning else str(path[0]).startswith("optim")
 
 
@@ -115,7 +119,7 @@ def _skipped(
 
 
 def _roots(tree: dict[str | int, object], *, is_lightning: bool) -> Roots:
-    """Return the roots that the format itself fixes; names tell the rest."""
+    """Return the roots that the format itself fixes; others are found from names later."""
     if all(isinstance(value, (TensorRef, DistributedRef)) for value in tree.values()):
         return {"model": ()}
     roots: Roots = {}

@@ -4,8 +4,8 @@
     ModelParallelStrategy   state_dict.<attribute>.<name>   optimizer_0.state...
     Fabric                  whatever keys the script chose
 
-`meta.pt` holds loops, callbacks and hyperparameters, and no usable weights: what a callback put there is rank
-0's part alone. shardkit looks into it, without executing it, to say so to whoever expects an EMA.
+`meta.pt` holds loops, callbacks and hyperparameters, but no usable weights: tensors that a callback put there are rank
+0's parts alone. shardkit reads it, without executing anything, only to tell users why an EMA in it cannot be recovered.
 
 Source: lightning 2.6, strategies/fsdp.py, strategies/model_parallel.py, callbacks/weight_averaging.py.
 """
@@ -31,12 +31,12 @@ from shardkit.formats.contract import (
     listing,
 )
 from shardkit.formats.dcp.directory import open_dcp_checkpoint
-from shardkit.formats.torchsave.file import DistributedRef, TensorRef, leaves, open_torch_file
+from shardkit.formats.torchsave.file import DistributedRef, TensorRef, open_torch_file, tree_leaves
 
 VERSION = "pytorch-lightning_version"
 """A key at the top of every checkpoint of a Trainer."""
 AVERAGING, CURRENT = "averaging_state", "current_model_state"
-"""Keys that a WeightAveraging callback adds: its own state, and the weights that the average replaces."""
+"""Keys that a WeightAveraging callback adds: its own state, and the current weights, as the model has the average."""
 AVERAGED = "the model is the running average that a WeightAveraging callback keeps, not the current weights"
 
 _META = "meta.pt"
@@ -51,16 +51,16 @@ _ONLY_RANK_0 = "{} in meta.pt, which rank 0 alone writes: of a sharded model tha
 
 
 class _Meta(NamedTuple):
-    """What the names in a `meta.pt` tell."""
+    """Findings from the names in a `meta.pt`."""
 
     is_trainer: bool = False
-    """A Trainer wrote it, not a Fabric script."""
+    """True if a Trainer wrote it, and not a Fabric script."""
     refused: Mapping[str, str] = MappingProxyType({})
-    """As `Contents.refused_weights`."""
+    """See `Contents.refused_weights`."""
     notes: tuple[str, ...] = ()
-    """As in `Remarks`."""
+    """See `Remarks`."""
     problem: str | None = None
-    """Why it could not be looked into."""
+    """Why it could not be read; None if it could."""
 
 
 def is_lightning(path: str) -> bool:
@@ -70,7 +70,7 @@ def is_lightning(path: str) -> bool:
 
 
 def open_lightning(path: str) -> Checkpoint:
-    """Open what a Lightning Trainer or Fabric saved from a sharded strategy.
+    """Open a checkpoint that a Lightning Trainer or Fabric saved with a sharded strategy.
 
     Raises:
         SourceError, IntegrityError, ResourceError: as for any DCP directory.
@@ -95,11 +95,11 @@ def open_lightning(path: str) -> Checkpoint:
 
 
 def _read_meta(path: str) -> _Meta:
-    """Look at the names in `meta.pt`. A damaged one does not keep anybody from the weights."""
+    """Return the findings from the names in `meta.pt`. A damaged one is no error, as the weights are elsewhere."""
     try:
         tree = open_torch_file(locate(path, _META), _META).tree
     except SourceError as error:
-        return _Meta(problem=f"not looked into: {error.message}")
+        return _Meta(problem=f"not read: {error.message}")
     if not isinstance(tree, Mapping):
         return _Meta()
     is_trainer = VERSION in tree
@@ -115,12 +115,12 @@ def _read_meta(path: str) -> _Meta:
 
 
 def holds_average(tree: Mapping[str | int, object]) -> bool:
-    """True if a WeightAveraging callback put its average in the model's place; it keeps counters beside."""
+    """True if a WeightAveraging callback saved its average as the model, so that its own state has only counters."""
     return AVERAGING in tree and not _has_tensors(tree[AVERAGING])
 
 
 def _find_ema(tree: object, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield where tensors lie below a name that is about an EMA."""
+    """Yield the dotted path of each name that is about an EMA and has tensors below it."""
     if not isinstance(tree, Mapping):
         return
     for key, value in tree.items():
@@ -136,7 +136,7 @@ def _has_tensors(tree: object) -> bool:
     """True for a tree with tensors that have dims; counters and decays are not weights."""
     return any(
         isinstance(value, DistributedRef) or (isinstance(value, TensorRef) and bool(value.shape))
-        for _, value in leaves(tree)
+        for _, value in tree_leaves(tree)
     )
 
 

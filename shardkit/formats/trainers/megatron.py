@@ -1,8 +1,8 @@
 """Megatron-Core's `torch_dist` checkpoints: DCP with `metadata.json` and `common.pt` beside it.
 
-Layers are stacked in one tensor with a leading dim, or where they are not alike stored one by one. The names are
-Megatron's own, and the vocabulary may be padded. Entries that are not
-tensors have names like `..._extra_state/shard_0_2`. Tensors come as they are stored.
+Equal layers are stacked in one tensor with a leading dim; layers that differ are stored one by one. The names are
+Megatron's own, and the vocabulary may be padded. Entries that are not tensors have names like
+`..._extra_state/shard_0_2`. Names and shapes are not changed here.
 
 Source: Megatron-Core 0.16, dist_checkpointing/core.py (`CheckpointingConfig`) and strategies/torch.py.
 """
@@ -43,7 +43,7 @@ def open_megatron(path: str) -> Checkpoint:
     if backend != _BACKEND or not is_dcp(path):
         actual = f"the backend {escape(str(backend))}" if backend != _BACKEND else "no .metadata"
         raise SourceError(
-            f"{escape(path)}: a Megatron checkpoint with {actual}; {_BACKEND} can be read",
+            f"{escape(path)}: a Megatron checkpoint with {actual}; only {_BACKEND} can be read",
             hint=f"convert it with Megatron to {_BACKEND} (--ckpt-format torch_dist)",
         )
     checkpoint = open_dcp_checkpoint(path)
@@ -62,13 +62,13 @@ def open_megatron(path: str) -> Checkpoint:
 
 
 def _padding(path: str) -> Padding | None:
-    """Return the padding of the vocabulary by the arguments in `common.pt`; None if there are none.
+    """Return the padding of the vocabulary from the trainer's arguments in `common.pt`; None without arguments.
 
     Source: Megatron-LM, megatron/training/tokenizer, `_vocab_size_with_padding`.
     """
     try:
         tree = open_torch_file(locate(path, _COMMON), _COMMON).tree
-    except ShardkitError:  # nothing but the padding is looked up there
+    except ShardkitError:  # the file is read only for the padding, so a damaged one does not matter
         return None
     args = tree.get("args") if isinstance(tree, dict) else None
     if not isinstance(args, Fields):
@@ -83,7 +83,7 @@ def _padding(path: str) -> Padding | None:
 
 
 def _backend(path: str) -> str | None:
-    """Return `sharded_backend` of the directory's `metadata.json`, None if there is none."""
+    """Return `sharded_backend` from the directory's `metadata.json`, or None."""
     backend = settings_in(path, _CONFIG).get("sharded_backend")
     return backend if isinstance(backend, str) else None
 

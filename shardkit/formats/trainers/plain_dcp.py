@@ -1,8 +1,8 @@
-"""Trainers that save plain DCP: what surrounds it, and what the beginnings of its names mean.
+"""Recognise the trainers that save plain DCP, by the directories around it or by its names.
 
-Two tables. `_STRUCTURES`: the checkpoint is a directory below the one that people name, with the trainer's
-own files beside it. `_WRITERS`: the directory is DCP itself, and its names tell who wrote it. Tensor names
-stay as they are; key rules map them to the Hub's if they differ.
+There are two tables. In `_STRUCTURES` the checkpoint is inside the directory that users name, with the trainer's
+own files beside it. In `_WRITERS` the directory is DCP itself, and the beginnings of its names identify the trainer.
+Tensor names are not changed; key rules map them to the Hub's if they differ.
 
 Source: docs and savers of mini_trainer 0.9, OLMo-core 2.3, NeMo Automodel 0.7, NeMo-RL 0.4, prime-rl 0.3,
 verl 0.9, SkyRL, VeOmni (its layout of September 2026 too), fms-fsdp, Composer 0.30, AReaL, torchtitan 0.3,
@@ -25,13 +25,13 @@ from shardkit.formats.contract import (
     Contents,
     Opener,
     asset_directories,
+    folder_below,
+    folder_name,
     has_any,
     heads_of,
-    inner,
     listing,
-    matching,
-    own_name,
-    parent,
+    matching_names,
+    parent_folder,
 )
 from shardkit.keys.trainer_state import is_averaged, is_optimizer_of, is_optimizers
 
@@ -68,27 +68,27 @@ class TrainerDirectory:
     format: str | None
     """Stable identifier; None if the checkpoint inside has one of its own."""
     writer: str | None
-    """For people; None if only the checkpoint inside can tell."""
+    """The trainer's name, for people; None if that of the checkpoint inside is used."""
     weights: tuple[str, ...]
-    """Where the checkpoint may lie in it, best first."""
+    """Folders that may hold the checkpoint, best first."""
     neighbours: tuple[str, ...] = ()
-    """Patterns of names beside it, one of which must be there; or directories, relative to the one that people name."""
+    """Patterns of names in the directory, or paths of folders below it; one of them must exist."""
     roots: Roots = field(default_factory=dict)
-    """As in `Checkpoint`, if the trainer's own code fixes them."""
+    """As in `Contents`, if the trainer's own code fixes them."""
     assets: tuple[str, ...] = (".",)
-    """Where config and tokenizer may lie in it."""
+    """Folders that may hold config and tokenizer."""
     last: str | None = None
-    """The file that the trainer writes last."""
+    """The file that the trainer writes last, or None."""
     is_taken_without_last: bool = False
-    """Without that file it is taken if nothing finished is there: DCP's own markers prove its tensors."""
+    """True if a save without that file may be used when there is no finished one: DCP's own markers prove its tensors."""
 
 
 class RecognisedDirectory(NamedTuple):
-    """A structure, recognised."""
+    """A directory with one of the structures."""
 
     structure: TrainerDirectory
     weights: str
-    """The directory of the checkpoint in it."""
+    """The path of the checkpoint inside."""
 
 
 _VEOMNI = TrainerDirectory(
@@ -160,29 +160,29 @@ _STRUCTURES = (
         roots={"model": ("model",), "optimizer": ("optimizer",)},
         last="train_state.json",
     ),
-    # No trainer in particular: the model's part of a checkpoint in a directory of its own.
+    # Not of a particular trainer: the model's part of a checkpoint has a folder of its own.
     TrainerDirectory(format=None, writer=None, weights=("model", "weights", "distcp", "dcp", "fsdp")),
 )
 
 
 class _TrainerNames(NamedTuple):
-    """Names in a DCP directory that only one trainer gives."""
+    """The names in a DCP directory by which one trainer is recognised."""
 
     name: str
     model: tuple[str, ...] | None
-    """The root that must be there, and is the model's; None if the model's names stand at the top."""
+    """The root of the model, which must exist; None if the model's names have no root."""
     optimizers: tuple[tuple[str, ...], ...] = ()
-    """Where its optimizer state may be."""
+    """Possible roots of the optimizer's state."""
     mark: str | None = None
-    """A pattern that must match a name beside `.metadata`."""
+    """A pattern that must match the name of a file beside `.metadata`."""
     also: tuple[tuple[str, ...], ...] = ()
-    """Other beginnings, one of which must be there."""
+    """Further roots, one of which must exist."""
     ending: str = ""
-    """What the name of some tensor must end with."""
+    """An ending that the name of some tensor must have."""
 
 
 _APP = ("app", "model")
-# The first that fits counts.
+# The first match counts.
 _WRITERS = (
     _TrainerNames("fms-fsdp", ("model_state",), (("optimizer_state",),)),
     _TrainerNames("VeOmni", ("model",), (("optimizer",),), mark="extra_state"),
@@ -198,29 +198,34 @@ _WRITERS = (
 
 
 def find_structure(path: str) -> RecognisedDirectory | None:
-    """Return the structure of a directory, going by the names in it; None if it has none of them."""
+    """Return the structure of a directory by the names in it, or None."""
     names = listing(path)
     if has_any(names, ".metadata", "__*.metadata"):
         return None
     for structure in _STRUCTURES:
-        if structure.neighbours and not any(_lies_in(path, names, name) for name in structure.neighbours):
+        if structure.neighbours and not any(
+            _has_neighbour(path, names, name) for name in structure.neighbours
+        ):
             continue
         for below in structure.weights:
-            weights = inner(path, below) if below.partition("/")[0] in names else None
+            weights = folder_below(path, below) if below.partition("/")[0] in names else None
             if weights is not None and has_any(listing(weights), *_WEIGHTS):
                 return RecognisedDirectory(structure, weights)
-    return _pair(path, names)
+    return _find_pair(path, names)
 
 
-def _lies_in(path: str, names: frozenset[str], neighbour: str) -> bool:
+def _has_neighbour(path: str, names: frozenset[str], neighbour: str) -> bool:
     first, _, below = neighbour.partition("/")
-    return inner(path, neighbour) is not None if below and first in names else has_any(names, neighbour)
+    return (
+        folder_below(path, neighbour) is not None if below and first in names else has_any(names, neighbour)
+    )
 
 
-def _pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
-    """Return a directory with the weights of one model beside one of its optimizer, whatever the two are called.
+def _find_pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
+    """Recognise a directory with two DCP folders, one of a model and one of its optimizer, or return None.
 
-    A run's directory, with other steps beside them, is none.
+    Their names may be any that keys.trainer_state pairs. A run's directory that also has folders of other steps is not
+    recognised.
     """
     optimizers = [name for name in names if is_optimizers(name) and _has_weights(path, name)]
     if not optimizers:
@@ -237,7 +242,7 @@ def _pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
         if any(is_optimizer_of(optimizer, name, is_only=is_only) for optimizer in optimizers)
     ]
     steps = {name for name in names.difference(optimizers, paired) if _STEP.search(name)}
-    if len(paired) != 1 or any(inner(path, name) is not None for name in steps):
+    if len(paired) != 1 or any(folder_below(path, name) is not None for name in steps):
         return None
     return RecognisedDirectory(
         TrainerDirectory(format=None, writer=None, weights=(paired[0],)), os.path.join(path, paired[0])
@@ -245,7 +250,7 @@ def _pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
 
 
 def optimizers_beside(path: str, names: Collection[str]) -> set[str]:
-    """Return those of the names in a directory that are DCP directories of optimizers of models beside them."""
+    """Return the names of DCP folders that hold the optimizer of a model in another folder of the same directory."""
     optimizers = [name for name in names if is_optimizers(name) and _has_weights(path, name)]
     models = [name for name in names if optimizers and not is_optimizers(name) and _has_weights(path, name)]
     return {
@@ -254,66 +259,72 @@ def optimizers_beside(path: str, names: Collection[str]) -> set[str]:
 
 
 def _has_weights(path: str, name: str) -> bool:
-    weights = inner(path, name)
+    weights = folder_below(path, name)
     return weights is not None and has_any(listing(weights), *_WEIGHTS)
 
 
-def lacks_last(path: str) -> str | None:
-    """Return the doubt about a checkpoint that may be taken all the same; None if there is none."""
+def missing_last_warning(path: str) -> str | None:
+    """Return a warning if the trainer's last file is missing in a checkpoint that may be used without it, else None."""
     recognised = find_structure(path)
     structure = recognised.structure if recognised is not None else _VEOMNI if _holds_modules(path) else None
     if structure is None or not structure.is_taken_without_last:
         return None
-    return next(_unfinished(path, structure), None)
+    return next(_unfinished_warnings(path, structure), None)
 
 
 def _holds_modules(path: str) -> bool:
-    """True for a step of several modules, each of which has what `_VEOMNI` expects of the only one."""
-    models = inner(path, "model") if "model" in listing(path) else None
+    """True for a checkpoint of VeOmni with several modules, each with the folders that `_VEOMNI` has for a single one."""
+    models = folder_below(path, "model") if "model" in listing(path) else None
     return models is not None and any(
-        inner(models, f"{name}/ckpt") and inner(models, f"{name}/optimizer") for name in listing(models)
+        folder_below(models, f"{name}/ckpt") and folder_below(models, f"{name}/optimizer")
+        for name in listing(models)
     )
 
 
-def inside(checkpoint: Checkpoint, recognised: RecognisedDirectory, path: str) -> Checkpoint:
-    """Return the checkpoint inside a structure as that of the whole directory.
+def checkpoint_of_structure(checkpoint: Checkpoint, recognised: RecognisedDirectory, path: str) -> Checkpoint:
+    """Return the checkpoint inside a trainer's directory as the checkpoint of that directory.
 
     Args:
-        checkpoint: `recognised.weights`, opened.
-        path: the directory that has the structure.
+        checkpoint: opened from `recognised.weights`.
+        recognised: the structure of the directory.
+        path: of the directory.
     """
     structure = recognised.structure
-    places = [inner(path, below) if below != "." else path for below in structure.assets]
+    places = [folder_below(path, below) if below != "." else path for below in structure.assets]
     return replace(
         checkpoint,
         path=path,
         format=structure.format or checkpoint.format,
         writer=structure.writer or checkpoint.writer,
-        contents=_with_more(
-            checkpoint.contents, asset_directories(*places), _present(structure.roots, checkpoint)
+        contents=_with_additions(
+            checkpoint.contents, asset_directories(*places), _present_roots(structure.roots, checkpoint)
         ),
-        remarks=checkpoint.remarks.plus(_unfinished(path, structure), _beside(path, recognised)),
+        remarks=checkpoint.remarks.plus(
+            _unfinished_warnings(path, structure), _unread_names(path, recognised)
+        ),
     )
 
 
 def open_plain_dcp(directory: str) -> Checkpoint:
-    """Open a DCP directory; its names, and the files beside it, tell who wrote it.
+    """Open a DCP directory, and recognise its writer by its names and the files beside it.
 
     Raises:
         SourceError, ResourceError: as `open_dcp_checkpoint`.
     """
-    # Here, because this module is also asked about directories of other formats.
+    # Imported here, because this module also recognises directories of other formats.
     from shardkit.formats.dcp.directory import open_dcp_checkpoint
 
     checkpoint = open_dcp_checkpoint(directory)
     names = listing(directory)
-    assets = asset_directories(directory, inner(directory, "huggingface"), inner(directory, "hf"))
+    assets = asset_directories(
+        directory, folder_below(directory, "huggingface"), folder_below(directory, "hf")
+    )
     heads = heads_of(checkpoint.catalog, 2)
     tops = {head[0] for head in heads}
     checkpoint = replace(
         checkpoint,
-        contents=_with_more(checkpoint.contents, assets, {}),
-        remarks=checkpoint.remarks.plus(_only_optimizer(tops, directory)),
+        contents=_with_additions(checkpoint.contents, assets, {}),
+        remarks=checkpoint.remarks.plus(_optimizer_notes(tops, directory)),
     )
     if manifest.NAME in names and not manifest.lists_files(directory):
         return replace(checkpoint, writer="shardkit")
@@ -322,7 +333,7 @@ def open_plain_dcp(directory: str) -> Checkpoint:
             continue
         if not any(name.endswith(writer.ending) for name in checkpoint.catalog.tensors):
             continue
-        begins = partial(_begins, heads=heads, tops=tops)
+        begins = partial(_have_root, heads=heads, tops=tops)
         if (writer.model is None or begins(writer.model)) and (
             not writer.also or any(map(begins, writer.also))
         ):
@@ -330,13 +341,13 @@ def open_plain_dcp(directory: str) -> Checkpoint:
             candidates = {"model": writer.model, "optimizer": optimizer}
             roots = {kind: root for kind, root in candidates.items() if root is not None}
             return replace(
-                checkpoint, writer=writer.name, contents=_with_more(checkpoint.contents, (), roots)
+                checkpoint, writer=writer.name, contents=_with_additions(checkpoint.contents, (), roots)
             )
     return checkpoint
 
 
-def _with_more(contents: Contents, assets: Iterable[str], roots: Roots) -> Contents:
-    """Return contents with directories of assets that come first, and with further roots."""
+def _with_additions(contents: Contents, assets: Iterable[str], roots: Roots) -> Contents:
+    """Return contents with further directories of assets in front, and with further roots."""
     return replace(
         contents,
         assets=tuple(dict.fromkeys((*assets, *contents.assets))),
@@ -344,39 +355,41 @@ def _with_more(contents: Contents, assets: Iterable[str], roots: Roots) -> Conte
     )
 
 
-def _begins(head: tuple[str, ...], heads: Collection[tuple[str | int, ...]], tops: set[str | int]) -> bool:
-    """True if names begin with `head`, one step or two; a state dict may have two in one step, with a dot between."""
+def _have_root(head: tuple[str, ...], heads: Collection[tuple[str | int, ...]], tops: set[str | int]) -> bool:
+    """True if names begin with `head`, which has one or two steps; one step "a.b" also matches the two steps a and b."""
     if len(head) == 2:
         return head in heads
     return head[0] in tops or ("." in head[0] and tuple(head[0].split(".")) in heads)
 
 
-def _present(roots: Roots, checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]]:
-    """Return the roots that some names begin with."""
+def _present_roots(roots: Roots, checkpoint: Checkpoint) -> dict[str, tuple[str | int, ...]]:
+    """Return those roots that some name begins with."""
     return {kind: root for kind, root in roots.items() if root in heads_of(checkpoint.catalog, len(root))}
 
 
-def _only_optimizer(tops: set[str | int], directory: str) -> Iterator[str]:
+def _optimizer_notes(tops: set[str | int], directory: str) -> Iterator[str]:
     kinds = {str(top).rpartition("_")[0] if str(top)[-1:].isdigit() else str(top) for top in tops}
     if not kinds or not kinds <= set(_OPTIMIZERS):
         return
-    siblings = matching(listing(parent(directory)) - {own_name(directory)}, "model", "pytorch_model_fsdp_*")
+    siblings = matching_names(
+        listing(parent_folder(directory)) - {folder_name(directory)}, "model", "pytorch_model_fsdp_*"
+    )
     where = f"; the model's is {escape(siblings[0])}, beside it" if siblings else ""
     yield f"this is the state of an optimizer{where}"
 
 
-def _beside(path: str, recognised: RecognisedDirectory) -> Iterator[tuple[str, str]]:
-    """Yield what lies beside the weights and was not read."""
+def _unread_names(path: str, recognised: RecognisedDirectory) -> Iterator[tuple[str, str]]:
+    """Yield (name, reason) of each file and folder beside the weights that was not read."""
     above = ""
     for segment in os.path.relpath(recognised.weights, path).split(os.sep):
         names = listing(os.path.join(path, above))
-        for name in sorted(names - {segment} - set(matching(names, *_NOT_SHOWN))):
+        for name in sorted(names - {segment} - set(matching_names(names, *_NOT_SHOWN))):
             reason = "optimizer state" if is_optimizers(name) else "not a part of the weights"
             yield os.path.join(above, name), reason
         above = os.path.join(above, segment)
 
 
-def _unfinished(path: str, structure: TrainerDirectory) -> Iterator[str]:
+def _unfinished_warnings(path: str, structure: TrainerDirectory) -> Iterator[str]:
     if structure.last is not None and structure.last not in listing(path):
         yield f"{structure.last} is missing, which {structure.writer} writes last: the save may not have finished"
 

@@ -1,10 +1,10 @@
 """torch_checkpointing: a file of `torch.save` for each item of the checkpoint and each rank.
 
-    metadata.pkl             which items have tensors, how many ranks there were
+    metadata.pkl             the items with tensors, the number of ranks
     model_0.pt, model_1.pt   DTensors
     step_0.pt ...            items without tensors, which metadata.pkl does not name
 
-`metadata.pkl` holds plain dicts; shardkit interprets it, and executes nothing.
+`metadata.pkl` consists of plain dicts; shardkit interprets the pickle, and executes nothing.
 
 Source: torch_checkpointing 0.1.1, metadata_serialization.py and checkpoint_layout.py.
 """
@@ -18,7 +18,14 @@ from shardkit.core.text import escape
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.files import storage
 from shardkit.files.links import read_inside
-from shardkit.formats.contract import Checkpoint, Contents, Opener, asset_directories, explained, listing
+from shardkit.formats.contract import (
+    Checkpoint,
+    Contents,
+    Opener,
+    asset_directories,
+    explain_skipped,
+    listing,
+)
 from shardkit.formats.rankfiles.files import RankFile, gather_files
 from shardkit.pickles.policies import Inert, UnmadeObject
 
@@ -43,7 +50,7 @@ def is_torch_checkpointing(path: str) -> bool:
 
 
 def open_torch_checkpointing(path: str) -> Checkpoint:
-    """Open all items that have tensors. If there are several, names begin with the item's name.
+    """Open all items that have tensors. If there are several, each name begins with its item's name.
 
     Raises:
         SourceError: damaged, not saved with `torch.save`, or files of ranks are missing or contradict each other.
@@ -76,7 +83,7 @@ def open_torch_checkpointing(path: str) -> Checkpoint:
             roots={name: () if is_alone else (name,) for name in root_names}, assets=asset_directories(path)
         ),
         remarks=checkpoint.remarks.plus(
-            skipped=explained(listing(path) - {file.name for file in files}, _SKIPPED)
+            skipped=explain_skipped(listing(path) - {file.name for file in files}, _SKIPPED)
         ),
     )
 
@@ -103,7 +110,7 @@ def _file_of(path: str, name: str, item: object, rank: int) -> str:
     """Return the name of a rank's file of an item.
 
     Raises:
-        ValueError: it is missing, lies elsewhere, or is not a file of torch.save.
+        ValueError: the file is missing, is outside the checkpoint, or is not a file of torch.save.
     """
     infos = item.get("rank_to_layout_info") if isinstance(item, dict) else None
     info = infos.get(rank) if isinstance(infos, dict) else None

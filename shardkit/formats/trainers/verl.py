@@ -1,11 +1,11 @@
-"""verl with FSDP: a file of `torch.save` for each rank, with what a Hub model needs beside them.
+"""Checkpoints of verl with FSDP: a file of `torch.save` for each rank, and a folder with config and tokenizer.
 
     global_step_100/
         actor/                                   (and critic/)
             model_world_size_8_rank_0.pt ...     DTensors (FSDP2, or FSDP1 with a mesh) or ShardedTensors
             optim_world_size_8_rank_0.pt ...
             fsdp_config.json                     FSDP_version, world_size (verl 0.5 and later)
-            huggingface/                         config, tokenizer; the model too if verl was told to save it
+            huggingface/                         config, tokenizer; the model too if verl's settings ask for it
 
 Source: verl 0.9, utils/checkpoint/fsdp_checkpoint_manager.py and model_merger/fsdp_model_merger.py.
 """
@@ -22,9 +22,16 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError
 from shardkit.files.links import read_inside
 from shardkit.files.strict_json import parse_object
-from shardkit.formats.contract import Checkpoint, Opener, asset_directories, explained, inner, listing
-from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
-from shardkit.formats.rankfiles.files import Gathered, RankFile, gather_files, require_ranks
+from shardkit.formats.contract import (
+    Checkpoint,
+    Opener,
+    asset_directories,
+    explain_skipped,
+    folder_below,
+    listing,
+)
+from shardkit.formats.contract.optimizer import OptimizerState, UnusableOptimizer
+from shardkit.formats.rankfiles.files import GatheredTensors, RankFile, gather_files, require_ranks
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files, parameters_of
 
 _MODEL = re.compile(r"model_world_size_([1-9]\d{0,5})_rank_(0|[1-9]\d{0,5})\.pt")
@@ -44,16 +51,16 @@ class _RankDirectory(NamedTuple):
 
     path: str
     role: str | None
-    """Its name below the given path, None if it is that path."""
+    """Its name below the path that the user gave; None if it is that path."""
 
 
 def is_verl(path: str) -> bool:
-    """True for a directory with `model_world_size_W_rank_R.pt` in it, or in its `actor/` or `critic/`."""
+    """True for a directory with files `model_world_size_W_rank_R.pt`, or whose `actor/` or `critic/` has such files."""
     return _find_home(path) is not None
 
 
 def open_verl(path: str) -> Checkpoint:
-    """Open the model of a verl checkpoint, the actor if there is a critic too. Its optimizer is opened on demand.
+    """Open the model of a verl checkpoint: the actor, if there is a critic too. Its optimizer is opened on demand.
 
     Raises:
         SourceError: files of ranks are missing, damaged or contradict each other.
@@ -74,7 +81,9 @@ def open_verl(path: str) -> Checkpoint:
         contents=replace(
             checkpoint.contents,
             optimizer=partial(_open_optimizer, home.path, states, gathered) if has_states else None,
-            assets=asset_directories(inner(home.path, "huggingface"), home.path, inner(path, "huggingface")),
+            assets=asset_directories(
+                folder_below(home.path, "huggingface"), home.path, folder_below(path, "huggingface")
+            ),
         ),
         remarks=checkpoint.remarks.plus(_notes(path, home), _skipped(path, home, files)),
     )
@@ -84,14 +93,14 @@ def _find_home(path: str) -> _RankDirectory | None:
     if any(map(_MODEL.fullmatch, listing(path))):
         return _RankDirectory(path, None)
     for role in _ROLES:
-        directory = inner(path, role)
+        directory = folder_below(path, role)
         if directory is not None and any(map(_MODEL.fullmatch, listing(directory))):
             return _RankDirectory(directory, role)
     return None
 
 
 def _read_config(directory: str, name: str) -> dict[str, object]:
-    """Return a JSON file of the directory, {} if there is none."""
+    """Return the content of a JSON file in the directory, or {} if there is no such file."""
     if name not in listing(directory):
         return {}
     return parse_object(read_inside(directory, name, _MAX_CONFIG), name)
@@ -101,7 +110,8 @@ def _choose_files(directory: str, world_size: object) -> list[str]:
     """Return the model's files in the order of the ranks.
 
     Args:
-        world_size: from `fsdp_config.json`; None if that does not say.
+        directory: with the files.
+        world_size: from `fsdp_config.json`; None if it is not recorded there.
 
     Raises:
         SourceError: some are missing, or the files of several world sizes are complete.
@@ -112,7 +122,7 @@ def _choose_files(directory: str, world_size: object) -> list[str]:
     sizes = sorted(by_size)
     if type(world_size) is int and world_size in by_size:
         sizes = [world_size]
-    elif len(sizes) > 1:  # two runs saved into one directory; of one there may be only leftovers
+    elif len(sizes) > 1:  # two runs saved into one directory, and one of them may be incomplete
         sizes = [size for size in sizes if by_size[size] >= set(range(size))] or sizes[-1:]
     if len(sizes) > 1:
         raise SourceError(
@@ -125,7 +135,9 @@ def _choose_files(directory: str, world_size: object) -> list[str]:
     return [pattern.format(rank) for rank in range(size)]
 
 
-def _open_optimizer(directory: str, names: list[str], model: Gathered) -> OptimizerState | Unmapped:
+def _open_optimizer(
+    directory: str, names: list[str], model: GatheredTensors
+) -> OptimizerState | UnusableOptimizer:
     file_names = listing(directory)
     ranks = {rank for rank, name in enumerate(names) if name in file_names}
     require_ranks(names[0].replace("_rank_0.", "_rank_{}."), ranks, len(names))
@@ -133,15 +145,15 @@ def _open_optimizer(directory: str, names: list[str], model: Gathered) -> Optimi
 
 
 def _skipped(path: str, home: _RankDirectory, read_names: list[str]) -> Iterator[tuple[str, str]]:
-    yield from explained(listing(home.path).difference(read_names), _SKIPPED)
+    yield from explain_skipped(listing(home.path).difference(read_names), _SKIPPED)
     for role in _ROLES:
-        if home.role is not None and role != home.role and inner(path, role) is not None:
+        if home.role is not None and role != home.role and folder_below(path, role) is not None:
             yield role, "another model"
 
 
 def _notes(path: str, home: _RankDirectory) -> Iterator[str]:
-    if home.role == "actor" and inner(path, "critic") is not None:
-        yield "the actor was taken; give the directory critic to take the critic"
+    if home.role == "actor" and folder_below(path, "critic") is not None:
+        yield "the actor was opened; give the directory critic to open the critic"
     lora = _read_config(home.path, _LORA)
     if lora:
         facts = ", ".join(f"{key}={value}" for key, value in lora.items())

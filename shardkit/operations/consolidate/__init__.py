@@ -25,14 +25,14 @@ from shardkit.files.links import reading_as
 from shardkit.files.location import location_of
 from shardkit.formats.contract import Checkpoint, PlainWeights
 from shardkit.formats.dequantize import plain_base
-from shardkit.formats.folded import folded_base
+from shardkit.formats.folded import fold_base
 from shardkit.formats.hub.adapter import ADAPTER_CONFIG
 from shardkit.formats.hub.assets import is_weights
 from shardkit.formats.hub.base import Base, FileDifference, find_base, open_base
 from shardkit.formats.hub.directory import library_of, model_class_of, own_loader_of
 from shardkit.formats.hub.files import refuse_part, variant_of
 from shardkit.formats.owned import OutputKind, is_text
-from shardkit.formats.quantised import hidden
+from shardkit.formats.quantised import unmarked_tensors
 from shardkit.formats.registry import stray_weights
 from shardkit.keys.expressions import FusedTensors, NamedTensor
 from shardkit.layout.traced import one_process
@@ -279,9 +279,9 @@ def _open(source: ChosenCheckpoint, options: ConsolidateOptions) -> tuple[Checkp
     if base is not None and base.is_given and options.config == "checkpoint":
         base = use_own_files(base, opened, has_tokenizer=options.tokenizer is not None)
     # NVFP4 weights are copied as such, so the base stays as it is too: its files describe them.
-    if base is not None and not hidden(opened.catalog.tensors):
+    if base is not None and not unmarked_tensors(opened.catalog.tensors):
         base = plain_base(base)
-    return opened, None if base is None else folded_base(base)
+    return opened, None if base is None else fold_base(base)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,14 +13,14 @@ from shardkit.files import storage
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.adapter import (
     ADAPTER_CONFIG,
-    Settings,
-    adapted_model,
+    AdapterSettings,
+    base_of_adapter,
     find_settings,
     is_adapter,
     merge_command,
     read_settings,
 )
-from shardkit.formats.hub.base import Base, places_of_settings, recorded_names
+from shardkit.formats.hub.base import Base, recorded_names, settings_directories
 from shardkit.keys.expressions import FusedTensors
 from shardkit.keys.peft import (
     PeftNames,
@@ -142,7 +142,7 @@ _NO_CONFIG = (
 def _refuse_cut(
     peft: PeftNames,
     shapes: Mapping[str, tuple[int, ...]],
-    settings: Settings | None,
+    settings: AdapterSettings | None,
     base: Mapping[str, tuple[int, ...]],
 ) -> None:
     problems = find_cut(peft, shapes, settings.values, base) if settings and settings.is_whole else []
@@ -154,7 +154,7 @@ def _refuse_cut(
     )
 
 
-def _refuse_shira(peft: PeftNames, names: Iterable[str], settings: Settings | None) -> None:
+def _refuse_shira(peft: PeftNames, names: Iterable[str], settings: AdapterSettings | None) -> None:
     """Refuse a ShiRA adapter without the positions that its numbers belong to: PEFT would choose other positions.
 
     A state dict lacks them; PEFT finds them again by the `random_seed` in the settings.
@@ -170,7 +170,7 @@ def _refuse_shira(peft: PeftNames, names: Iterable[str], settings: Settings | No
 
 
 def _adapter_notes(
-    peft: PeftNames, settings: Settings | None, extra_names: Mapping[str, str]
+    peft: PeftNames, settings: AdapterSettings | None, extra_names: Mapping[str, str]
 ) -> Iterator[str]:
     if peft.kind == "base+adapter":
         yield (
@@ -186,7 +186,9 @@ def _adapter_notes(
         yield f"{ADAPTER_CONFIG} was made from {settings.origin} and the names of the tensors: check it"
 
 
-def _merged(checkpoint: Checkpoint, names: Mapping[str, str], settings: Settings | None) -> ChosenTensors:
+def _merged(
+    checkpoint: Checkpoint, names: Mapping[str, str], settings: AdapterSettings | None
+) -> ChosenTensors:
     plan = plan_merge(checkpoint.catalog.tensors, names, settings.values if settings else {})
     catalog = derive(checkpoint.select(list(names)), plan.merges, plan.adapter_names)
     origin = f", scaled as {settings.origin} says" if settings else ""
@@ -214,11 +216,13 @@ def merged_by_peft(checkpoint: Checkpoint, base: Base | None) -> str | None:
     if checkpoint.hub is None or not is_adapter(storage.listdir(checkpoint.hub.directory)):
         return None
     directory = checkpoint.hub.directory
-    model = base.label if base is not None and base.is_given else adapted_model(directory)
+    model = base.label if base is not None and base.is_given else base_of_adapter(directory)
     return f"{_BY_PEFT}: {merge_command(directory, model, 'merged')}"
 
 
-def _settings_of(checkpoint: Checkpoint, base: Base | None, adapter_config: str | None) -> Settings | None:
+def _settings_of(
+    checkpoint: Checkpoint, base: Base | None, adapter_config: str | None
+) -> AdapterSettings | None:
     """Return the adapter's settings: those that the user named, else from the first directory that has some, or None."""
     if adapter_config is not None:
         path = (
@@ -229,14 +233,14 @@ def _settings_of(checkpoint: Checkpoint, base: Base | None, adapter_config: str 
                 f"--adapter-config {escape(adapter_config)}: there is no {escape(path)}",
                 hint=f"give an {ADAPTER_CONFIG}, or its directory",
             )
-        return Settings(values=read_settings(path), is_whole=True, origin=escape(adapter_config))
+        return AdapterSettings(values=read_settings(path), is_whole=True, origin=escape(adapter_config))
     places = (*checkpoint.contents.assets, checkpoint.catalog.directory, checkpoint.path)
-    own_places = places_of_settings(checkpoint) if base is not None and base.own_files is not None else ()
+    own_places = settings_directories(checkpoint) if base is not None and base.own_files is not None else ()
     return find_settings([*own_places, *([base.directory] if base else []), *places])
 
 
 def _config_of(
-    settings: Settings | None, peft: PeftNames, shapes: Mapping[str, tuple[int, ...]], base: str | None
+    settings: AdapterSettings | None, peft: PeftNames, shapes: Mapping[str, tuple[int, ...]], base: str | None
 ) -> bytes | None:
     """Return the content of `adapter_config.json`, with the base's name; None if too little is known."""
     if settings is None:

@@ -28,7 +28,7 @@ from shardkit.formats.hub.assets import (
     card_of,
     is_tokenizer_file,
     is_weights,
-    modules,
+    list_modules,
 )
 from shardkit.formats.hub.base import Base
 from shardkit.formats.hub.safetensors import OutputTensor
@@ -294,7 +294,7 @@ def _places(
     base: Base | None, assets: Iterable[str], root: str, other_names: Iterable[str]
 ) -> Iterator[tuple[str, str, list[str]]]:
     """Yield (weight file, prefix in the checkpoint, names there) of trained modules whose weights the base provides."""
-    folders = modules(base.directory) if base is not None else {}
+    folders = list_modules(base.directory) if base is not None else {}
     parts, main = root.split("."), folders.get(os.curdir)
     if main not in parts:
         return

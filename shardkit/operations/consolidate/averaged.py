@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shardkit.core.text import count, escape
 from shardkit.errors import UsageError
-from shardkit.formats.contract import Checkpoint, inner, listing, own_name, parent
+from shardkit.formats.contract import Checkpoint, folder_below, folder_name, listing, parent_folder
 from shardkit.formats.registry import open_checkpoint, recognise
 from shardkit.keys.names import split
 from shardkit.keys.roots import MODEL_KEYS
@@ -55,18 +55,18 @@ def averaged_beside(checkpoint: Checkpoint) -> Checkpoint:
 
 def _places(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield the paths of checkpoints that are named after averages, in the checkpoint's directory or else beside it."""
-    path, stem = checkpoint.path, _stem(own_name(checkpoint.path))
+    path, stem = checkpoint.path, _stem(folder_name(checkpoint.path))
     within = [name for name in listing(path) if is_averaged(_stem(name))]
     yield from (place for name in within for place in _checkpoints(path, name))
     is_models = stem in MODEL_KEYS or stem.startswith("pytorch_model")
     siblings = [
         name
-        for name in listing(parent(path))
+        for name in listing(parent_folder(path))
         if _stem(name) in (f"{stem}_{AVERAGED}", f"{stem}-{AVERAGED}")
         or (is_models and is_averaged(_stem(name)))
     ]
     if not within:
-        yield from (place for name in siblings for place in _checkpoints(parent(path), name))
+        yield from (place for name in siblings for place in _checkpoints(parent_folder(path), name))
 
 
 def _stem(name: str) -> str:
@@ -78,6 +78,6 @@ def _checkpoints(home: str, name: str) -> Iterator[str]:
     path = os.path.join(home, name)
     if recognise(path) is not None:
         yield path
-    elif inner(home, name) is not None:
+    elif folder_below(home, name) is not None:
         places = (os.path.join(path, below) for below in listing(path))
         yield from (place for place in places if recognise(place) is not None)

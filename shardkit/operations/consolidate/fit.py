@@ -15,7 +15,7 @@ from typing import NamedTuple
 from shardkit.core.regions import Shape
 from shardkit.core.text import count, escape, in_shell, listed, suggestions
 from shardkit.errors import LayoutError
-from shardkit.formats.hub.base import Base, holds_equal, refuse_adapter
+from shardkit.formats.hub.base import Base, has_equal_bytes, refuse_adapter
 from shardkit.formats.quantised import method_of
 from shardkit.keys.check import (
     BaseComparison,
@@ -265,7 +265,7 @@ def _tied_in(
     """Yield (name, equal name) for tensors that would be copied although they may be tied to one of the checkpoint."""
     for name, keepers, _ in tied_names(base_shapes(base) or {}):
         for one, two in ((one, two) for keeper in keepers for one, two in ((name, keeper), (keeper, name))):
-            if one in fill_names and two in checkpoint_names and holds_equal(base, one, two):
+            if one in fill_names and two in checkpoint_names and has_equal_bytes(base, one, two):
                 yield one, two
 
 

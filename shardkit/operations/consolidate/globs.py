@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardkit.formats.contract import Checkpoint
-from shardkit.formats.hub.base import Base, saved_derived
+from shardkit.formats.hub.base import Base, recorded_derived
 from shardkit.keys.expressions import Opaque
 from shardkit.keys.rule_sets import AUTO, NONE, known_names, load_rules
 from shardkit.keys.select import Globs, Selection
@@ -118,7 +118,7 @@ def _find_late_names(
     if options.key_rules == AUTO and bind(have, None, [shipped]).rules is not None:
         return _LateNames(shapes, takes_rules=True)
     changed = {
-        fqn for fqn, expression in saved_derived(checkpoint).items() if not isinstance(expression, Opaque)
+        fqn for fqn, expression in recorded_derived(checkpoint).items() if not isinstance(expression, Opaque)
     }
     if (
         base is None

@@ -37,14 +37,14 @@ from shardkit.formats.hub.base import (
     SAVED_ROOT,
     Base,
     RecordedNames,
-    files_of,
-    holds_equal,
+    has_equal_bytes,
     holds_hub_names,
     holds_saved_state,
+    recorded_derived,
     recorded_names,
     recorded_rules,
     recorded_shards,
-    saved_derived,
+    tensors_by_file,
 )
 from shardkit.formats.hub.files import MODEL
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImage, SafetensorsImages
@@ -203,7 +203,7 @@ class ConsolidateJob:
                 "weights by their name",
                 hint="write it into a local directory, and copy that",
             )
-        output = self.output.marked(mark)
+        output = self.output.with_mark(mark)
         return replace(self, output=output, plan=replace(self.plan, images=output))
 
     def describe(self, crcs: Mapping[str, int] = MappingProxyType({})) -> manifest.HubModel:
@@ -524,7 +524,7 @@ def _choose(
         return sieve, selection, chosen
     is_plain = chosen.kind == "model" and (sieve.takes_rules or not naming.chooses_names)
     tokens = options.new_tokenizer.tokens if options.new_tokenizer is not None else None
-    derived = saved_derived(checkpoint) if rules is None else {}
+    derived = recorded_derived(checkpoint) if rules is None else {}
     takes_shipped = is_plain and options.key_rules == AUTO
     chosen, binding = _bind_names(
         chosen,
@@ -952,7 +952,7 @@ def _ties(
         declared=declared,
         base_names=base_tensors if base_tensors is not None else _recorded_all(chosen, recorded),
         known_ties=known_ties,
-        equal_in_base=partial(holds_equal, base) if base else lambda _one, _two: False,
+        equal_in_base=partial(has_equal_bytes, base) if base else lambda _one, _two: False,
     )
     groups = tie_groups(
         ties, {**dict.fromkeys(chosen.names.values()), **(base_tensors or {})}, declared=declared
@@ -1017,7 +1017,7 @@ def _images(
         is_whole = is_diffusers_lora(checkpoint) and all(tensor.fqn == tensor.source for tensor in tensors)
         stem = checkpoint.hub.stem if checkpoint.hub is not None and is_whole else ADAPTER_STEM
         return SafetensorsImages(tensors, max_shard_bytes=None, stem=stem, settings=settings)
-    files = files_of(base) if base is not None and options.follows_base else None
+    files = tensors_by_file(base) if base is not None and options.follows_base else None
     if files is not None and not _is_as_in(base, tensors):
         files = None
     return SafetensorsImages(

@@ -31,18 +31,18 @@ from shardkit.formats.hub.adapter import ADAPTER_CONFIG, find_settings
 from shardkit.formats.hub.assets import (
     CONFIG,
     GENERATION_CONFIG,
+    is_generated_asset,
     is_processor_file,
     is_template,
     is_tokenizer_file,
-    is_tools_asset,
     is_vocabulary,
     list_assets,
 )
-from shardkit.formats.hub.base import Base, FileDifference, OwnFiles, own_directories, places_of_settings
+from shardkit.formats.hub.base import Base, FileDifference, OwnFiles, own_directories, settings_directories
 from shardkit.formats.hub.directory import read_json
 from shardkit.formats.hub.tokenizer import (
     SETTINGS,
-    Files,
+    FileReaders,
     Tokenizer,
     read_tokenizer,
     special_tokens,
@@ -70,7 +70,7 @@ def use_own_files(base: Base, checkpoint: Checkpoint, *, has_tokenizer: bool) ->
     if not has_tokenizer:
         choice.choose_tokenizer()
     choice.choose_processor()
-    choice.compare_adapter(places_of_settings(checkpoint))
+    choice.compare_adapter(settings_directories(checkpoint))
     choice.choose_code()
     choice.warn_of_others(skip_tokenizer=has_tokenizer)
     return choice.merged()
@@ -84,7 +84,7 @@ class _OwnFilesChoice:
         self._files_by_place, refused = dict[str, dict[str, str]](), list[str]()
         for directory in directories:
             self._files_by_place[directory], links = list_assets(directory)
-            refused += filter(is_tools_asset, links)
+            refused += filter(is_generated_asset, links)
         self._config: dict[str, Any] | None = None
         self._is_other = False
         self._names, self._contents = set[str](), dict[str, bytes]()
@@ -196,7 +196,7 @@ class _OwnFilesChoice:
             for files in self._files_by_place.values()
             for name, path in files.items()
             if name in self._base.assets
-            and is_tools_asset(name)
+            and is_generated_asset(name)
             and name not in (*self._names, *FILES, CONFIG, GENERATION_CONFIG)
             and not (skip_tokenizer and is_tokenizer_file(name))
             and _differ(path, self._base.assets[name], name)
@@ -252,7 +252,7 @@ class _OwnFilesChoice:
         return _parsed(self._base.assets[name], name) if name in self._base.assets else None
 
 
-def reads_of(assets: Mapping[str, str]) -> Files:
+def reads_of(assets: Mapping[str, str]) -> FileReaders:
     """Return a function that reads the file, for each name."""
     return {name: Asset(name, path, b"").read for name, path in assets.items()}
 

@@ -22,7 +22,7 @@ from shardkit.errors import ShardkitError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.home import MAX_METADATA, METADATA
 from shardkit.files.strict_json import open_regular, read_exactly
-from shardkit.formats.contract import Checkpoint, DcpFolder, listing, own_name, parent
+from shardkit.formats.contract import Checkpoint, DcpFolder, folder_name, listing, parent_folder
 from shardkit.formats.contract.optimizer import GROUPS, PARAMS, STATE, OptimizerState
 from shardkit.formats.dcp.directory import is_dcp, open_dcp
 from shardkit.formats.derived import derive_checkpoint
@@ -325,7 +325,7 @@ def _directory_beside(checkpoint: Checkpoint) -> str | None:
     Directories above the opened path are not listed, unless it has accelerate's name for a model.
     """
     directory = checkpoint.catalog.directory
-    home, model = parent(directory), own_name(directory)
+    home, model = parent_folder(directory), folder_name(directory)
     opened = os.path.join(storage.absolute(checkpoint.path), "")
     if not os.path.join(home, "").startswith(opened) and not model.startswith(_ACCELERATES):
         return None

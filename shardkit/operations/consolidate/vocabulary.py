@@ -14,7 +14,7 @@ from shardkit.core.text import count, escape, in_shell, listed
 from shardkit.errors import LayoutError
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.assets import is_tokenizer_file, is_vocabulary
-from shardkit.formats.hub.base import Base, find_config, own_config, recorded_tokens
+from shardkit.formats.hub.base import Base, find_config, own_config, recorded_vocab_rows
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.hub.tokenizer import Tokenizer, tokenizer_files
 from shardkit.keys.tokens import (
@@ -136,7 +136,7 @@ def _is_confirmed(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer 
             return True
     directory = find_config(checkpoint)
     config = read_config(directory) if directory is not None else None
-    return recorded_tokens(checkpoint) == new or (
+    return recorded_vocab_rows(checkpoint) == new or (
         config is not None and counts_tokens(config, rows.places, new)
     )
 

@@ -26,9 +26,9 @@ from shardkit.formats.contract import PLAIN, Checkpoint, PlainWeights
 from shardkit.formats.dcp.objects import object_lines
 from shardkit.formats.dequantize import config_of
 from shardkit.formats.folded import floating_targets
-from shardkit.formats.hub.base import recorded_rules, saved_derived
+from shardkit.formats.hub.base import recorded_derived, recorded_rules
 from shardkit.formats.hub.files import refuse_part
-from shardkit.formats.quantised import can_dequantize, hidden, why_narrow, why_quantised
+from shardkit.formats.quantised import can_dequantize, unmarked_tensors, why_narrow, why_quantised
 from shardkit.keys.expressions import under_names
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import Globs, select_model
@@ -199,7 +199,7 @@ def _make_both_plain(
         LayoutError: scales do not fit their weights.
     """
     both_tensors = [checkpoint.catalog.tensors for checkpoint in opened]
-    why = [why_quantised(tensors) or why_narrow(hidden(tensors)) for tensors in both_tensors]
+    why = [why_quantised(tensors) or why_narrow(unmarked_tensors(tensors)) for tensors in both_tensors]
     if (why[0] is None) == (why[1] is None):
         return opened, []
     index = 0 if why[1] is None else 1
@@ -275,7 +275,7 @@ def _convert_to_other(side: Side, other_side: Side, label: str) -> tuple[Side, l
         config=other_side.checkpoint.hub.config if other_side.checkpoint.hub is not None else None,
         padding=side.checkpoint.contents.padding,
     )
-    providers = [manifest(saved_derived(side.checkpoint)), *([shipped] if is_saved else [])]
+    providers = [manifest(recorded_derived(side.checkpoint)), *([shipped] if is_saved else [])]
     providers += [class_says(lambda _: _ask_class(other_side, unasked.append))]
     binding = bind(have, other_shapes, providers)
     because = [
@@ -444,9 +444,9 @@ def _as_on_hub(
     if recorded is None or not recorded.rules or isinstance(other_names, str):
         return named
     below = {
-        stored: stored.removeprefix(recorded.before)
+        stored: stored.removeprefix(recorded.prefix)
         for stored in checkpoint.catalog.tensors
-        if stored.startswith(recorded.before)
+        if stored.startswith(recorded.prefix)
     }
     renamed = {name: stored for stored, name in apply_key_rules(recorded.rules, below).items()}
     num_common = 0 if isinstance(named, str) else len(named.names.keys() & other_names.names.keys())

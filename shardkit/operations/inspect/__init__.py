@@ -25,8 +25,8 @@ from shardkit.errors import LayoutError, ResourceError, SourceError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.files.links import may_follow_links
-from shardkit.files.listing import unlike
-from shardkit.formats.contract import Checkpoint, absent, copies_warnings, refuse_unfinished
+from shardkit.files.listing import differing_sizes
+from shardkit.formats.contract import Checkpoint, copies_warnings, missing_path, refuse_unfinished
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.objects import object_lines
 from shardkit.formats.dequantize import why_scaled
@@ -201,7 +201,7 @@ def inspect(
     """
     path = stores.as_path(path)
     if not storage.lexists(path):
-        raise absent(path)
+        raise missing_path(path)
     refuse_unfinished(path)
     resolved = find_checkpoint(path)
     result = _inspect(resolved.path, tensors=tensors, holdings=holdings)
@@ -377,7 +377,7 @@ def _inspect_presharded(
     tensors = [_OneTensor(fqn, t.dtype, t.shape, ",".join(t.placements)) for fqn, t in record.tensors.items()]
     listed_files = [each for file in record.files for each in (file, file.chunks)]
     listed_files += [record.metadata] if record.metadata else []
-    on_disk = unlike(directory, listed_files)
+    on_disk = differing_sizes(directory, listed_files)
     files = tuple(
         InspectedFile(name=file.name, file_bytes=on_disk.get(file.name, file.size), tensor_bytes=None)
         for file in record.files

@@ -30,7 +30,7 @@ from shardkit.files.storage import BLOCK, can_share_extents, nearest_existing
 from shardkit.formats.contract import Checkpoint, PlainWeights
 from shardkit.formats.hub.directory import loader_of
 from shardkit.formats.hub.files import refuse_part
-from shardkit.formats.owned import content_of
+from shardkit.formats.owned import reader_of
 from shardkit.formats.registry import recognise
 from shardkit.keys.expressions import EXPERTS, FusedTensors, NamedTensor, leaves
 from shardkit.layout.layout import Layout, TensorLayout
@@ -181,7 +181,7 @@ def preshard(options: PreshardOptions) -> PreshardResult:
     path = writer.check_destination(os.fspath(chosen), local, local if output is None else None)
 
     copied_files = find_assets(options.trainer, plain.hub).files
-    writer.destination.check_beside({name: content_of(file) for name, file in copied_files.items()})
+    writer.destination.check_beside({name: reader_of(file) for name, file in copied_files.items()})
     job = build_job(plain, options)
     shared_bytes = _shared_bytes(job, path)
     writer.warn(job.warnings)

@@ -19,7 +19,7 @@ from shardkit.core.text import count, escape, format_size, listed
 from shardkit.core.threads import silent
 from shardkit.errors import UsageError
 from shardkit.formats.contract import Checkpoint, Dequantized, OpenedHubModel
-from shardkit.formats.dcp.hugging_face_writer import shard_images, unstrided
+from shardkit.formats.dcp.hugging_face_writer import shard_images, without_strided_shards
 from shardkit.formats.dcp.images import DcpImages, JoinedImages, Phase
 from shardkit.formats.gaps import find_gaps
 from shardkit.keys.expressions import Expression, Opaque
@@ -269,7 +269,7 @@ def _for_trainer(layout: Layout, options: PreshardOptions) -> Layout:
     profile = options.trainer
     layout = with_root(layout, options.root)
     if profile.form == "safetensors":
-        return unstrided(layout)
+        return without_strided_shards(layout)
     if profile.name != "plain":
         check_stock(profile, layout)
     return layout

@@ -16,7 +16,7 @@ from shardkit.errors import refuse_warnings
 from shardkit.files import manifest, storage, stores
 from shardkit.files.links import reading_as
 from shardkit.files.location import location_of
-from shardkit.formats.owned import content_of
+from shardkit.formats.owned import reader_of
 from shardkit.formats.recorded import SourceManifests
 from shardkit.operations.describe import OutputFiles
 from shardkit.operations.describe_dcp import DESCRIPTION_BYTES, FolderDescriptions
@@ -132,7 +132,7 @@ def reshard(options: ReshardOptions) -> ReshardResult:
     chosen = default_output(label_of(named), named, options.ranks) if output is None else output
     writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
     parts = open_parts(checkpoint, options)
-    copied_files = {name: content_of(path) for name, path in parts.places.items()}
+    copied_files = {name: reader_of(path) for name, path in parts.places.items()}
     writer.destination.check_beside({**copied_files, **{f"{folder}/": bytes for folder in parts.empty}})
     if options.strict:
         refuse_warnings(parts.warnings)  # all of them at once

@@ -47,7 +47,7 @@ from shardkit.formats.contract import (
     copies_warnings,
     listing,
 )
-from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
+from shardkit.formats.contract.optimizer import OptimizerState, UnusableOptimizer
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.images import DcpImages, JoinedImages
 from shardkit.formats.dcp.objects import distributed_objects
@@ -56,10 +56,10 @@ from shardkit.formats.hub.base import (
     RecordedNames,
     find_config,
     holds_hub_names,
+    recorded_derived,
     recorded_names,
     recorded_shards,
-    recorded_tokens,
-    saved_derived,
+    recorded_vocab_rows,
     saved_key_rules,
 )
 from shardkit.formats.registry import recognise
@@ -203,7 +203,7 @@ def _open_parts(source: ChosenCheckpoint, options: ReshardOptions) -> Parts:
     )
     check_survey(path, surveyed)
     checkpoint = models[0]
-    rules, derived = saved_key_rules(checkpoint) or (), saved_derived(checkpoint)
+    rules, derived = saved_key_rules(checkpoint) or (), recorded_derived(checkpoint)
     parts = tuple(_open_part(folder, dcp, no_optimizer=no_optimizer) for folder, dcp in opened.items())
     shards, recorded = recorded_shards(checkpoint), recorded_names(checkpoint)
     root = (shards.root or "") if shards else ""
@@ -219,7 +219,7 @@ def _open_parts(source: ChosenCheckpoint, options: ReshardOptions) -> Parts:
             root=root,
             recorded=recorded,
             osft=shards.osft if shards else None,
-            vocab_size=recorded_tokens(checkpoint),
+            vocab_size=recorded_vocab_rows(checkpoint),
         )
         if (part.folder or os.curdir) == home
         else part
@@ -456,7 +456,7 @@ def _open_other_format(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     opened = open_optimizer() if open_optimizer is not None and not no_optimizer else None
     if no_optimizer:
         state = optimizer_state(entries.values(), checkpoint.catalog.objects, "")
-    elif isinstance(opened, Unmapped):
+    elif isinstance(opened, UnusableOptimizer):
         state = frozenset(
             name for name in entries if name.startswith(tuple(f"{place}." for place in opened.names))
         )
@@ -513,7 +513,7 @@ def _open_other_format(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     )
 
 
-def _lost_optimizer(opened: Unmapped | None, skipped: Iterable[str]) -> tuple[list[str], list[str]]:
+def _lost_optimizer(opened: UnusableOptimizer | None, skipped: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return the names of an optimizer's state that cannot be resharded, and the warning if there are some."""
     states, reason = list(filter(_is_optimizer, skipped)), ""
     if opened is not None:

@@ -15,7 +15,7 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import ShardkitError
 from shardkit.files import storage
 from shardkit.files.listing import walk
-from shardkit.formats.contract import inner, listing
+from shardkit.formats.contract import folder_below, listing
 from shardkit.formats.dcp.directory import is_dcp, open_dcp
 from shardkit.keys.trainer_state import is_optimizer_of, is_optimizers, object_kind, optimizer_names
 from shardkit.operations.resolve import is_a_step, is_ordered
@@ -133,7 +133,7 @@ def find_unread(path: str, read: Collection[str], warned_names: Collection[str])
         checkpoint=min((os.path.relpath(place, storage.realpath(path)) for place in read), default=".")
     )
     for name in sorted(listing(path)):
-        directory = inner(path, name)
+        directory = folder_below(path, name)
         if directory is None or name.startswith(".") or name in warned_names or is_a_step(name):
             continue
         real = storage.realpath(directory)

@@ -18,7 +18,7 @@ from shardkit.files.digest import place_of
 from shardkit.files.links import reading_as
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.dcp import METADATA
-from shardkit.formats.dcp.directory import told_catalog
+from shardkit.formats.dcp.directory import described_catalog
 from shardkit.formats.hub.repo import Repo, list_repo, named_repo
 from shardkit.operations.holdings import Holdings, find_file_holdings, find_holdings
 from shardkit.operations.resolve import find_checkpoint
@@ -129,7 +129,7 @@ def _catalog(structure: Structure, report: Report) -> Catalog | None:
     if os.path.join(folder, METADATA) in {problem.file for problem in report.problems}:
         return None
     with contextlib.suppress(ShardkitError):
-        return told_catalog(os.path.join(structure.directory, folder))
+        return described_catalog(os.path.join(structure.directory, folder))
     return None
 
 

@@ -26,7 +26,7 @@ from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.chunk_list import ListedChunk
 from shardkit.formats.dcp.directory import open_dcp, unused_shards
 from shardkit.formats.dcp.objects import object_lines
-from shardkit.formats.dcp.records import Packed, check_transforms, difference, packed_file
+from shardkit.formats.dcp.records import PackedChunk, check_transforms, packed_file, record_difference
 from shardkit.formats.torchsave.archive import ZipEntry
 from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.formats.torchsave.record import TensorRecord
@@ -269,7 +269,7 @@ class _Folder:
             if self._damaged != before:  # tied names have one record, and it is one problem
                 self._report.problem(error.message, file=file.name, stretch=place.stretch)
             return None
-        reason = difference(place.entry, place.region.sizes, record)
+        reason = record_difference(place.entry, place.region.sizes, record)
         if reason:
             self._report.problem(reason, file=file.name, stretch=place.stretch)
             return None
@@ -291,7 +291,7 @@ class _Folder:
     def _add_packed(self, source: SourceFile, file: FileBytes, place: _ChunkRow) -> None:
         """Add a record that was saved through an extension; it is checked later, by decompressing it."""
         transforms = self._opened.transforms[place.row]
-        packed = Packed(place.entry, place.region, place.start, place.nbytes, transforms)
+        packed = PackedChunk(place.entry, place.region, place.start, place.nbytes, transforms)
         self._report.chunk(place.nbytes)
         try:
             check_transforms({place.row: packed})

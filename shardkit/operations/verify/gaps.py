@@ -8,7 +8,7 @@ from typing import Any
 from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape
 from shardkit.formats.contract import Checkpoint
-from shardkit.formats.gaps import absent_files, cut_modules, is_whole_model
+from shardkit.formats.gaps import find_absent_files, find_cut_modules, is_whole_model
 from shardkit.layout.traced import ClassQuestion, asking, why_no_class
 from shardkit.operations.verify.result import Report
 
@@ -28,12 +28,12 @@ def check_gaps(checkpoint: Checkpoint, report: Report) -> None:
     hub, is_whole = checkpoint.hub, False
     if hub is not None and hub.config and is_whole_model(checkpoint):
         is_whole = _finds_all(hub.config, hub.catalog, report)
-    lines = tuple(absent_files(checkpoint))
+    lines = tuple(find_absent_files(checkpoint))
     if lines and not is_whole:
         report.problem("only a part of the model is here", details=lines)
     else:
         report.add_doubts(lines)
-    report.add_doubts(cut_modules(checkpoint))
+    report.add_doubts(find_cut_modules(checkpoint))
 
 
 def _finds_all(config: Mapping[str, Any], catalog: Catalog, report: Report) -> bool:

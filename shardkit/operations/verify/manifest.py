@@ -19,11 +19,11 @@ from shardkit.files import manifest, storage
 from shardkit.files.digest import FileBytes, crc32, place_of
 from shardkit.files.home import path_in
 from shardkit.files.links import locate
-from shardkit.files.listing import unlike, unlisted
+from shardkit.files.listing import differing_sizes, unlisted_names
 from shardkit.files.strict_json import read_small
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.dcp.chunk_list import ChunkList
-from shardkit.formats.recorded import unlike_stored
+from shardkit.formats.recorded import mismatched_tensors
 from shardkit.operations.verify.result import SIZE, Report
 
 _LIST = re.compile(r".*\.chunks\.json")
@@ -107,7 +107,7 @@ def read_manifest(
 def _check_files(described: CheckedManifest, report: Report) -> None:
     content, metadata = described.content, described.metadata
     follow = manifest.follows_links(content)
-    unlike_files = unlike(described.directory, manifest.every_file(content), follow=follow)
+    unlike_files = differing_sizes(described.directory, manifest.every_file(content), follow=follow)
 
     def is_there(file: manifest.SavedFile) -> bool:
         """True if a file exists with the right size; otherwise report it."""
@@ -198,7 +198,7 @@ def _check_unlisted(described: CheckedManifest, report: Report) -> None:
         return
     if isinstance(described.content, manifest.HubModel) and described.content.others is None:
         return  # it lists only weights
-    names = list(unlisted(described.directory, described.content))
+    names = list(unlisted_names(described.directory, described.content))
     if described.lists_files:
         for name in names:
             report.problem(
@@ -274,7 +274,7 @@ def check_tensors(described: CheckedManifest, catalog: Catalog, report: Report) 
         return
     contradict = partial(report.problem, file=described.where, is_contradiction=True)
     tensors = manifest.all_tensors(content)
-    for fqn, record, entry in unlike_stored(tensors, catalog):
+    for fqn, record, entry in mismatched_tensors(tensors, catalog):
         if entry is None:
             contradict("the manifest lists it, and it is not stored", tensor=fqn)
         else:

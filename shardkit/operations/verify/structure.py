@@ -22,13 +22,19 @@ from shardkit.files.home import path_in
 from shardkit.files.listing import walk
 from shardkit.files.remote.contract import OtherVersion
 from shardkit.files.strict_json import is_about_links, open_regular
-from shardkit.formats.contract import Checkpoint, DamagedFiles, absent, copies_message, refuse_unfinished
+from shardkit.formats.contract import (
+    Checkpoint,
+    DamagedFiles,
+    copies_message,
+    missing_path,
+    refuse_unfinished,
+)
 from shardkit.formats.dcp import METADATA
 from shardkit.formats.dcp.directory import is_dcp
 from shardkit.formats.dcp.objects import SavedAsObjects
 from shardkit.formats.hub.files import part_notes
 from shardkit.formats.registry import recognise
-from shardkit.formats.torchsave.archive import Unsupported, ZipEntry, ZipReader, pread_of, read_directory
+from shardkit.formats.torchsave.archive import UnsupportedFile, ZipEntry, ZipReader, pread_of, read_directory
 from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.operations.resolve import manifest_scope, was_checkpoint
@@ -68,7 +74,7 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
         ResourceError: a directory cannot be listed.
     """
     if not storage.lexists(path):
-        raise absent(path)
+        raise missing_path(path)
     refuse_unfinished(path)
     directory = manifest_scope(path)
     manifest_beside = _manifest_beside(directory, manifest_path, report)
@@ -157,7 +163,7 @@ def _open(path: str, *, is_known: bool) -> tuple[Checkpoint | None, ShardkitErro
         return None, error
     except SourceError as error:
         if (
-            isinstance(error, (Unsupported, OtherVersion))
+            isinstance(error, (UnsupportedFile, OtherVersion))
             or is_about_links(error)
             or not (is_known or was_checkpoint(path))
         ):

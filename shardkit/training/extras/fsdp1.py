@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardkit._torch import swappable
+from shardkit._torch import swappable_parameters
 from shardkit.core.keywords import suggests_keywords
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
@@ -132,7 +132,7 @@ class UnitFiller:
             self._has_begun = True
         with agreed("looking at an FSDP1 unit"):
             shards = self._shards(list(_unit(module)))
-            with swappable(_unit(module)):
+            with swappable_parameters(_unit(module)):
                 allocate((shard.fqn, shard.whole, self._device, None) for shard in shards)
         self._fill(shards)
         self._unfilled.difference_update(name for shard in shards for name in shard.names)

@@ -49,7 +49,7 @@ from shardkit.formats.dcp.directory import DcpDirectory, open_dcp
 from shardkit.formats.dcp.metadata import BY_HAND
 from shardkit.formats.dcp.records import decode_object
 from shardkit.formats.torchsave.archive import ZipEntry, ZipReader, read_directory
-from shardkit.formats.torchsave.bin import screen
+from shardkit.formats.torchsave.bin import screen_pickle
 from shardkit.training.fill.reading import DAMAGED, Read, plan_reads, run_reads, torch_dtype
 from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.sources import SourceFiles
@@ -338,7 +338,7 @@ def vetted(data: memoryview, where: str) -> io.BytesIO:
     pickle = reader.content("data.pkl", entries["data.pkl"], _MAX_PICKLE)
     storages = {name[5:]: entry for name, entry in entries.items() if name.startswith("data/")}
     trusted = _trusted_names()
-    unknown = [escape(name) for name in screen(pickle, storages, where) if name not in trusted]
+    unknown = [escape(name) for name in screen_pickle(pickle, storages, where) if name not in trusted]
     SourceError.raise_for(
         unknown,
         f"{where} holds more than plain data, and is not loaded: nothing of it was executed",

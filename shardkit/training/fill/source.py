@@ -22,10 +22,10 @@ from shardkit.core.regions import Region
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError
 from shardkit.files import manifest, storage
-from shardkit.formats.contract import Checkpoint, OpenedHubModel, PlainWeights, has_model_config, inner
+from shardkit.formats.contract import Checkpoint, OpenedHubModel, PlainWeights, folder_below, has_model_config
 from shardkit.formats.dequantize import why_scaled
 from shardkit.formats.hub.adapter import is_adapter_file
-from shardkit.formats.hub.base import SAVED_ASSETS, own_home, recorded_names, recorded_rules, saved_derived
+from shardkit.formats.hub.base import SAVED_ASSETS, own_home, recorded_derived, recorded_names, recorded_rules
 from shardkit.formats.hub.directory import read_config
 from shardkit.formats.quantised import why_quantised, why_scales
 from shardkit.formats.recorded import add_checksums
@@ -69,7 +69,7 @@ class Source:
     def home(self) -> str | None:
         """The directory of its own with the config.json of these weights; None if there is none."""
         if self.presharded is not None:
-            place = inner(self.path, SAVED_ASSETS)
+            place = folder_below(self.path, SAVED_ASSETS)
             return place if place is not None and has_model_config(place) else None
         return None if self.checkpoint is None else own_home(self.checkpoint)
 
@@ -402,7 +402,7 @@ def _of_records(source: Source, fqns: list[str]) -> _StoredModel:
             sampled_files=0,
             notes=(*catalog.notes, *notes),
         )
-    assets = inner(source.path, SAVED_ASSETS)
+    assets = folder_below(source.path, SAVED_ASSETS)
     return _StoredModel(
         names=names,
         hub_names=apply_key_rules(presharded.key_rules, names),
@@ -464,7 +464,7 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, fqns: list[str]) -> _
     return _StoredModel(
         names=names,
         hub_names=None if recorded is None else apply_key_rules(recorded.rules, names),
-        derived=saved_derived(checkpoint),
+        derived=recorded_derived(checkpoint),
         further_names=frozenset(
             name for _, *tied_names in recorded_names(checkpoint).ties for name in tied_names
         ),

@@ -25,10 +25,10 @@ from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, ShardkitError, UsageError
 from shardkit.files import storage
 from shardkit.files.home import home_of
-from shardkit.formats.contract import NAME_A_REPO, absent, meant_path
+from shardkit.formats.contract import NAME_A_REPO, missing_path, with_path_hint
 from shardkit.formats.hub.assets import CONFIG, GENERATION_CONFIG, asset_patterns
 from shardkit.formats.hub.directory import read_json
-from shardkit.formats.hub.files import other_form
+from shardkit.formats.hub.files import unread_format
 from shardkit.formats.quantised import can_dequantize, refuse_quantised, why_quantised
 from shardkit.formats.registry import recognise
 from shardkit.keys.names import clean_name
@@ -362,11 +362,11 @@ def find_config(what: str, revision: str | None) -> str:
         return storage.local_config(home)
     repo = named_repo(what, revision)
     if repo is None:
-        raise absent(what, hint=f"check the path, or {NAME_A_REPO}")
+        raise missing_path(what, hint=f"check the path, or {NAME_A_REPO}")
     try:
         directory = fetch_files(repo.id, asset_patterns(), revision=repo.revision)
     except ShardkitError as error:
-        raise meant_path(what, error) from None
+        raise with_path_hint(what, error) from None
     if not storage.lexists(os.path.join(directory, CONFIG)):
         raise _no_config(what, "a repo")
     return directory
@@ -387,7 +387,7 @@ def _what_it_is(path: str) -> tuple[str, str | None]:
     if adapter_file(path) is not None:
         return "a PEFT adapter", None
     is_directory = storage.isdir(path)
-    if not is_directory and (form := other_form([os.path.basename(path)])) is not None:
+    if not is_directory and (form := unread_format([os.path.basename(path)])) is not None:
         return form, None
     try:
         checkpoint_path = find_checkpoint(path).path

@@ -49,7 +49,7 @@ def share_listings(
     with (
         agreed(_OPENING) as exchanged,
         contextlib.suppress(ShardkitError, OSError),
-        shared_reads.noted() as notes,
+        shared_reads.recording() as notes,
     ):
         exchanged.mine = any(map(is_looked_at, source_paths))
         if exchanged.mine:
@@ -60,11 +60,11 @@ def share_listings(
                 open_model(folder, variant=variant)
     if not exchanged.of_all[0]:
         return
-    listings = [stores.known(), home.known(), notes.plain()] if rank == 0 else None
+    listings = [stores.known(), home.known_homes(), notes.to_plain()] if rank == 0 else None
     store_listings, homes, reads = broadcast_json(listings, 0, phase=_OPENING)
     if rank != 0:
         stores.learn(store_listings)
-        home.learn(homes)
+        home.learn_homes(homes)
         shared_reads.learn(reads)
 
 

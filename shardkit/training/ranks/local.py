@@ -24,7 +24,7 @@ from shardkit._torch import (
     fsdp1_unit,
     fsdp_shards,
     non_persistent_buffers,
-    swappable,
+    swappable_parameters,
 )
 from shardkit.core.placements import HeldRegion, cuts, held_regions
 from shardkit.core.regions import Region, full_region, intersect, relative_to, window
@@ -404,7 +404,7 @@ def materialise(model: nn.Module, device: torch.device | None = None) -> None:
         LayoutError: a parameter cannot be given memory because something else holds on to its old self.
     """
     managed = {id(shard.param): shard for shard in fsdp_shards(model)}
-    with swappable(model.modules()):
+    with swappable_parameters(model.modules()):
         allocate(
             (names[0], whole, device or _device_of(whole), managed.get(id(whole)))
             for names, whole, _ in distinct(model)

@@ -24,7 +24,7 @@ from shardkit import consolidate, resolve_checkpoint
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.deepspeed.checkpoint import is_deepspeed, open_deepspeed
-from shardkit.formats.deepspeed.zero import joined_pieces, partitioned_pieces
+from shardkit.formats.deepspeed.zero import zero2_pieces, zero3_pieces
 from shardkit.formats.registry import open_checkpoint, stray_weights
 from shardkit.operations.verify import verify
 
@@ -605,8 +605,8 @@ def test_partitions_give_back_every_element(shapes: list[tuple[int, ...]], num_r
         for rank in range(num_ranks)
     ]
     for held, pieces in (
-        (joined, joined_pieces(0, named, [len(part) for part in joined])),
-        (own, partitioned_pieces(named, [[len(part)] for part in own])),
+        (joined, zero2_pieces(0, named, [len(part) for part in joined])),
+        (own, zero3_pieces(named, [[len(part)] for part in own])),
     ):
         assert list(pieces) == list(named)
         for name, found in pieces.items():

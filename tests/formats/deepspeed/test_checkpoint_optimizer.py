@@ -15,7 +15,7 @@ import torch
 from shardkit.core.catalog import subset
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.contract import Checkpoint
-from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
+from shardkit.formats.contract.optimizer import OptimizerState, UnusableOptimizer
 from shardkit.formats.deepspeed.checkpoint import open_deepspeed
 from shardkit.operations.reshard import reshard
 from tests.formats.dcp.samples import open_catalog
@@ -329,10 +329,10 @@ def set_groups(state: dict[str, Any], params: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        (lambda state: set_groups(state, [[0], [0]]), "cannot be told"),
-        (lambda state: set_groups(state, [[], []]), "cannot be told"),
-        (lambda state: set_groups(state, [[0], ["1"]]), "cannot be told"),
-        (lambda state: set_groups(state, [[0], 1]), "cannot be told"),
+        (lambda state: set_groups(state, [[0], [0]]), "nothing shows"),
+        (lambda state: set_groups(state, [[], []]), "nothing shows"),
+        (lambda state: set_groups(state, [[0], ["1"]]), "nothing shows"),
+        (lambda state: set_groups(state, [[0], 1]), "nothing shows"),
         (lambda state: state["optimizer_state_dict"].pop("optimizer_state_dict"), "never took a step"),
         (lambda state: state["optimizer_state_dict"]["optimizer_state_dict"]["state"].pop(1), "no state"),
         (
@@ -361,7 +361,7 @@ def test_what_cannot_be_taken_over_is_told(
     checkpoint = open_deepspeed(str(root))
     assert checkpoint.contents.optimizer is not None
     state = checkpoint.contents.optimizer()
-    assert isinstance(state, Unmapped)
+    assert isinstance(state, UnusableOptimizer)
     assert reason in state.reason
     assert list(state.names) == [f"global_step2/{OPTIM.format(rank)}" for rank in range(2)]
 
@@ -388,4 +388,4 @@ def test_a_universal_checkpoint_of_weights_alone(tmp_path: Path, deepspeed_class
         path.unlink()
     checkpoint = open_deepspeed(str(tmp_path / "run"))
     assert checkpoint.contents.optimizer is not None
-    assert isinstance(checkpoint.contents.optimizer(), Unmapped)
+    assert isinstance(checkpoint.contents.optimizer(), UnusableOptimizer)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardkit
-from shardkit.formats.hub.adapter import adapted_model, merge_command
+from shardkit.formats.hub.adapter import base_of_adapter, merge_command
 from tests.operations.consolidate.checkpoints import CONFIG
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -27,7 +27,7 @@ def test_the_command_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     peft.get_peft_model(LlamaForCausalLM.from_pretrained("my model"), settings).save_pretrained("lora")
     python, flag, code, *arguments = shlex.split(
-        merge_command("lora", adapted_model("lora"), "out").strip("`")
+        merge_command("lora", base_of_adapter("lora"), "out").strip("`")
     )
     assert (python, flag, arguments) == ("python", "-c", ["my model", "lora", "out"])
     monkeypatch.setattr(sys, "argv", ["-c", *arguments])

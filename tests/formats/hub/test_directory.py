@@ -19,7 +19,7 @@ from shardkit.core.regions import Region
 from shardkit.errors import ShardkitError, SourceError
 from shardkit.formats.hub import directory
 from shardkit.formats.hub.directory import open_model
-from shardkit.formats.hub.files import WeightFiles, absent_parts, select_weights, variant_of, which_part
+from shardkit.formats.hub.files import WeightFiles, missing_parts, select_weights, variant_of, which_part
 
 SIZES = {"U8": 1, "BF16": 2, "F32": 4}
 
@@ -302,11 +302,11 @@ def test_missing_files_are_all_listed(sharded):
 
 def test_numbered_files_that_are_missing():
     file = "model-{:05d}-of-00004.safetensors"
-    assert absent_parts([file.format(1), file.format(4)]) == (file.format(2), file.format(3))
-    assert absent_parts([f"model-{at}-of-12.bin" for at in range(1, 12)]) == ("model-12-of-12.bin",)
-    assert absent_parts([f"model-{at:05d}-of-00003.safetensors" for at in range(3)]) == ()
-    assert absent_parts([f"model-{at:05d}-of-000163.safetensors" for at in range(1, 164)]) == ()
-    assert absent_parts(["model.safetensors", "x-7-of-3.bin", "model-00001-of-00001.safetensors"]) == ()
+    assert missing_parts([file.format(1), file.format(4)]) == (file.format(2), file.format(3))
+    assert missing_parts([f"model-{at}-of-12.bin" for at in range(1, 12)]) == ("model-12-of-12.bin",)
+    assert missing_parts([f"model-{at:05d}-of-00003.safetensors" for at in range(3)]) == ()
+    assert missing_parts([f"model-{at:05d}-of-000163.safetensors" for at in range(1, 164)]) == ()
+    assert missing_parts(["model.safetensors", "x-7-of-3.bin", "model-00001-of-00001.safetensors"]) == ()
 
 
 def test_damaged_files_are_all_listed(sharded):

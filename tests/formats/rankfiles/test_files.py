@@ -101,7 +101,7 @@ def test_tensors_that_differ_are_named_with_rank_and_file(
     out: Path, tmp_path: Path, case: str, names: str
 ) -> None:
     path = out / case
-    told = f"rank 0's ({names.format(0)}) is taken, rank 1's ({names.format(1)}) and 1 more file differs"
+    told = f"rank 0's ({names.format(0)}) is used, rank 1's ({names.format(1)}) and 1 more file differs"
     written = (
         shardkit.consolidate(path, tmp_path / "hub"),
         shardkit.reshard(path, tmp_path / "two", world_size=2),
@@ -120,7 +120,7 @@ def test_tensors_that_differ_are_named_with_rank_and_file(
 def test_ranks_with_metadata_of_their_own_are_compared_too(out: Path, tmp_path: Path) -> None:
     path, told = (
         out / "rank-local",
-        "rank 0's (__0_0.distcp) is taken, rank 1's (__1_0.distcp) and 1 more file differs",
+        "rank 0's (__0_0.distcp) is used, rank 1's (__1_0.distcp) and 1 more file differs",
     )
     model = shardkit.consolidate(path, tmp_path / "hub")
     for result in (model, shardkit.reshard(path, tmp_path / "two", world_size=2), shardkit.inspect(path)):
@@ -143,7 +143,7 @@ def test_equal_ones_are_silent(out: Path, tmp_path: Path, case: str) -> None:
 
 def test_a_replicated_dtensor_that_has_drifted(out: Path) -> None:
     assert shardkit.verify(out / "drifted").problems[0].details == (
-        "bias: rank 0's (model_world_size_3_rank_0.pt) is taken, rank 2's (model_world_size_3_rank_2.pt) differs",
+        "bias: rank 0's (model_world_size_3_rank_0.pt) is used, rank 2's (model_world_size_3_rank_2.pt) differs",
     )
 
 

@@ -125,8 +125,8 @@ def test_a_numbered_state_is_left_out(make: Callable[[], dict[str, Any]], place:
     torch.save(make(), tmp_path / "a.ckpt")
     result = shardkit.reshard(tmp_path / "a.ckpt", tmp_path / "out", world_size=2)
     assert result.warnings == (
-        f"the optimizer's state is left out ({place}): {place}: its parameters are numbered, and only by "
-        "their names can a state be resharded; only weights are written",
+        f"the optimizer's state is left out ({place}): {place}: its parameters are numbered, and a state "
+        "can be resharded only by name; only weights are written",
     )
     assert (result.num_tensors, result.num_optimizer_tensors, result.num_objects) == (4, 0, 0)
     command = ["reshard", str(tmp_path / "a.ckpt"), str(tmp_path / "again"), "--world-size", "2"]

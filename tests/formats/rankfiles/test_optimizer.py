@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.contract.optimizer import OptimizerState, Unmapped
+from shardkit.formats.contract.optimizer import OptimizerState, UnusableOptimizer
 from shardkit.formats.rankfiles.optimizer import Parameter, open_optimizer_files
 from tests.formats.reading import expected, read_tensor
 
@@ -36,14 +36,14 @@ def named(state: dict[str, Any]) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
-def opened(tmp_path: Path, *states: Any) -> OptimizerState | Unmapped:
+def opened(tmp_path: Path, *states: Any) -> OptimizerState | UnusableOptimizer:
     names = [f"optim_{rank}.pt" for rank in range(len(states))]
     for name, state in zip(names, states, strict=True):
         torch.save(state, tmp_path / name)
     return open_optimizer_files(str(tmp_path), names, MODEL)
 
 
-def check(found: OptimizerState | Unmapped, state: dict[str, Any]) -> None:
+def check(found: OptimizerState | UnusableOptimizer, state: dict[str, Any]) -> None:
     """Hold an opened state against one that has names."""
     assert isinstance(found, OptimizerState), found.reason
     tensors, others = {}, {}
@@ -167,7 +167,7 @@ def test_names_that_are_not_the_models_are_told(tmp_path: Path, names: list[str]
     state["param_groups"][0]["param_names"] = names
     del state["state"][2]
     found = opened(tmp_path, state)
-    assert isinstance(found, Unmapped)
+    assert isinstance(found, UnusableOptimizer)
     assert re.search(reason, found.reason)
 
 
@@ -192,7 +192,7 @@ def test_factored_states_are_not_taken_for_those_of_vectors(tmp_path: Path) -> N
     leaves = {"step": 3, "exp_avg_sq_row": torch.ones(4), "exp_avg_sq_col": torch.ones(4)}
     torch.save({"state": {0: leaves}, "param_groups": [{"params": [0]}]}, tmp_path / "optim.pt")
     found = open_optimizer_files(str(tmp_path), ["optim.pt"], model)
-    assert isinstance(found, Unmapped)
+    assert isinstance(found, UnusableOptimizer)
     assert "exp_avg_sq_col, exp_avg_sq_row do not have a parameter's shape" in found.reason
 
 
@@ -204,7 +204,7 @@ def test_flat_parameters_in_groups_of_their_own_order_are_refused(tmp_path: Path
     for rank in range(2):
         torch.save({"state": states, "param_groups": groups}, tmp_path / f"{rank}.pt")
     found = open_optimizer_files(str(tmp_path), ["0.pt", "1.pt"], model)
-    assert isinstance(found, Unmapped)
+    assert isinstance(found, UnusableOptimizer)
     assert "in 2 groups" in found.reason
 
 
@@ -237,8 +237,8 @@ def part(number: int, value: torch.Tensor) -> dict[str, Any]:
         ([{"exp_avg": torch.ones(2)}], "not the state dict of an optimizer"),
         ([torch.ones(2)], "not the state dict of an optimizer"),
         ([{"state": {}, "param_groups": [{"lr": 1.0}]}], "not the state dict of an optimizer"),
-        ([flat_state(9), flat_state(9)], "cannot be told from their sizes"),
-        ([flat_state(12), flat_state(11)], "cannot be told from their sizes"),
+        ([flat_state(9), flat_state(9)], "their sizes do not show"),
+        ([flat_state(12), flat_state(11)], "their sizes do not show"),
         ([part(0, torch.ones(2, 3))] * 2, "exp_avg of a.weight is a rank's own part"),
         ([part(0, torch.ones(4, 3).to_sparse())], "not stored as plain values"),
         ([part(0, torch.ones(4, 3)), part(1, torch.ones(4))], "a state of parameter a.bias, which other files"),
@@ -248,7 +248,7 @@ def part(number: int, value: torch.Tensor) -> dict[str, Any]:
 )  # fmt: skip
 def test_what_cannot_be_placed_is_told(tmp_path: Path, states: list[Any], reason: str) -> None:
     found = opened(tmp_path, *states)
-    assert isinstance(found, Unmapped)
+    assert isinstance(found, UnusableOptimizer)
     assert reason in found.reason
 
 

@@ -25,14 +25,14 @@ from torch import nn
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.torchsave.archive import Unsupported
+from shardkit.formats.torchsave.archive import UnsupportedFile
 from shardkit.formats.torchsave.file import (
     DistributedRef,
     TensorRef,
     TorchFile,
     UnreadableTensor,
-    leaves,
     open_torch_file,
+    tree_leaves,
 )
 from shardkit.pickles.policies import Fields, UnmadeObject
 from tests.bits import raw
@@ -213,7 +213,7 @@ def pickle_of_two(size: int) -> bytes:
 
 def test_leaves_come_in_order():
     tree = {"a": [1, {"b": 2}], 3: (), "c": ({}, 4)}
-    assert [(path, value) for path, value in leaves(tree)] == [
+    assert [(path, value) for path, value in tree_leaves(tree)] == [
         (("a", 0), 1),
         (("a", 1, "b"), 2),
         (("c", 1), 4),
@@ -300,7 +300,7 @@ def test_a_file_of_another_byte_order_is_whole(save, tmp_path):
     """torch reads it and swaps its bytes; another copy would be the same again."""
     file = save({"a": torch.ones(2)})
     rezipped(Path(file.path), lambda name, content: b"big" if "byteorder" in name else content)
-    with pytest.raises(Unsupported, match="byte order is 'big'") as caught:
+    with pytest.raises(UnsupportedFile, match="byte order is 'big'") as caught:
         opened(tmp_path)
     assert "torch.save(torch.load(FILE" in caught.value.hint
     assert "damaged" not in str(caught.value)
@@ -310,7 +310,7 @@ def test_a_zip_that_a_tool_has_compressed_is_whole(save, tmp_path):
     """torch reads it; another copy would be the same again. One header that says so is damage."""
     path = Path(save({"a": torch.ones(2)}).path)
     rezipped(path, lambda name, content: content, zipfile.ZIP_DEFLATED)
-    with pytest.raises(Unsupported, match="is compressed") as caught:
+    with pytest.raises(UnsupportedFile, match="is compressed") as caught:
         opened(tmp_path)
     assert "torch.save(torch.load(FILE" in caught.value.hint
     data = bytearray(path.read_bytes())
@@ -318,7 +318,7 @@ def test_a_zip_that_a_tool_has_compressed_is_whole(save, tmp_path):
     path.write_bytes(data)
     with pytest.raises(SourceError, match="is compressed") as caught:
         opened(tmp_path)
-    assert not isinstance(caught.value, Unsupported)
+    assert not isinstance(caught.value, UnsupportedFile)
 
 
 def test_a_changed_pickle_is_not_believed(save, tmp_path):
@@ -356,7 +356,7 @@ def test_any_damage_ends_well(tmp_path):
             file = opened(tmp_path)
         except SourceError:
             continue
-        for _, found in leaves(file.tree):
+        for _, found in tree_leaves(file.tree):
             if isinstance(found, TensorRef):
                 assert 0 <= found.data_start <= found.data_start + found.reach <= len(data)
 
@@ -421,7 +421,7 @@ class TestDistributed:
             rezipped(Path(file.path), replaced(b"torch.distributed.tensor", b"torch.distributed._tensor"))
         (found,) = opened(tmp_path).tree
         if kind == "nothing":
-            assert "where the rank is" in found.problem
+            assert "the rank's position" in found.problem
         else:
             assert [part.region for part in found.parts] == [Region((2, 0), (2, 4))]
 
@@ -430,7 +430,7 @@ class TestDistributed:
         [
             (b"placement_types\nShard\n", b"placement_types\nOther\n", "placement Other"),
             (b"device_mesh\nDeviceMesh\n", b"device_mesh\nOtherMesh\n", None),
-            (b"_coordinate_on_dim", b"_coordinate_on_dix", "where the rank is"),
+            (b"_coordinate_on_dim", b"_coordinate_on_dix", "the rank's position"),
         ],
     )
     def test_what_is_not_understood(self, save, tmp_path, old, new, problem):

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import find_tiling_error
-from shardkit.formats.torchsave.file import StoredPlacement, UnreadableTensor, _sharded_tensor, local_region
+from shardkit.formats.torchsave.file import (
+    StoredPlacement,
+    UnreadableTensor,
+    _make_sharded_tensor,
+    local_region,
+)
 from shardkit.pickles.policies import Fields
 
 
@@ -95,4 +100,4 @@ def test_a_sharded_tensor_whose_shards_are_none_is_unreadable() -> None:
     for shard in (7, {"tensor": 1}, [metadata]):
         made = Fields("ShardedTensor", (None, BY_NAME["float32"]))
         made.build(([shard], metadata))
-        assert isinstance(_sharded_tensor(made), UnreadableTensor)
+        assert isinstance(_make_sharded_tensor(made), UnreadableTensor)

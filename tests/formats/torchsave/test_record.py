@@ -15,7 +15,7 @@ import torch
 
 from shardkit.core.dtypes import BY_NAME
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.torchsave.record import TensorRecord, gather, parse_tensor
+from shardkit.formats.torchsave.record import TensorRecord, gather_strided, parse_tensor
 from shardkit.formats.torchsave.writer import record_skeleton
 from tests.bits import raw
 from tests.formats.torchsave.samples import read_record
@@ -121,7 +121,8 @@ def test_lazy_views_have_the_signs_of_their_values(disk: Disk) -> None:
         assert not record.is_contiguous
         stored = os.pread(disk._fd, record.data_nbytes, record.data_start)
         assert (
-            bytes(gather(memoryview(stored), record)) == view.resolve_conj().resolve_neg().numpy().tobytes()
+            bytes(gather_strided(memoryview(stored), record))
+            == view.resolve_conj().resolve_neg().numpy().tobytes()
         )
     with pytest.raises(SourceError, match="negated"):
         disk.read(saved(torch._neg_view(torch.arange(3))))

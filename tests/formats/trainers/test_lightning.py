@@ -149,7 +149,7 @@ def test_damaged_meta_does_not_stand_in_the_way(saved):
         file.write(b"garbage")
     found = open_lightning(path)
     assert found.contents.roots["model"] == ("model",)
-    assert "not looked into" in dict(found.remarks.skipped)["meta.pt"]
+    assert "not read" in dict(found.remarks.skipped)["meta.pt"]
 
 
 def test_plain_dcp_is_not_lightning(save_dcp, weights, tmp_path):

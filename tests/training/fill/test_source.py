@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shardkit._torch import checkpointed
+from shardkit._torch import checkpointed_module
 from shardkit.core.mesh import parse_mesh
 from shardkit.core.placements import Placement
 from shardkit.core.regions import Region
@@ -172,7 +172,7 @@ def test_prefixes_of_plain_modules(tmp_path: Path) -> None:
     wrapped = build_model(lambda: nn.ModuleDict({"net": Plain()}))
     assert opened(wrapped, tmp_path / "0.safetensors").names == {f"net.{key}": key for key in state}
     plain = build_model(Plain)
-    plain.body = nn.ModuleList(map(checkpointed, plain.body))  # type: ignore[arg-type]
+    plain.body = nn.ModuleList(map(checkpointed_module, plain.body))  # type: ignore[arg-type]
     assert "body.0._checkpoint_wrapped_module.weight" in dict(plain.named_parameters())
     assert opened(plain, tmp_path / "0.safetensors").names == {key: key for key in state}
 
