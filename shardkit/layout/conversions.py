@@ -1,14 +1,16 @@
-"""What transformers does to stored tensors on their way into a model, and back: renamings and conversions.
+"""Find out how transformers renames and converts stored tensors on their way into a model, and back.
 
-transformers 5 keeps, for each architecture, a list of renamings and converters. Which of them apply depends on the
-order of the keys, the config and the model. So nothing is read off that list: the converters themselves run, on
-tensors without memory that have the names and shapes of the files, and every operation that they carry out is
-noted. What they make is then known as expressions of the stored tensors, and bytes can be moved accordingly.
+transformers 5 has a list of renamings and converters for each architecture. Which of them apply depends on the
+order of the keys, the config and the model. So the list is not interpreted here. Instead, the converters themselves
+run, on meta tensors with the names and shapes of the files, and `Lowering` records every operation that they execute.
+Their results are then known as expressions of the stored tensors, and bytes can be moved accordingly:
 
-An operation that does more than cut, put together and reorder is not known here. What it makes is opaque: the
-converter itself makes it, of whole real tensors (`carry_out`).
+    a converter stacks two stored experts (64, 32)  ->  "experts.down_proj" = stack([Stored(...), Stored(...)], 0)
 
-This module alone knows transformers' own interfaces for it: get_model_conversion_mapping (5.0 to 5.23),
+Only operations that cut, join and reorder tensors can be expressed. The result of any other operation is `Opaque`:
+when bytes move, the converter itself computes it from whole real tensors (`carry_out`).
+
+Only this module uses transformers' interfaces for conversions: get_model_conversion_mapping (5.0 to 5.23),
 WeightRenaming and WeightConverter.
 
 Source: transformers 5.23, core_model_loading.convert_and_load_state_dict_in_model and revert_weight_conversion.
@@ -37,23 +39,23 @@ from shardkit.layout.classes import meta_twins
 
 
 class Lowering(DispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what operations on tensors without memory do, as expressions of the tensors that it made."""
+    """A context that records operations on meta tensors: each result as an expression of the tensors from `stored`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.unknown: list[str] = []
-        """Names of operations that are not known."""
+        """Names of the executed operations that cannot be expressed."""
         self._kept: dict[int, torch.Tensor] = {}
         self._expressions: dict[int, Expression] = {}
 
     def stored(self, name: str, shape: Shape) -> torch.Tensor:
-        """Return a tensor on meta that stands for a stored one."""
+        """Return a meta tensor that represents a stored one."""
         tensor = torch.empty(shape, device="meta")
         self._note(tensor, Stored(name, tuple(shape)))
         return tensor
 
     def expression(self, tensor: torch.Tensor) -> Expression | None:
-        """Return the expression that makes a tensor; None if an operation is not known."""
+        """Return the expression of a tensor; None if an operation that made it cannot be expressed."""
         return self._expressions.get(id(tensor))
 
     def _note(self, tensor: torch.Tensor, expression: Expression | None) -> None:
@@ -64,7 +66,7 @@ class Lowering(DispatchMode):  # type: ignore[no-untyped-call]
             self._expressions[id(tensor)] = expression
 
     def seen(self, name: str, inputs: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
-        """Note what an operation made."""
+        """Record the result of an operation, if an input is known."""
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         tensors = [value for value in results if isinstance(value, torch.Tensor)]
         input_tensors = [value for value in _flat(inputs) if isinstance(value, torch.Tensor)]
@@ -88,7 +90,7 @@ class Lowering(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 _HARMLESS = frozenset({"memory_format", "dtype", "layout", "device", "pin_memory", "non_blocking"})
-"""Options that change no element, or only its dtype."""
+"""Options of operations that leave the elements as they are, or change only their dtype."""
 
 
 def _flat(values: Any) -> Iterator[Any]:
@@ -100,25 +102,25 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 class _Arguments(NamedTuple):
-    """Arguments of an operation, tensors as expressions."""
+    """The positional arguments of an operation, with tensors as expressions."""
 
     expressions: Mapping[int, Expression]
     values: tuple[Any, ...]
 
     def tensor(self) -> Expression:
-        """Return the first argument."""
+        """Return the first argument, a tensor."""
         return self.expressions[id(self.values[0])]
 
     def tensors(self) -> list[Expression]:
-        """Return the first argument, a list."""
+        """Return the first argument, a list of tensors."""
         return [self.expressions[id(tensor)] for tensor in self.values[0]]
 
     def get(self, index: int, default: Any = None) -> Any:
-        """Return an argument by its place."""
+        """Return the argument at an index, or the default if there are fewer arguments."""
         return self.values[index] if index < len(self.values) else default
 
     def dim(self, index: int) -> int:
-        """Return a dim of the first argument."""
+        """Return the argument at an index as a dim of the first argument, counted from the front."""
         return int(self.get(index, 0)) % len(self.tensor().shape)
 
 
@@ -238,12 +240,15 @@ _RULES: Mapping[str, Callable[[_Arguments], Expression | list[Expression]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What stored tensors become that transformers converts."""
+    """The results of transformers' conversions, in either direction.
+
+    The keys are names in the model from `Conversions.convert`, and names in the Hub's files from `revert`.
+    """
 
     expressions: Mapping[str, Expression] = field(default_factory=dict)
-    """Name in the model -> what it is made of."""
+    """Name -> expression of the inputs."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Name in the model -> why nothing can be said of it, as the end of a sentence."""
+    """Name -> why it has no expression; the end of a sentence whose subject is the name."""
 
 
 class Conversions(NamedTuple):
@@ -254,7 +259,7 @@ class Conversions(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> Conversions | None:
-        """Return the renamings and conversions of a model; None if this transformers has none."""
+        """Return the renamings and converters for a model; None if this transformers is too old to have any."""
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -269,11 +274,11 @@ class Conversions(NamedTuple):
 
     @property
     def keep_names(self) -> bool:
-        """True if a tensor may be converted and keep its name, so that names alone do not show that it has to be."""
+        """True if some converter keeps a name, so that names alone do not show whether tensors need converting."""
         return any(set(c.source_patterns) & set(c.target_patterns) for c in self.converters)
 
     def rename(self, name: str) -> tuple[str, str | None]:
-        """Return a stored tensor's name in the model, and the pattern of its converter, if it has one."""
+        """Return a stored tensor's name in the model, and its converter's pattern or None."""
         from transformers.core_model_loading import rename_source_key
 
         renamed: tuple[str, str | None] = rename_source_key(name, self.renamings, self.converters)
@@ -285,10 +290,10 @@ class Conversions(NamedTuple):
         """Return the model's tensors as expressions of stored ones, under the model's own names.
 
         Args:
-            model: the model of transformers that they are for, wrapped or not.
-            groups: name in the model -> stored name -> the name that the converters see, for the first target of
-                each group of tensors that are converted together.
-            shapes: by stored name.
+            model: the transformers model that receives the tensors, wrapped or not.
+            groups: the groups of tensors that are converted together. Name in the model of a group's first result
+                -> stored name -> the name that the converters see.
+            shapes: stored name -> shape.
         """
         converted, failed = dict[str, Expression](), dict[str, str]()
         for fqn, names in groups.items():
@@ -321,13 +326,13 @@ class Conversions(NamedTuple):
     def make(
         self, model: nn.Module, group: str, names: Sequence[str], tensors: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Run the converter of a group; return what it makes, by name in the model.
+        """Run the converter of a group; return name in the model -> resulting tensor.
 
         Args:
-            model: of transformers.
-            group: name in the model of the first tensor that it makes.
-            names: of the tensors, as the converter sees them, in natural order.
-            tensors: of these names.
+            model: a transformers model.
+            group: name in the model of the group's first result.
+            names: names of the input tensors, as the converter sees them, in natural order.
+            tensors: the input tensors, in the order of the names.
 
         Raises:
             Exception: anything that an operation may raise.
@@ -344,7 +349,7 @@ class Conversions(NamedTuple):
         return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
 
     def _of_other_dtype(self, model: nn.Module, group: str, parts: Sequence[tuple[str, Stored]]) -> set[str]:
-        """Return the targets that a converter makes in another dtype than that of the tensors it is given."""
+        """Return the results of a converter whose dtype differs from that of its inputs."""
         changed = set[str]()
         for dtype in (torch.float32, torch.bfloat16):
             tensors = [torch.empty(part.shape, device="meta", dtype=dtype) for _, part in parts]
@@ -354,15 +359,15 @@ class Conversions(NamedTuple):
 
 
 def carry_out(model: nn.Module, opaque: Opaque, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make the tensors of a group by transformers' own code, as `from_pretrained` does.
+    """Convert real tensors by transformers' own code, as `from_pretrained` does.
 
     Args:
-        model: of transformers; on any device.
-        opaque: one of the group.
-        values: those of its parts, on the CPU.
+        model: a transformers model on any device.
+        opaque: any tensor of the group that the converter makes.
+        values: the stored tensors `opaque.parts`, on the CPU.
 
     Returns:
-        All of the group by name in the model.
+        Name in the model -> tensor, for the whole group.
 
     Raises:
         LayoutError: the converter fails, or this transformers has none.
@@ -383,14 +388,14 @@ def carry_out(model: nn.Module, opaque: Opaque, values: Sequence[torch.Tensor]) 
 def revert(model: Any, shapes: Mapping[str, Shape]) -> Conversion:
     """Return the tensors that `save_pretrained` would write, with the names and forms of the Hub's files.
 
-    Which prefixes a file had is known to a model only if `from_pretrained` made it. This one is told nothing.
+    `from_pretrained` records in a model which prefixes its files had. A model that was built otherwise lacks that.
 
     Args:
-        model: of transformers.
-        shapes: by name in the model.
+        model: a transformers model.
+        shapes: name in the model -> shape.
 
     Raises:
-        LayoutError: this transformers has no such function, or it fails.
+        LayoutError: this transformers cannot revert conversions, or fails to.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -419,7 +424,7 @@ def revert(model: Any, shapes: Mapping[str, Shape]) -> Conversion:
 
 
 def _run(converter: Any, fqn: str, model: nn.Module) -> Mapping[str, Any]:
-    """Run a converter; where wrappers hide the model's parameters, for the same model without them."""
+    """Run a converter. If it fails because wrappers hide the model's parameters, run it with the model's twin."""
     again = copy.copy(converter.collected_tensors)
     config = getattr(model, "config", None)
     try:
@@ -435,7 +440,7 @@ def _run(converter: Any, fqn: str, model: nn.Module) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
-    """Give modules back the classes that `fully_shard` replaced, for code that goes by their names."""
+    """Restore the classes that `fully_shard` replaced while the context lasts, for code that reads class names."""
     changed = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
     try:
         for module in changed:

@@ -1,4 +1,7 @@
-"""Which stored tensor is which tensor of a model: names differ by wrappers, prefixes, PEFT or renamings."""
+"""Match stored tensors to the tensors of a model. Their names may differ by wrappers, prefixes, PEFT or renamings.
+
+In this module an FQN is a name in the model's state dict, and a base name is an FQN without the modules that PEFT adds.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from shardkit.layout.classes import build_model, built_dtypes, collect, ignored_
 from shardkit.layout.conversions import Conversions, revert
 
 _Rename = Callable[[str], tuple[str, str | None]]
-"""Returns a new name, and the pattern of transformers' converter where more than the name would change."""
+"""Takes a name; returns the new name, and the pattern of transformers' converter if more than the name changes."""
 
 
 def match_names(
@@ -36,15 +39,15 @@ def match_names(
     """Find the stored tensor for each tensor of a model.
 
     Args:
-        shapes: by name in the files, or below the checkpoint's own root.
+        shapes: stored name, in the files or below the checkpoint's root -> shape.
         model_names: names of all parameters and buffers in the model's state dict, with every name of a tie.
-        computed: names of buffers that are in no state dict.
-        model: its class may know renamings and names to leave out. Not needed for plain modules.
-        as_loaded: guess no prefix that `from_pretrained` would not add or remove.
+        computed: names of buffers that are not in the state dict.
+        model: the model, whose class may have renamings and names to leave out. Not needed for plain modules.
+        as_loaded: change only those prefixes that `from_pretrained` would add or remove; guess no others.
 
     Returns:
-        The match with the most stored tensors: by names as they are, or by names as
-        `from_pretrained` changes them.
+        The better of two matches, by the number of stored tensors that have a place: one for the names as they are,
+        one for the names as `from_pretrained` changes them.
 
     Raises:
         SourceError: several stored tensors would be one of the model's.
@@ -77,7 +80,7 @@ def match_names(
 
 
 class _Targets:
-    """A model's names, and the other names under which each may be stored."""
+    """A model's FQNs, and the base names under which their tensors may be stored."""
 
     def __init__(self, fqns: Iterable[str]) -> None:
         self.fqns = dict.fromkeys(fqns)
@@ -88,7 +91,7 @@ class _Targets:
                 self.by_base.setdefault(base, []).append(fqn)
 
     def find(self, name: str, prefixes: Iterable[tuple[str, str]]) -> list[str]:
-        """Return the FQNs that a stored tensor of this name fills."""
+        """Return the FQNs that a stored tensor with this name fills; several if PEFT added copies of a module."""
         if name in self.fqns:
             return [name]
         for old, new in (("", ""), *prefixes):
@@ -102,10 +105,10 @@ class _Targets:
 
 
 def transformers_root(model: nn.Module | None) -> tuple[str, nn.Module] | None:
-    """Return the outermost transformers model in a model, and its path there by the base's names."""
+    """Return the outermost transformers model in a model and its path by base names; None if the model has none."""
     for path, module in model.named_modules() if model is not None else ():
         if is_transformers(module):
-            # The name of something inside it shows what PEFT and wrappers add before it.
+            # The base name of something inside the module lacks what PEFT and wrappers add before it.
             inside = base_name(clean_name(f"{path}.x" if path else "x")) or "x"
             return inside.removesuffix("x").removesuffix("."), module
     return None
@@ -114,7 +117,7 @@ def transformers_root(model: nn.Module | None) -> tuple[str, nn.Module] | None:
 def _prefixes(
     stored: Iterable[str], targets: _Targets, root: tuple[str, nn.Module] | None, *, as_loaded: bool
 ) -> list[tuple[str, str]]:
-    """Return (prefix of stored names, its replacement). Those that transformers knows come first."""
+    """Return pairs (prefix of stored names, its replacement). Those from transformers come before guessed ones."""
     prefixes = []
     if root is not None:
         path, module = root
@@ -171,7 +174,7 @@ def _converted(
     conversions: Conversions,
     shapes: Mapping[str, Shape],
 ) -> ClassNames:
-    """Return a match with what its fused tensors are made of."""
+    """Return a match with expressions for its fused tensors, where they can be found."""
     before = f"{root[0]}." if root[0] else ""
     groups: dict[str, dict[str, str]] = {}
     for stored, fqn in match.fused.items():
@@ -216,15 +219,15 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def ask_model(model: nn.Module, shapes: Mapping[str, Shape], *, as_loaded: bool = True) -> ClassNames:
-    """Return what a model says of the names in files, and which of its weights `from_pretrained` would not find.
+    """Return how a model matches the names in files, and which of its weights `from_pretrained` would not find.
 
     Args:
-        model: built from its config, tied, on the meta device, and not wrapped.
-        shapes: by name in the files. What a compiled model saved has no place in this one.
+        model: a model that was built from its config on the meta device, is tied, and is not wrapped.
+        shapes: name in the files -> shape. Names with parts that wrappers add (such as `torch.compile`) match nothing.
         as_loaded: as for `match_names`.
 
     Raises:
-        SourceError: several of the tensors would be one of the model's.
+        SourceError: several of the stored tensors would be one of the model's.
     """
     state = tensors_of(model)
     computed = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in state]
@@ -251,18 +254,20 @@ def ask_model(model: nn.Module, shapes: Mapping[str, Shape], *, as_loaded: bool 
 
 
 def answer_class(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask the class that a config names about tensors; return plain data.
+    """Answer a request of `traced.ask_class`: build the model of a config and match its names; return plain data.
 
     Args:
-        request: as `traced.ask_class` makes it. Code beside config.json does not run.
+        request: the request. Code next to config.json does not run.
 
     Returns:
-        model_class, match: what `ask_model` returns, for the given names or for the Hub's form of these.
-        form: of names in memory, see `_hub_form`.
-        fp32: if a dtype is asked for, in the place of these: the names that stay in fp32.
+        A dict with these keys:
+        model_class: name of the class.
+        match: result of `ask_model`, for the requested names or, if they are names in memory, for their Hub's form.
+        form: for names in memory only, see `_hub_form`.
+        fp32: if a dtype is requested, the names that stay in fp32; `match` is then empty and `form` is missing.
 
     Raises:
-        Exception: anything that building a model may raise.
+        Exception: any error of the code that builds the model.
     """
     dtype: torch.dtype | None = getattr(torch, request["dtype"]) if request["dtype"] else None
     model, names = build_model(request["directory"], trust_remote_code=False, dtype=dtype), request["names"]
@@ -277,7 +282,7 @@ def answer_class(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tied(state: Mapping[str, object]) -> list[list[str]]:
-    """Return the groups of names that are one tensor."""
+    """Return the groups of several names for the same tensor object."""
     groups: dict[int, list[str]] = {}
     for name, tensor in state.items():
         groups.setdefault(id(tensor), []).append(name)
@@ -287,17 +292,20 @@ def tied(state: Mapping[str, object]) -> list[list[str]]:
 def _hub_form(
     model: nn.Module, shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, Any], dict[str, Shape] | None]:
-    """Return the Hub's form of a model's tensors as plain data, and the shapes in it by name.
+    """Return the Hub's form of tensors in memory as plain data, and its shapes: name on the Hub -> shape, or None.
 
     Args:
-        model: built from its config.
-        shapes: by name in the model, as far as they are the model's. All may lack what their names begin with.
+        model: a model that was built from its config.
+        shapes: name in memory -> shape. Some names may be foreign to the model. All names may lack the same prefix.
 
     Returns:
-        made: name on the Hub -> what it is made of; without what the model computes itself. It is None where these are not the model's own names, or where
-            what `from_pretrained` would make of the result is not the same again; `why` says so.
-        is_lost: they are the model's own names, and no form is known that would be loaded as they are.
-        ties: groups of names in the model that are one tensor, first the one that `save_pretrained` keeps.
+        A dict with these keys:
+        made: name on the Hub -> expression of the tensors in memory, without tensors that the model computes itself.
+            None if most of the names are not the model's, or if `from_pretrained` would turn the result into
+            something else than these tensors.
+        why: the reason for None; else empty.
+        is_lost: true if the names are the model's, but loading no known form would give these tensors again.
+        ties: groups of names in memory of one tensor; the name that `save_pretrained` keeps comes first.
     """
     state = {name: tuple(x.shape) for name, x in model.state_dict().items() if isinstance(x, torch.Tensor)}
     before = _lacked_prefix(state, shapes)
@@ -306,7 +314,7 @@ def _hub_form(
         name: stored.shape for name, stored in stored_tensors.items() if state.get(name) == stored.shape
     }
     unsaved = [name for name in collect(model, "_keys_to_ignore_on_save") if name in model_shapes]
-    further = getattr(model, "all_tied_weights_keys", {})  # of transformers: left out -> kept
+    further = getattr(model, "all_tied_weights_keys", {})  # of transformers: name left out -> name kept
     ties = [
         [name.removeprefix(before) for name in sorted(group, key=further.__contains__)]
         for group in tied(tensors_of(model))
@@ -345,7 +353,7 @@ def _hub_form(
 
 
 def _lacked_prefix(names: Collection[str], stored: Mapping[str, Shape]) -> str:
-    """Return what all stored names lack of a model's, at their beginning, with its dot; empty if that is nothing."""
+    """Return the prefix, with its dot, that turns all stored names into names of the model; or an empty string."""
     prefix = match_prefix([split(name) for name in names], stored)
     before = f"{join(prefix)}." if prefix else ""
     return before if all(before + name in names for name in stored) else ""
@@ -354,7 +362,13 @@ def _lacked_prefix(names: Collection[str], stored: Mapping[str, Shape]) -> str:
 def _not_again(
     model: nn.Module, model_shapes: Mapping[str, Shape], expressions: Mapping[str, Expression]
 ) -> list[str]:
-    """Return the names in the model of which loading would make something else than was there before."""
+    """Return the FQNs of tensors that saving and loading would change.
+
+    Args:
+        model: a transformers model.
+        model_shapes: FQN -> shape.
+        expressions: name in the files that would be saved -> expression of the model's tensors.
+    """
     shapes = {name: expression.shape for name, expression in expressions.items()}
     matched = match_names(shapes, model_shapes, model=model, as_loaded=True)
     again = {fqn: expressions[stored] for fqn, stored in matched.names.items()}
@@ -363,7 +377,7 @@ def _not_again(
 
 
 def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[str, ...]:
-    """Return the names that the files of a model may lack, because the model makes them in silence.
+    """Return those FQNs that files may lack, because the model's class computes them without a warning.
 
     Source: transformers 5.23, PreTrainedModel._adjust_missing_and_unexpected_keys.
     """
@@ -374,14 +388,14 @@ def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[st
 
 
 def _ignored_names(model: nn.Module) -> Callable[[str], object]:
-    """Return a function that is true for names that the model's class leaves out."""
+    """Return a predicate for stored names that the model's class leaves out."""
     patterns = ignored_patterns(model)
     joined = "|".join(f"(?:{pattern})" for pattern in patterns)
     return re.compile(joined).search if patterns else lambda _: None
 
 
 def _without_ignored(match: ClassNames, is_left_out: Callable[[str], bool]) -> ClassNames:
-    """Set aside the tensors that a model computes itself."""
+    """Move the unused tensors that the model leaves out to `ignored`."""
     ignored = {name: None for name in match.unused if is_left_out(name)}
     unused = {name: shape for name, shape in match.unused.items() if name not in ignored}
     return replace(match, unused=unused, ignored=tuple(ignored))
