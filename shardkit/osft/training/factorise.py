@@ -35,7 +35,7 @@ _NUM_PEERS = 32  # ranks that a rank sends to concurrently
 Round = tuple[Target | None, ...]
 """The target of each rank."""
 HeldFactors = Mapping[str, LocalShard]
-"""This rank's part of each factor, by FQN."""
+"""FQN of each factor -> this rank's part of it."""
 
 
 def deal(targets: Sequence[Target], num_ranks: int) -> list[Round]:
@@ -61,9 +61,9 @@ def fill_factors(targets: Sequence[Target], svd: Svd, shards: Sequence[LocalShar
         What this rank filled, by FQN.
 
     Raises:
-        ShardkitError: on all ranks: a weight cannot be read or decomposed, factors miss their weight, or what the
-            ranks hold is not orthogonal.
-        ResourceError: a rank died, or did not come within the process group's timeout.
+        ShardkitError: on all ranks: a weight cannot be read or decomposed, factors do not fold back to their weight,
+            or the factors on the ranks are not orthogonal.
+        ResourceError: a rank died, or did not respond within the process group's timeout.
     """
     rank, num_ranks = world()
     rounds = deal(targets, num_ranks)
@@ -249,7 +249,7 @@ class _Exchange:
 
 
 Slices = Mapping[str, Sequence[tuple[str, Region]]]
-"""(factor, region) pairs that a rank holds, by path of the target, in the order in which they are sent."""
+"""Path of each target -> (factor, region) pairs that a rank stores, in the order in which they are sent."""
 
 
 def _gather_regions(factor_shards: HeldFactors, targets: Sequence[Target]) -> list[Slices]:

@@ -1,4 +1,4 @@
-"""Choice of the weights that are OSFT factors, from the source, the model, or a plan."""
+"""Choose the weights of a model that become OSFT factors, by the source, the model, or a plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Factoring:
     targets: tuple[Target, ...] = ()
     """In the model's order."""
     svd: Svd | None = None
-    """How they are computed from dense weights; None if the source has the factors."""
+    """The algorithm that computes them from dense weights; None if the source has the factors."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -112,7 +112,7 @@ def factor_model(
 
 
 def own_targets(model: nn.Module) -> tuple[Target, ...]:
-    """Return the targets that a model already has as factors, whatever library created or wrapped it.
+    """Return the targets that a model already has as factors, regardless of the library that created or wrapped it.
 
     Raises:
         LayoutError: the factors of a weight do not match.
@@ -158,7 +158,7 @@ def _shown(target: Target | None) -> str:
 
 
 def _refuse_grown(targets: Iterable[Target], grown: Collection[str]) -> None:
-    """Refuse targets with rows added for the tokenizer: these were not part of the decomposition."""
+    """Raise an error for targets with rows added for the tokenizer, which were not part of the decomposition."""
     longer = {factor_of(fqn) or fqn.removesuffix(".weight") for fqn in grown}
     problems = [
         f"{escape(target.weight)}: [{target.rows}, {target.columns}]"

@@ -25,7 +25,7 @@ _PHASE = "proving that factors are orthogonal"
 
 
 def prove_orthogonal(factors: Mapping[str, LocalShard], targets: Sequence[Target], svd: Svd) -> None:
-    """Refuse factors whose directions are not orthonormal, or whose singular values do not descend; every rank calls it.
+    """Raise an error unless the factors' directions are orthonormal and singular values descend; every rank calls it.
 
     Args:
         factors: this rank's part of each factor, by FQN; filled.

@@ -81,8 +81,8 @@ def project_gradients_(model: nn.Module) -> None:
         model: with OSFT layers, plain, or sharded by FSDP2 or HSDP.
 
     Raises:
-        LayoutError: it has no OSFT layers, or their factors do not lie alike on the ranks.
-        UsageError: it is wrapped by FSDP1.
+        LayoutError: the model has no OSFT layers, or the frozen and trained factors of a layer are sharded differently.
+        UsageError: the model is wrapped by FSDP1.
     """
     _project(_pairs(model, lambda parameter: parameter.grad))
 
@@ -102,15 +102,15 @@ def project_parameters_(model: nn.Module) -> None:
 
 
 def osft_leak(model: nn.Module) -> float:
-    """Return how much of the trained factors lies in the frozen subspace; every rank calls it.
+    """Return the share of the trained factors that lies in the frozen subspace; every rank calls it.
 
     Args:
         model: as for `project_gradients_`.
 
     Returns:
-        The largest of all layers' norm of H'L to the norm of L (Frobenius), for U and V; the same on every rank.
-        After `project_parameters_` in float32 it is below 1e-6; a step of AdamW without it leaves about 1e-2. It is
-        nan where training has diverged.
+        The ratio of the norms of H'L and L (Frobenius), the largest over all layers and over U and V; the same on every
+        rank. After `project_parameters_` in float32 it is below 1e-6; a step of AdamW without projection leaves about
+        1e-2. It is nan if training has diverged.
 
     Raises:
         As `project_gradients_`.
@@ -135,13 +135,13 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     """Make each step of an optimizer leave the frozen subspace unchanged; every rank calls it.
 
     Gradients are projected before the step and parameters after it, by hooks of the optimizer, so schedulers, gradient
-    scalers and checkpoints of its state work as ever. A step with a learning rate of 0 moves nothing. Clip gradients
-    before the step, as usual. Doing it twice does it once.
+    scalers and checkpoints of its state work as usual. A step with a learning rate of 0 changes no parameter. Clip
+    gradients before the step, as usual. A second call with the same arguments has no effect.
 
     Args:
         model: with OSFT layers, wrapped already.
-        optimizer: of its parameters; accelerate's stands for the one that it wraps. A closure that it is given is run as
-            it is, and gradients are projected after it.
+        optimizer: of its parameters; for accelerate's, the optimizer that it wraps is used. If a step gets a closure,
+            gradients are projected after each of its calls.
 
     Returns:
         The same optimizer.
