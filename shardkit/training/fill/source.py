@@ -1,4 +1,4 @@
-"""An opened source of weights, and the weights of one model in it: which they are, and where they lie."""
+"""Open a source of weights, and find the weights of one model in it."""
 
 from __future__ import annotations
 
@@ -53,34 +53,35 @@ _MANY, _A_HANDFUL = 127, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """An opened source of weights: it is known what lies where, and no tensor has been read."""
+    """An opened source of weights. Its catalog is known, and no tensor has been read."""
 
     path: str
-    """For messages."""
+    """Path of the source, for messages."""
     catalog: Catalog
-    """All that it holds; a pre-sharded directory's has no chunks yet."""
+    """All tensors of the source. The catalog of a pre-sharded directory has no chunks yet."""
     checkpoint: Checkpoint | None = None
-    """None for a pre-sharded directory, and for the memory of a rank."""
+    """The checkpoint; None for a pre-sharded directory and for the memory of a rank."""
     presharded: PreshardedSource | None = None
+    """The pre-sharded directory; None for any other source."""
     dequantizes: bool = False
-    """Plain weights are to be made of quantised ones."""
+    """True if quantised weights are to be converted to plain ones."""
 
     @property
     def home(self) -> str | None:
-        """The directory of its own with the config.json of these weights; None if there is none."""
+        """The source's own directory with a config.json for these weights, or None."""
         if self.presharded is not None:
             place = inner(self.path, SAVED_ASSETS)
             return place if place is not None and has_model_config(place) else None
         return None if self.checkpoint is None else own_home(self.checkpoint)
 
     def plain(self, dtypes: Collection[torch.dtype]) -> Source:
-        """Return this source with plain weights in the place of quantised ones, where that is wanted.
+        """Return the source with plain weights in place of quantised ones, if `dequantizes`; else the source itself.
 
         Args:
-            dtypes: of the model's floating tensors. Each value is rounded once.
+            dtypes: the dtypes of the model's floating tensors, to which each value is rounded once.
 
         Raises:
-            LayoutError: it is not known how the weights are quantised, or scales do not fit.
+            LayoutError: the quantisation is not known, or scales do not fit.
         """
         if not self.dequantizes or self.checkpoint is None:
             return self
@@ -99,19 +100,19 @@ def open_source(
     *,
     dequantize: bool = False,
 ) -> Source:
-    """Open a source, whatever model it is for.
+    """Open a source, independent of a model.
 
     Args:
         source: a Hub directory, file or repo id, a pre-sharded directory, a checkpoint of any trainer, or
-            what `from_rank` returned on the rank that holds the state dict.
+            the result of `from_rank` on the rank that has the state dict.
         revision: branch, tag or commit of a repo id.
-        variant: "fp16" takes `model.fp16.safetensors`.
-        dequantize: make plain weights of quantised ones.
+        variant: variant of the weight files; "fp16" reads `model.fp16.safetensors`.
+        dequantize: convert quantised weights to plain ones.
 
     Raises:
-        SourceError, IntegrityError: nothing there, or it is damaged or incomplete.
+        SourceError, IntegrityError: the source does not exist, or is damaged or incomplete.
         ResourceError: it cannot be read or downloaded.
-        UsageError: a revision of something local, or something that is not a state dict.
+        UsageError: a revision is given for a local path, or `from_rank` got something that is not a state dict.
     """
     if isinstance(source, RankSource):
         return Source(path=source.label, catalog=source.open())
@@ -127,23 +128,24 @@ def open_source(
 
 
 def has_factors(source: Source) -> bool:
-    """True if weights are stored as the factors of OSFT."""
+    """True if some weights are stored as factors of OSFT."""
     return any(factor_of(name) is not None for name in source.catalog.tensors)
 
 
 def find_targets(
     source: Source, names: Mapping[str, ExpectedTensor], *, model: nn.Module | None = None
 ) -> tuple[Target, ...]:
-    """Return the weights of a model that a source has as OSFT factors, by the model's paths and in its order.
+    """Return the weights of a model that a source has as OSFT factors, with the model's paths and in its order.
 
     Args:
-        source: opened.
-        names: parameters and buffers of the model, with dense weights.
+        source: the opened source.
+        names: FQN -> parameter or buffer of the model, with dense weights.
         model: as for `find_weights`.
 
     Raises:
-        LayoutError: factors are missing or do not fit each other, or the model has no such weights; lists all.
-        SourceError: its names cannot be told from those of an optimizer or another model.
+        LayoutError: factors are missing or do not fit each other, or the model lacks their weights; the error lists
+            all of them.
+        SourceError: the model's names cannot be distinguished from those of an optimizer or another model.
     """
     if not has_factors(source):
         return ()
@@ -165,12 +167,12 @@ def find_targets(
 
 
 def first_dtype(source: Source) -> str | None:
-    """Return the dtype that `from_pretrained` takes where a config names none; None if it cannot be told.
+    """Return the dtype that `from_pretrained` would use if a config names none; None if there is no floating tensor.
 
-    It is the dtype of the first floating tensor by name, in the first file, OSFT factors aside.
+    It is the dtype of the first floating tensor by name, in the first file, not counting OSFT factors.
 
     Raises:
-        SourceError: its names cannot be told from those of an optimizer or another model.
+        SourceError: the model's names cannot be distinguished from those of an optimizer or another model.
 
     Source: transformers 5.23, modeling_utils, _get_dtype and get_state_dict_dtype.
     """
@@ -192,30 +194,32 @@ class _StoredModel:
     """The weights of the model in a source."""
 
     names: Mapping[str, str]
-    """Stored name -> name without the checkpoint's own root."""
+    """Stored name -> name below the checkpoint's root."""
     select: Callable[[Collection[str]], Catalog]
+    """Returns the catalog of the tensors with some stored names."""
     identity: Callable[[Catalog], object]
-    """Plain data that tells these weights from others, given the catalog of the wanted ones."""
+    """Takes the catalog of the needed tensors; returns plain data that identifies these weights."""
     sampled_files: int = _MANY
-    """See `Weights`. All fine-tunes have equal headers. A save that has an id needs few: each file has a part of each
-    tensor, and a rank that opens all of a thousand others' opens nothing else for long."""
+    """See `Weights`. Sampling is needed as headers of fine-tunes are equal. A save with an id needs few files: each has
+    a part of each tensor, and opening those of a thousand ranks takes long."""
     has_all_checksums: bool = False
     """See `Weights`."""
     hub_names: Mapping[str, str] | None
-    """Stored name -> the Hub's; None if that is not known."""
+    """Stored name -> name on the Hub; None if it is not known."""
     open_chunks: OpenChunks | None = None
     """See `Weights`."""
     derived: Mapping[str, Expression] = field(default_factory=dict)
-    """What names below the root were made of in the Hub's files, as a manifest says."""
+    """Name below the root -> expression of the Hub's tensors of which it was made, from a manifest."""
     config: Mapping[str, object] | None = None
-    """config.json, where there is one."""
+    """The content of config.json, or None."""
     may_have_own_names: bool = False
-    """The names may be the model's own. Then the Hub's are known only if they differ from these."""
+    """True if `hub_names` may be a model's own names, so that they are known to be the Hub's only if they differ."""
     has_hub_names: bool = False
-    """They are the Hub's nevertheless, if they do not differ."""
+    """True if `hub_names` are the Hub's even if they equal the model's."""
     further_names: frozenset[str] = frozenset()
     """Stored names of tied tensors that the Hub's files have under another name."""
     quantised: str | None = None
+    """See `Weights`."""
     assets: tuple[str, ...] = ()
     """Directories with config and tokenizer."""
     notes: tuple[str, ...] = ()
@@ -229,22 +233,20 @@ def find_weights(
     model: nn.Module | None = None,
     rules: RuleSet | None = None,
 ) -> Weights:
-    """Find the tensors of a model in a source; reads none of them.
-
-    `check_fit` tells whether they fit.
+    """Find the tensors of a model in a source. No tensor is read; `check_fit` decides whether they fit.
 
     Args:
-        source: opened; it may be used again for another model.
-        names: the model's parameters and buffers; non-persistent ones are not searched for.
+        source: the opened source; it may be used again for another model.
+        names: FQN -> parameter or buffer of the model; non-persistent ones are not searched.
         ties: groups of names that are one parameter; the source may have any of them.
-        model: if it is a model of transformers, wrapped or not, its own renamings apply.
-        rules: key rules between the names of the source and those of the model, whichever way they fit.
+        model: the model, wrapped or not. A transformers model's own renamings apply.
+        rules: key rules between the names of the source and those of the model, in either direction.
 
     Raises:
-        SourceError, IntegrityError: it is damaged or incomplete, or holds factors of matrices that the
-            model has whole.
-        LayoutError: the rules do not fit; lists every problem.
-        ResourceError: it cannot be read.
+        SourceError, IntegrityError: the source is damaged or incomplete, or has factors of matrices that are not
+            factored in the model.
+        LayoutError: the rules do not fit; the error lists every problem.
+        ResourceError: the source cannot be read.
     """
     source = source.plain({tensor.dtype for tensor in names.values() if tensor.dtype.is_floating_point})
     fqns = {fqn: None for fqn, tensor in names.items() if tensor.persistent}
@@ -293,7 +295,7 @@ def find_weights(
 
 
 def _why_scaled(source: Source, unused: Collection[str]) -> str | None:
-    """Return the evidence of scales for which the model has no tensors; a quantised model has such tensors."""
+    """Return the evidence that weights have scales for which the model has no tensors, or None."""
     if source.checkpoint is None or not any("scale" in name for name in unused):
         return None
     return why_scaled(source.checkpoint)
@@ -302,15 +304,16 @@ def _why_scaled(source: Source, unused: Collection[str]) -> str | None:
 def _once(
     binding: Binding, source: Source, derived: Mapping[str, Expression]
 ) -> tuple[dict[str, Expression], ClassNames]:
-    """Return what a model's tensors are made of, none converted twice, and what the model says of the source's names.
+    """Return (FQN -> expression, how the model matches the source's names), such that no tensor is converted twice.
 
-    A converter may keep name and shape, and then neither shows whether it has run. The Hub's files are as before it;
-    what a manifest says to be made is as after it. Nothing tells of what a trainer has saved.
+    A converter may keep a tensor's name and shape, which then do not show whether it has run. It has not run for the
+    Hub's files, and it has run for tensors that a manifest lists as derived. In a trainer's checkpoint this is not
+    known.
 
     Args:
-        binding: by names below the root.
-        source: that has them.
-        derived: what names below the root were made of in the Hub's files, as a manifest says.
+        binding: the binding of names below the root.
+        source: the source that has them.
+        derived: name below the root -> expression of the Hub's tensors, from a manifest.
     """
     match, expressions = binding.class_names or ClassNames(), dict(binding.expressions)
     if source.checkpoint is not None and source.checkpoint.hub is not None:
@@ -332,7 +335,7 @@ def _once(
 
 
 def _as_stored(match: ClassNames, names: Mapping[str, str]) -> ClassNames:
-    """Return what a model says of names below the root, about stored ones; what key rules make has no other name."""
+    """Return a match with stored names in place of names below the root. Names that `names` lacks stay."""
     return replace(
         match,
         names={fqn: names.get(name, name) for fqn, name in match.names.items()},
@@ -378,7 +381,7 @@ def _naming(
 
 def _stored(source: Source, fqns: list[str]) -> _StoredModel:
     if fqns:
-        # First: otherwise the error would be that names fit nothing.
+        # Checked first; otherwise the error would be that no names fit.
         refuse_factors(source.catalog.tensors, fqns)
     if source.checkpoint is None:
         return _of_records(source, fqns)
@@ -407,7 +410,7 @@ def _of_records(source: Source, fqns: list[str]) -> _StoredModel:
         names=names,
         hub_names=apply_key_rules(presharded.key_rules, names),
         derived=presharded.derived,
-        may_have_own_names=True,  # `reshard` writes what preshard does, under a model's names
+        may_have_own_names=True,  # `reshard` writes the same format, with a model's own names
         has_hub_names=presharded.content.hub_names is None,
         further_names=frozenset(presharded.ties),
         select=select,
@@ -415,13 +418,13 @@ def _of_records(source: Source, fqns: list[str]) -> _StoredModel:
         identity=lambda _: presharded.content.crc32,
         sampled_files=_A_HANDFUL,
         has_all_checksums=presharded.content.digest == "crc32",  # its CRC-32 is of those of the chunk lists
-        assets=() if assets is None else (assets,),  # `reshard` takes them along
+        assets=() if assets is None else (assets,),  # `reshard` copies them
         notes=tuple(_other_versions(presharded)),
     )
 
 
 def _other_versions(presharded: PreshardedSource) -> Iterator[str]:
-    """Say so where the layout was traced with another major version of a package than this job has."""
+    """Yield a note for each package whose major version differs from the one that traced the layout."""
     traced = presharded.content.layout.traced_with
     for name, recorded_version in (
         (("torch", traced.torch), ("transformers", traced.transformers)) if traced else ()
@@ -437,12 +440,12 @@ def _of_hub(model: OpenedHubModel) -> _StoredModel:
         names=names,
         hub_names=names,
         select=partial(subset, model.catalog),
-        # Without the repo and its commit: a copy in a directory has the same weights.
+        # Repo and commit are left out, as a copy in a directory has the same weights.
         identity=lambda _: [manifest.to_json(file) for file in model.identity.files],
         config=model.config,
         quantised=why_quantised({}, model.config),
         assets=(model.directory,),
-        # Unlike `from_pretrained`, which adds an adapter that lies beside a model's weights.
+        # An adapter next to a model's weights is left out, while `from_pretrained` would add it.
         notes=(
             *model.catalog.notes,
             *(
@@ -459,7 +462,7 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, fqns: list[str]) -> _
     config = next((read_config(directory) for directory in checkpoint.contents.assets), None)
     recorded, dcp, save = recorded_rules(checkpoint), checkpoint.dcp, checkpoint.catalog.metadata_crc32
     has_records = dcp is not None and dcp.has_records
-    # What `save` wrote beside them is the config of the live model, whose tensors these are.
+    # `save` writes the config of the live model, which has these tensors.
     is_plain = checkpoint.remarks.dequantized is not None or checkpoint.writer == "shardkit"
     return _StoredModel(
         names=names,
@@ -488,9 +491,9 @@ def _selected(checkpoint: Checkpoint, names: Collection[str]) -> Catalog:
 def _open_chunks(
     checkpoint: Checkpoint, regions_by_name: Mapping[str, Sequence[Region]], opened: dict[str, int] | None
 ) -> Catalog:
-    """Return a catalog with the records of some regions: a rank that opens those of all ranks opens a thousand files."""
+    """Return a catalog with the records of some regions only, since those of all ranks may be in a thousand files."""
     assert checkpoint.dcp is not None
-    # What decoding proves is counted by one rank for all, which has to have all records that extensions were put through.
+    # Rank 0 counts the data that decoding verifies, so it needs all records if extensions have transformed them.
     has_all = bool(checkpoint.dcp.transforms) and world()[0] == 0
     catalog = (
         checkpoint.dcp.select(regions_by_name)
@@ -502,7 +505,7 @@ def _open_chunks(
 
 
 def _select(source: Source, fqns: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return stored name -> name below the root for the weights of a checkpoint's model, and notes."""
+    """Return (stored name -> name below the root, notes) for the weights of a checkpoint's model."""
     catalog, bases = source.catalog, [base for base in map(base_name, fqns) if base is not None]
     selection = select_model(
         catalog.tensors,
@@ -520,7 +523,7 @@ def _select(source: Source, fqns: list[str]) -> tuple[dict[str, str], tuple[str,
 
 
 def _rows(catalog: Catalog) -> list[object]:
-    """Return a catalog as plain data without paths and times."""
+    """Return the content of a catalog as plain data, without paths and times."""
     table = catalog.chunks
     files = [(file.name, file.size) for file in catalog.files]
     return [
@@ -542,28 +545,29 @@ def _digest(content: Any) -> str:
 
 
 def key_rules(names: Mapping[str, str]) -> KeyRules | None:
-    """Return the prefixes that turn a model's names into the Hub's; None for a model that PEFT has wrapped.
+    """Return the changes of prefixes that turn a model's names into the Hub's; None for a model that PEFT has wrapped.
 
     Args:
-        names: the model's FQN -> the Hub's name.
+        names: FQN -> name on the Hub.
     """
-    if any(base_name(fqn) != fqn for fqn in names):  # an adapter is saved under PEFT's own names
+    if any(base_name(fqn) != fqn for fqn in names):  # PEFT's names are not the Hub's
         return None
     return tuple((rule.old, rule.new) for rule in find_rules(names))
 
 
 def remember(model: nn.Module, weights: Weights | None) -> None:
-    """Keep with a model what its source told about names, for `save`; change nothing if it told nothing."""
+    """Store the weights' naming in the model, for `save`. If it is not known, nothing changes."""
     if weights is not None and weights.naming is not None:
         setattr(model, _ATTRIBUTE, weights.naming)
 
 
 def recall(model: nn.Module, names: Collection[str] = ()) -> HubNaming | None:
-    """Return the naming that was kept with a model, whatever it has been wrapped in since; None if none was kept.
+    """Return the naming that `remember` stored in a model, which may have been wrapped since; else None.
 
     Args:
-        model: all of what is saved. The model may lie below it, as in a LightningModule, if it is all that is saved.
-        names: of everything that is saved.
+        model: the whole module that is saved. The model may be a submodule of it, as in a LightningModule, if nothing
+            else is saved.
+        names: all names that are saved.
     """
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     for path, module in inner.named_modules():
@@ -574,7 +578,7 @@ def recall(model: nn.Module, names: Collection[str] = ()) -> HubNaming | None:
 
 
 def _below(form: HubNaming, prefix: str, names: Collection[str]) -> HubNaming | None:
-    """Return a kept naming for a model that has the other one below a prefix; None if it has more than that."""
+    """Return a naming with a prefix before the model's names; None if there are names without the prefix."""
     if not names or form.key_rules is None:
         return None
     if any(not name.startswith(prefix) or base_name(name) != name for name in names):
