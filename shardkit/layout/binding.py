@@ -9,14 +9,14 @@ the tensors at hand, and records who decided it:
 
 `bind` calls providers in this order. Each starts from the binding of the one before and returns a better one:
 
-    person      the user's rules; they must fit all names
-    manifest    the expressions by which tensors in memory were made of the Hub's files
-    shipped     the set of shipped rules that fits all names, if exactly one does
-    class_says  the class of a config, for names in its files; or a live model, for names in its source
-    part_of     the names and shapes of a larger model, which contains this one
+    person_provider     the user's rules; they must fit all names
+    manifest_provider   the expressions by which tensors in memory were made of the Hub's files
+    shipped_provider    the set of shipped rules that fits all names, if exactly one does
+    class_provider      the class of a config, for names in its files; or a live model, for names in its source
+    whole_provider      the names and shapes of a larger model, which contains this one
 
 Before that, `keys.select` has named the tensors by the user's prefixes, by recorded rules, and by the names and shapes
-of a base. Once rules have decided, only `class_says` and `part_of` can still change names. If the wanted names are
+of a base. Once rules have decided, only `class_provider` and `whole_provider` can still change names. If the wanted names are
 known, the next provider is called only while some of them are missing, and its answer counts only if it has more.
 """
 
@@ -124,7 +124,7 @@ class Binding:
     why_not: tuple[str, ...] = ()
     """Why other shipped sets do not fit that know all names, or most."""
     class_names: ClassNames | None = None
-    """The class's answer, if `class_says` was called."""
+    """The class's answer, if `class_provider` was called."""
     twice: tuple[str, ...] = ()
     """Names that both a tensor at hand and a part of another one would get. Nothing is decided then."""
 
@@ -189,7 +189,7 @@ def bind(have: TensorsAtHand, want: WantedShapes | None, providers: Iterable[Pro
     return binding
 
 
-def person(rules: RuleSet) -> Provider:
+def person_provider(rules: RuleSet) -> Provider:
     """Return the provider that applies the user's rules."""
 
     def provide(have: TensorsAtHand, want: WantedShapes, binding: Binding) -> Binding:
@@ -219,19 +219,19 @@ def person(rules: RuleSet) -> Provider:
     return provide
 
 
-def manifest(derived: Mapping[str, Expression]) -> Provider:
+def manifest_provider(derived: Mapping[str, Expression]) -> Provider:
     """Return the provider that reverses a manifest's expressions: name in memory -> expression of the Hub's tensors."""
     return lambda have, want, binding: (
-        _taken_apart(binding, derived, "manifest") if binding.rules is None else binding
+        _take_apart(binding, derived, "manifest") if binding.rules is None else binding
     )
 
 
-def shipped(have: TensorsAtHand, _: WantedShapes, binding: Binding) -> Binding:
+def shipped_provider(have: TensorsAtHand, _: WantedShapes, binding: Binding) -> Binding:
     """Apply the set of shipped rules that fits, if exactly one does. This is a `Provider`."""
-    return _by_shipped(binding, have) if binding.rules is None else binding
+    return _apply_shipped_rules(binding, have) if binding.rules is None else binding
 
 
-def class_says(
+def class_provider(
     ask: Callable[[Mapping[str, Shape]], ClassNames | None], unchanged_names: Collection[str] = ()
 ) -> Provider:
     """Return the provider that asks a model's class.
@@ -243,12 +243,16 @@ def class_says(
 
     def provide(have: TensorsAtHand, want: WantedShapes, binding: Binding) -> Binding:
         reply = ask(_shapes(binding))
-        return binding if reply is None else _by_class(binding, have.side, reply, unchanged_names or want)
+        return (
+            binding
+            if reply is None
+            else _apply_class_names(binding, have.side, reply, unchanged_names or want)
+        )
 
     return provide
 
 
-def part_of(wholes: Collection[Mapping[str, Shape]]) -> Provider:
+def whole_provider(wholes: Collection[Mapping[str, Shape]]) -> Provider:
     """Return the provider that names a part of a larger model as the larger model does.
 
     Args:
@@ -258,7 +262,7 @@ def part_of(wholes: Collection[Mapping[str, Shape]]) -> Provider:
 
     def provide(_: TensorsAtHand, want: WantedShapes, binding: Binding) -> Binding:
         same = dict(zip(binding.expressions, binding.expressions, strict=True))
-        return _renamed(binding, name_part(same, _shapes(binding), wholes), "base")
+        return _rename(binding, name_part(same, _shapes(binding), wholes), "base")
 
     return provide
 
@@ -274,7 +278,7 @@ def _num_wanted(binding: Binding, goal: Mapping[str, Shape | None]) -> int:
     )
 
 
-def _at_hand(binding: Binding) -> dict[str, str]:
+def _names_at_hand(binding: Binding) -> dict[str, str]:
     """Return name at hand -> name in the binding; for a tensor made of others, its name in the binding is both."""
     return {
         expression.name if isinstance(expression, Stored) else name: name
@@ -282,7 +286,7 @@ def _at_hand(binding: Binding) -> dict[str, str]:
     }
 
 
-def _taken_apart(binding: Binding, derived: Mapping[str, Expression], by: Decider) -> Binding:
+def _take_apart(binding: Binding, derived: Mapping[str, Expression], by: Decider) -> Binding:
     """Turn tensors in memory back into the Hub's tensors that they were made of.
 
     A tensor stays as it is if its shape has changed since, or if not all of its parts can be recovered.
@@ -292,13 +296,15 @@ def _taken_apart(binding: Binding, derived: Mapping[str, Expression], by: Decide
         derived: name in memory -> expression of the Hub's tensors.
         by: who knows the expressions.
     """
-    at_hand = {name_at_hand: binding.expressions[name] for name_at_hand, name in _at_hand(binding).items()}
+    at_hand = {
+        name_at_hand: binding.expressions[name] for name_at_hand, name in _names_at_hand(binding).items()
+    }
     intact = {
         fqn: expression
         for fqn, expression in derived.items()
         if fqn in at_hand and at_hand[fqn].shape == expression.shape
     }
-    padded = dict(_padded(intact))
+    padded = dict(_padded_expressions(intact))
     back = {**padded, **invert(intact)}
     whole = {
         fqn for fqn, expression in intact.items() if all(leaf.name in back for leaf in leaves(expression))
@@ -312,7 +318,7 @@ def _taken_apart(binding: Binding, derived: Mapping[str, Expression], by: Decide
         return binding
     kept = {
         name: binding.expressions[name]
-        for name_at_hand, name in _at_hand(binding).items()
+        for name_at_hand, name in _names_at_hand(binding).items()
         if name_at_hand not in whole
     }
     return replace(
@@ -331,7 +337,7 @@ def _taken_apart(binding: Binding, derived: Mapping[str, Expression], by: Decide
     )
 
 
-def _padded(expressions: Mapping[str, Expression]) -> Iterator[tuple[str, Expression]]:
+def _padded_expressions(expressions: Mapping[str, Expression]) -> Iterator[tuple[str, Expression]]:
     """Yield (name on the Hub, expression) of each tensor of which the model has only the first rows.
 
     In the expression, zeros fill the other rows. For example, Inkling 2 has a head of `unpadded_vocab_size` rows, and
@@ -345,8 +351,10 @@ def _padded(expressions: Mapping[str, Expression]) -> Iterator[tuple[str, Expres
                     yield name, concat([Stored(fqn, expression.shape), Zeros((rows - first, *row_shape))], 0)
 
 
-def _by_shipped(binding: Binding, have: TensorsAtHand) -> Binding:
-    at_hand = {name_at_hand: binding.expressions[name] for name_at_hand, name in _at_hand(binding).items()}
+def _apply_shipped_rules(binding: Binding, have: TensorsAtHand) -> Binding:
+    at_hand = {
+        name_at_hand: binding.expressions[name] for name_at_hand, name in _names_at_hand(binding).items()
+    }
     shapes = {name_at_hand: expression.shape for name_at_hand, expression in at_hand.items()}
     side = have.side or "model"
     choice = choose_shipped(shapes, have.config, side=side, padding=have.padding)
@@ -368,7 +376,7 @@ def _by_shipped(binding: Binding, have: TensorsAtHand) -> Binding:
     )
 
 
-def _by_class(
+def _apply_class_names(
     binding: Binding, side: RuleSide | None, reply: ClassNames, unchanged_names: Collection[str]
 ) -> Binding:
     if side != "model":
@@ -382,17 +390,17 @@ def _by_class(
             dropped=dropped,
             class_names=reply,
         )
-    answered = replace(_taken_apart(binding, reply.converted, "class"), class_names=reply)
+    answered = replace(_take_apart(binding, reply.converted, "class"), class_names=reply)
     changed = {
         name: name
         if name in unchanged_names
         else reply.names.get(name) or reply.names.get(name_at_hand, name)
-        for name_at_hand, name in _at_hand(answered).items()
+        for name_at_hand, name in _names_at_hand(answered).items()
     }
-    return _renamed(answered, changed, "class")
+    return _rename(answered, changed, "class")
 
 
-def _renamed(binding: Binding, names: Mapping[str, str], by: Decider) -> Binding:
+def _rename(binding: Binding, names: Mapping[str, str], by: Decider) -> Binding:
     """Rename tensors of a binding (old -> new), unless two of them would get the same name."""
     if len(set(names.values())) < len(names):
         return binding
@@ -403,7 +411,7 @@ def _renamed(binding: Binding, names: Mapping[str, str], by: Decider) -> Binding
     )
 
 
-def as_tensors(
+def name_in_catalog(
     expressions: Mapping[str, Expression], stored: Collection[str]
 ) -> tuple[dict[str, str], dict[str, Expression]]:
     """Give every expression a name in a catalog.

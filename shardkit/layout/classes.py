@@ -102,8 +102,8 @@ def built_dtypes(model: nn.Module, default_dtype: torch.dtype) -> ClassDtypes:
     """Return the dtypes of a class's tensors, from a model that was built with `default_dtype` as torch's default."""
     return ClassDtypes(
         default_dtype=default_dtype,
-        kept=_kept(model, default_dtype),
-        parameters=dict(_made(model, default_dtype)),
+        kept=_fp32_pattern(model, default_dtype),
+        parameters=dict(_own_dtypes(model, default_dtype)),
     )
 
 
@@ -122,13 +122,13 @@ def class_dtypes(model: nn.Module, default_dtype: torch.dtype) -> ClassDtypes:
     for prefix, twin in meta_twins(model, default_dtype):
         holds_any = True
         if twin is not None:
-            parameters |= {prefix + fqn: dtype for fqn, dtype in _made(twin, default_dtype)}
+            parameters |= {prefix + fqn: dtype for fqn, dtype in _own_dtypes(twin, default_dtype)}
             buffers |= {prefix + fqn: x.dtype for fqn, x in twin.named_buffers() if x.is_floating_point()}
-    kept = _kept(model, default_dtype) if holds_any else None
+    kept = _fp32_pattern(model, default_dtype) if holds_any else None
     return ClassDtypes(default_dtype=default_dtype, kept=kept, parameters=parameters, buffers=buffers)
 
 
-def _kept(model: nn.Module, default_dtype: torch.dtype) -> re.Pattern[str] | None:
+def _fp32_pattern(model: nn.Module, default_dtype: torch.dtype) -> re.Pattern[str] | None:
     """Return one regular expression for all tensors that the classes keep in fp32, or None.
 
     transformers' patterns are regular expressions that match anywhere in a name, and `*` stands for any text.
@@ -139,7 +139,7 @@ def _kept(model: nn.Module, default_dtype: torch.dtype) -> re.Pattern[str] | Non
     return re.compile("|".join(f"(?:{p.replace('*', '.*')})" for p in sorted(patterns))) if patterns else None
 
 
-def _made(model: nn.Module, default_dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
+def _own_dtypes(model: nn.Module, default_dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_floating_point() and parameter.dtype != default_dtype:
             yield fqn, parameter.dtype
@@ -221,7 +221,7 @@ def build_model(directory: str, *, trust_remote_code: bool, dtype: torch.dtype |
             f"{model_class.__name__} needs a package that is not here: {escape(str(error))}"
         ) from error
     assert isinstance(model, nn.Module)
-    tie(model)
+    mend_ties(model)
     return model
 
 
@@ -334,17 +334,17 @@ def broken_ties(model: nn.Module) -> list[BrokenTie]:
 
     Source: transformers 5.23, PreTrainedModel.tie_weights and get_expanded_tied_weights_keys.
     """
-    return [BrokenTie(kept.fqn, alias.fqn) for kept, alias in _broken(model)]
+    return [BrokenTie(kept.fqn, alias.fqn) for kept, alias in _broken_pairs(model)]
 
 
-def tie(model: nn.Module) -> list[BrokenTie]:
+def mend_ties(model: nn.Module) -> list[BrokenTie]:
     """Mend broken ties where both parameters are on meta and not sharded; return the ties that were mended.
 
     Args:
         model: a model that is not wrapped.
     """
     done = []
-    for kept, alias in _broken(model):
+    for kept, alias in _broken_pairs(model):
         if _is_free(kept.parameter) and _is_free(alias.parameter) and _are_alike(kept, alias):
             setattr(alias.module, alias.name, getattr(kept.module, kept.name))
             done.append(BrokenTie(kept.fqn, alias.fqn))
@@ -360,8 +360,8 @@ def _are_alike(kept: _ModelParameter, alias: _ModelParameter) -> bool:
     return one.dtype == two.dtype and one.requires_grad == two.requires_grad
 
 
-def _broken(model: nn.Module) -> Iterator[tuple[_ModelParameter, _ModelParameter]]:
-    declared = dict(_declared(model))
+def _broken_pairs(model: nn.Module) -> Iterator[tuple[_ModelParameter, _ModelParameter]]:
+    declared = dict(_declared_ties(model))
     if not declared:
         return
     places: dict[str, _ModelParameter] = {}
@@ -376,7 +376,7 @@ def _broken(model: nn.Module) -> Iterator[tuple[_ModelParameter, _ModelParameter
                 yield one, two
 
 
-def _declared(model: nn.Module) -> Iterator[tuple[str, str]]:
+def _declared_ties(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield (alias, kept name) of the ties that the outermost models declare now and also had when they were built.
 
     Both are needed: a config may have changed since, and `from_pretrained` unties parameters that differ in a file.

@@ -8,7 +8,7 @@ Their results are then known as expressions of the stored tensors, and bytes can
     a converter stacks two stored experts (64, 32)  ->  "experts.down_proj" = stack([Stored(...), Stored(...)], 0)
 
 Only operations that cut, join and reorder tensors can be expressed. The result of any other operation is `Opaque`:
-when bytes move, the converter itself computes it from whole real tensors (`carry_out`).
+when bytes move, the converter itself computes it from whole real tensors (`convert_values`).
 
 Only this module uses transformers' interfaces for conversions: get_model_conversion_mapping (5.0 to 5.23),
 WeightRenaming and WeightConverter.
@@ -69,7 +69,7 @@ class Lowering(DispatchMode):  # type: ignore[no-untyped-call]
         """Record the result of an operation, if an input is known."""
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         tensors = [value for value in results if isinstance(value, torch.Tensor)]
-        input_tensors = [value for value in _flat(inputs) if isinstance(value, torch.Tensor)]
+        input_tensors = [value for value in _flatten(inputs) if isinstance(value, torch.Tensor)]
         if not any(id(value) in self._expressions for value in input_tensors):
             return
         expressions: list[Expression] | None = None
@@ -93,10 +93,10 @@ _HARMLESS = frozenset({"memory_format", "dtype", "layout", "device", "pin_memory
 """Options of operations that leave the elements as they are, or change only their dtype."""
 
 
-def _flat(values: Any) -> Iterator[Any]:
+def _flatten(values: Any) -> Iterator[Any]:
     for value in values:
         if isinstance(value, (list, tuple)):
-            yield from _flat(value)
+            yield from _flatten(value)
         else:
             yield value
 
@@ -124,12 +124,12 @@ class _Arguments(NamedTuple):
         return int(self.get(index, 0)) % len(self.tensor().shape)
 
 
-def _range(of: Expression, dim: int, start: int, size: int) -> Expression:
+def _cut_range(of: Expression, dim: int, start: int, size: int) -> Expression:
     offsets = tuple(start if d == dim else 0 for d in range(len(of.shape)))
     return cut(of, Region(offsets, tuple(size if d == dim else n for d, n in enumerate(of.shape))))
 
 
-def _without(of: Expression, dim: int) -> Expression:
+def _drop_dim(of: Expression, dim: int) -> Expression:
     return reshape(of, (*of.shape[:dim], *of.shape[dim + 1 :]))
 
 
@@ -140,7 +140,7 @@ def _split(arguments: _Arguments) -> list[Expression]:
         sizes = [min(sizes, total - start) for start in range(0, total, max(sizes, 1))]
     pieces, start = list[Expression](), 0
     for size in sizes:
-        pieces.append(_range(of, dim, start, int(size)))
+        pieces.append(_cut_range(of, dim, start, int(size)))
         start += int(size)
     return pieces
 
@@ -152,17 +152,17 @@ def _slice(arguments: _Arguments) -> Expression:
     start, stop = slice(start, size if stop is None else stop).indices(size)[:2]
     if step != 1:
         raise ValueError("every n-th element")
-    return _range(of, dim, start, max(stop - start, 0))
+    return _cut_range(of, dim, start, max(stop - start, 0))
 
 
 def _select(arguments: _Arguments) -> Expression:
     of, dim = arguments.tensor(), arguments.dim(1)
-    return _without(_range(of, dim, int(arguments.get(2)) % of.shape[dim], 1), dim)
+    return _drop_dim(_cut_range(of, dim, int(arguments.get(2)) % of.shape[dim], 1), dim)
 
 
 def _unbind(arguments: _Arguments) -> list[Expression]:
     of, dim = arguments.tensor(), arguments.dim(1)
-    return [_without(_range(of, dim, index, 1), dim) for index in range(of.shape[dim])]
+    return [_drop_dim(_cut_range(of, dim, index, 1), dim) for index in range(of.shape[dim])]
 
 
 def _view(arguments: _Arguments) -> Expression:
@@ -206,7 +206,7 @@ def _pad(arguments: _Arguments) -> Expression:
     return of
 
 
-def _same(arguments: _Arguments) -> Expression:
+def _identity(arguments: _Arguments) -> Expression:
     return arguments.tensor()
 
 
@@ -229,12 +229,12 @@ _RULES: Mapping[str, Callable[[_Arguments], Expression | list[Expression]]] = {
     "unsqueeze": _unsqueeze,
     "constant_pad_nd": _pad,
     "new_zeros": lambda arguments: Zeros(tuple(arguments.get(1))),
-    "clone": _same,
-    "detach": _same,
-    "alias": _same,
-    "lift_fresh": _same,
-    "_to_copy": _same,
-    "expand": _same,
+    "clone": _identity,
+    "detach": _identity,
+    "alias": _identity,
+    "lift_fresh": _identity,
+    "_to_copy": _identity,
+    "expand": _identity,
 }
 
 
@@ -242,7 +242,7 @@ _RULES: Mapping[str, Callable[[_Arguments], Expression | list[Expression]]] = {
 class Conversion:
     """The results of transformers' conversions, in either direction.
 
-    The keys are names in the model from `Conversions.convert`, and names in the Hub's files from `revert`.
+    The keys are names in the model from `Conversions.convert`, and names in the Hub's files from `revert_conversions`.
     """
 
     expressions: Mapping[str, Expression] = field(default_factory=dict)
@@ -265,7 +265,7 @@ class Conversions(NamedTuple):
             from transformers.core_model_loading import WeightConverter, WeightRenaming
         except ImportError:
             return None
-        with own_classes(module):
+        with original_classes(module):
             transforms = get_model_conversion_mapping(module)
         return cls(
             [transform for transform in transforms if isinstance(transform, WeightRenaming)],
@@ -308,7 +308,7 @@ class Conversions(NamedTuple):
                     values = self.make(model, fqn, seen, tensors)
                     expressions = {target: lowering.expression(tensor) for target, tensor in values.items()}
                     opaque = [target for target, expression in expressions.items() if expression is None]
-                    changed = self._of_other_dtype(model, fqn, parts) if opaque else set()
+                    changed = self._dtype_changing_targets(model, fqn, parts) if opaque else set()
                 except Exception as error:  # an operation may raise anything for tensors that do not fit
                     failed[fqn] = (
                         f"cannot be made of what is there: {escape(str(error).partition(chr(10))[0])}"
@@ -348,7 +348,9 @@ class Conversions(NamedTuple):
         values = _run(converter, group, model)
         return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
 
-    def _of_other_dtype(self, model: nn.Module, group: str, parts: Sequence[tuple[str, Stored]]) -> set[str]:
+    def _dtype_changing_targets(
+        self, model: nn.Module, group: str, parts: Sequence[tuple[str, Stored]]
+    ) -> set[str]:
         """Return the results of a converter whose dtype differs from that of its inputs."""
         changed = set[str]()
         for dtype in (torch.float32, torch.bfloat16):
@@ -358,7 +360,9 @@ class Conversions(NamedTuple):
         return changed
 
 
-def carry_out(model: nn.Module, opaque: Opaque, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def convert_values(
+    model: nn.Module, opaque: Opaque, values: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Convert real tensors by transformers' own code, as `from_pretrained` does.
 
     Args:
@@ -385,7 +389,7 @@ def carry_out(model: nn.Module, opaque: Opaque, values: Sequence[torch.Tensor]) 
         ) from error
 
 
-def revert(model: Any, shapes: Mapping[str, Shape]) -> Conversion:
+def revert_conversions(model: Any, shapes: Mapping[str, Shape]) -> Conversion:
     """Return the tensors that `save_pretrained` would write, with the names and forms of the Hub's files.
 
     `from_pretrained` records in a model which prefixes its files had. A model that was built otherwise lacks that.
@@ -439,7 +443,7 @@ def _run(converter: Any, fqn: str, model: nn.Module) -> Mapping[str, Any]:
 
 
 @contextlib.contextmanager
-def own_classes(model: nn.Module) -> Iterator[None]:
+def original_classes(model: nn.Module) -> Iterator[None]:
     """Restore the classes that `fully_shard` replaced while the context lasts, for code that reads class names."""
     changed = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
     try:

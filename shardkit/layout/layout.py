@@ -189,10 +189,10 @@ def _place(entry: TensorEntry, mesh: Mesh, unit: int) -> TensorLayout:
 
 def innermost_unit(fqn: str, index: Mapping[str, int]) -> int:
     """Return the index of the innermost unit that contains a tensor. The root contains all and has index 0."""
-    return next((index[path] for path in _around(fqn) if path in index), 0)
+    return next((index[path] for path in _enclosing_paths(fqn) if path in index), 0)
 
 
-def _around(path: str) -> Iterator[str]:
+def _enclosing_paths(path: str) -> Iterator[str]:
     """Yield the paths that enclose a module or tensor, innermost first: for "a.b.c", "a.b" and then "a"."""
     while path := path.rpartition(".")[0]:
         yield path
@@ -249,7 +249,7 @@ def find_containers(fqns: Iterable[str]) -> dict[str, int]:
     whole = {
         path: len(names) for path, names in children.items() if names == set(map(str, range(len(names))))
     }
-    return {path: size for path, size in whole.items() if whole.keys().isdisjoint(_around(path))}
+    return {path: size for path, size in whole.items() if whole.keys().isdisjoint(_enclosing_paths(path))}
 
 
 def _module_paths(fqns: Iterable[str]) -> list[str]:

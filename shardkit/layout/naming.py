@@ -22,7 +22,7 @@ from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import is_computed
 from shardkit.layout.binding import ClassNames
 from shardkit.layout.classes import build_model, built_dtypes, collect, ignored_patterns, is_transformers
-from shardkit.layout.conversions import Conversions, revert
+from shardkit.layout.conversions import Conversions, revert_conversions
 
 _Rename = Callable[[str], tuple[str, str | None]]
 """Takes a name; returns the new name, and the pattern of transformers' converter if more than the name changes."""
@@ -64,7 +64,7 @@ def match_names(
         if len(renamed.unused) < len(matched.unused) or (
             not matched.unused and not renamed.unused and renamed.fused
         ):
-            matched = _converted(renamed, cleaned, targets, root, conversions, shapes)
+            matched = _with_conversions(renamed, cleaned, targets, root, conversions, shapes)
     if root is None:
         return _without_ignored(matched, lambda name: cleaned[name] in computed_names)
     buffers = _Targets(computed_names)
@@ -75,7 +75,9 @@ def match_names(
             buffers.find(cleaned[name], prefixes) or ignored(name) or is_computed(cleaned[name], shapes[name])
         )
 
-    computed_fqns = _made_names(root[1], root[0], [fqn for fqn in targets.fqns if fqn not in matched.names])
+    computed_fqns = _computed_names(
+        root[1], root[0], [fqn for fqn in targets.fqns if fqn not in matched.names]
+    )
     return replace(_without_ignored(matched, is_left_out), computed_fqns=computed_fqns, is_transformers=True)
 
 
@@ -160,13 +162,13 @@ def _match(
         else:
             for fqn in fqns:
                 names.setdefault(fqn, []).append(key)
-    _refuse_several(names)
+    _refuse_duplicates(names)
     return ClassNames(
         names={fqn: names[fqn][0] for fqn in targets.fqns if fqn in names}, unused=unused, fused=fused
     )
 
 
-def _converted(
+def _with_conversions(
     match: ClassNames,
     cleaned: Mapping[str, str],
     targets: _Targets,
@@ -190,7 +192,7 @@ def _converted(
                 names.setdefault(fqn, []).append(next(leaf.name for leaf in leaves(expression)))
             else:
                 converted[fqn] = expression
-    _refuse_several(names)
+    _refuse_duplicates(names)
     failed = {fqn: why for home, why in conversion.failed.items() for fqn in targets.find(before + home, ())}
     return replace(
         match,
@@ -201,7 +203,7 @@ def _converted(
     )
 
 
-def _refuse_several(names: Mapping[str, list[str]]) -> None:
+def _refuse_duplicates(names: Mapping[str, list[str]]) -> None:
     problems = [
         f"{escape(fqn)}: {' and '.join(map(escape, keys))}" for fqn, keys in names.items() if len(keys) > 1
     ]
@@ -248,7 +250,7 @@ def ask_model(model: nn.Module, shapes: Mapping[str, Shape], *, as_loaded: bool 
         for name, shape_or_reason in have.items()
         if name in state and shape_or_reason != tuple(state[name].shape)
     ]
-    ties = [tuple(dict.fromkeys(match.names.get(fqn, fqn) for fqn in group)) for group in tied(state)]
+    ties = [tuple(dict.fromkeys(match.names.get(fqn, fqn) for fqn in group)) for group in tied_groups(state)]
     unsaved = collect(model, "_keys_to_ignore_on_save")
     return replace(match, unsaved=unsaved, ties=ties, missing=missing, misfits=misfits)
 
@@ -281,7 +283,7 @@ def answer_class(request: Mapping[str, Any]) -> dict[str, Any]:
     return answer | {"form": form} | ({} if result is None else {"match": ask_model(model, result).to_json()})
 
 
-def tied(state: Mapping[str, object]) -> list[list[str]]:
+def tied_groups(state: Mapping[str, object]) -> list[list[str]]:
     """Return the groups of several names for the same tensor object."""
     groups: dict[int, list[str]] = {}
     for name, tensor in state.items():
@@ -317,7 +319,7 @@ def _hub_form(
     further = getattr(model, "all_tied_weights_keys", {})  # of transformers: name left out -> name kept
     ties = [
         [name.removeprefix(before) for name in sorted(group, key=further.__contains__)]
-        for group in tied(tensors_of(model))
+        for group in tied_groups(tensors_of(model))
     ]
 
     def unknown(why: str, *, is_lost: bool = True) -> tuple[dict[str, Any], None]:
@@ -326,9 +328,11 @@ def _hub_form(
     if 2 * len(model_shapes) < len(shapes):
         return unknown("these are not its names in memory", is_lost=False)
     try:
-        reverted = revert(model, {name: shape for name, shape in model_shapes.items() if name not in unsaved})
+        reverted = revert_conversions(
+            model, {name: shape for name, shape in model_shapes.items() if name not in unsaved}
+        )
     except LayoutError as error:
-        wrong = _not_again(
+        wrong = _changed_by_loading(
             model, model_shapes, {name: Stored(name, shape) for name, shape in model_shapes.items()}
         )
         changes = f"; it would change {listed(wrong)}" if wrong else ""
@@ -344,7 +348,7 @@ def _hub_form(
             if name not in model_shapes
         },
     }
-    wrong = _not_again(model, model_shapes, expressions)
+    wrong = _changed_by_loading(model, model_shapes, expressions)
     if wrong:
         return unknown(f"from_pretrained would make something else of it: {listed(wrong)}")
     plain = {name: to_json(substitute(e, stored_tensors)) for name, e in expressions.items()}
@@ -359,7 +363,7 @@ def _lacked_prefix(names: Collection[str], stored: Mapping[str, Shape]) -> str:
     return before if all(before + name in names for name in stored) else ""
 
 
-def _not_again(
+def _changed_by_loading(
     model: nn.Module, model_shapes: Mapping[str, Shape], expressions: Mapping[str, Expression]
 ) -> list[str]:
     """Return the FQNs of tensors that saving and loading would change.
@@ -376,7 +380,7 @@ def _not_again(
     return [fqn for fqn, expression in again.items() if expression != Stored(fqn, tuple(model_shapes[fqn]))]
 
 
-def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[str, ...]:
+def _computed_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[str, ...]:
     """Return those FQNs that files may lack, because the model's class computes them without a warning.
 
     Source: transformers 5.23, PreTrainedModel._adjust_missing_and_unexpected_keys.

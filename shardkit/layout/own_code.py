@@ -36,15 +36,15 @@ class OwnCode:
         Raises:
             LayoutError: the model cannot be built, or the converter fails.
         """
-        from shardkit.layout.conversions import carry_out
+        from shardkit.layout.conversions import convert_values
 
         with self._lock:
             if self._model is None:
                 self._model = self._build()
-            return carry_out(self._model, opaque, values)
+            return convert_values(self._model, opaque, values)
 
 
-def of_directory(directory: str, *, trust_remote_code: bool) -> OwnCode:
+def own_code_for(directory: str, *, trust_remote_code: bool) -> OwnCode:
     """Return the converters for the model that a config describes. Nothing is imported before the first call.
 
     Args:

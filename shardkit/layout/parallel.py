@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.text import escape
 from shardkit.errors import PolicyError
-from shardkit.layout.units import describe
+from shardkit.layout.units import describe_error
 
 _OLDEST = "5.20"  # of transformers: before it, plans made no DTensors that `fully_shard` takes
 
@@ -122,9 +122,9 @@ def apply_plans(model: nn.Module, meshes: Meshes) -> list[str]:
     except (ValueError, AttributeError, OSError) as error:
         raise PolicyError(
             f"transformers cannot apply the {' and '.join(f'{name}_plan' for name in names)} of "
-            f"{type(model).__name__}: {describe(error)}"
+            f"{type(model).__name__}: {describe_error(error)}"
         ) from error
-    _tie_again(model, ties)
+    _restore_ties(model, ties)
     return [
         path
         for path, module in model.named_modules()
@@ -132,7 +132,7 @@ def apply_plans(model: nn.Module, meshes: Meshes) -> list[str]:
     ]
 
 
-def with_units(model: nn.Module, units: Iterable[str], dispatched: Iterable[str]) -> list[str]:
+def add_dispatched_units(model: nn.Module, units: Iterable[str], dispatched: Iterable[str]) -> list[str]:
     """Return the paths of units and of dispatched expert modules, in module order.
 
     Experts need units of their own, because they lie on another mesh than the rest.
@@ -176,7 +176,7 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
     return [group for group in places.values() if len(group) > 1]
 
 
-def _tie_again(model: nn.Module, ties: list[list[tuple[nn.Module, str, str]]]) -> None:
+def _restore_ties(model: nn.Module, ties: list[list[tuple[nn.Module, str, str]]]) -> None:
     """Put one parameter at all places of a tie again, because a plan makes a new parameter at each place.
 
     Raises:

@@ -20,7 +20,7 @@ from shardkit.errors import LayoutError
 _MAX_SHOWN = 8
 
 
-class Placed(NamedTuple):
+class MeshPlacements(NamedTuple):
     """The placements of a tensor, one for each axis of a mesh."""
 
     placements: Placements
@@ -43,7 +43,7 @@ def placements_of(tensor: DTensor) -> Placements:
     return tuple(placements)
 
 
-def placed_on(tensor: torch.Tensor, mesh: Mesh) -> Placed:
+def read_placements(tensor: torch.Tensor, mesh: Mesh) -> MeshPlacements:
     """Return the placements of a tensor on the axes of the main mesh where possible, else on its own mesh.
 
     A tensor is replicated on axes that its own mesh lacks. A plain tensor is replicated on all axes.
@@ -57,18 +57,18 @@ def placed_on(tensor: torch.Tensor, mesh: Mesh) -> Placed:
             ranks that hold copies on the main mesh; or as `placements_of`.
     """
     if not isinstance(tensor, DTensor):
-        return Placed((REPLICATE,) * len(mesh.axes), None)
+        return MeshPlacements((REPLICATE,) * len(mesh.axes), None)
     placements, view = placements_of(tensor), view_of(tensor.device_mesh)
     cutting = [axis for axis, placement in enumerate(placements) if placement.shard_dim is not None]
     highest = sum((size - 1) * stride for axis in cutting for size, stride in view.digits[axis])
     if highest >= mesh.num_shards:
         names = ", ".join(view.names[axis] for axis in cutting)
         raise LayoutError(f"it is cut on mesh axes {names} over ranks that hold copies in --mesh {mesh}")
-    on_main = _on_main(placements, view, mesh)
-    return Placed(placements, view) if on_main is None else Placed(on_main, None)
+    on_main = _on_main_mesh(placements, view, mesh)
+    return MeshPlacements(placements, view) if on_main is None else MeshPlacements(on_main, None)
 
 
-def _on_main(placements: Placements, view: Mesh, mesh: Mesh) -> Placements | None:
+def _on_main_mesh(placements: Placements, view: Mesh, mesh: Mesh) -> Placements | None:
     """Return placements on the axes of the main mesh; None if the tensor is cut over other axes than these."""
     on_main, last = [REPLICATE] * len(mesh.axes), -1
     for axis, digits, placement in zip(view.axes, view.digits, placements, strict=True):

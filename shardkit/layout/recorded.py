@@ -35,7 +35,7 @@ def recorded_layout(content: manifest.Presharded) -> Layout:
         origin="traced" if content.layout.origin == "traced" else "declared",
         mesh=mesh,
         units=content.units,
-        tensors={fqn: _placed(fqn, tensor, mesh, views) for fqn, tensor in content.tensors.items()},
+        tensors={fqn: _tensor_layout(fqn, tensor, mesh, views) for fqn, tensor in content.tensors.items()},
         policy=content.layout.policy,
     )
 
@@ -61,7 +61,7 @@ def _view(view: manifest.MeshView, mesh: Mesh) -> Mesh:
     return Mesh(axes, tuple(axis.steps for axis in view.axes))
 
 
-def _placed(fqn: str, tensor: manifest.ShardedTensor, mesh: Mesh, views: list[Mesh]) -> TensorLayout:
+def _tensor_layout(fqn: str, tensor: manifest.ShardedTensor, mesh: Mesh, views: list[Mesh]) -> TensorLayout:
     if len(tensor.shape) > _MAX_DIMS:
         raise LayoutError(f"{escape(fqn)}: {len(tensor.shape)} dims, torch has at most {_MAX_DIMS}")
     if tensor.mesh is not None and tensor.mesh >= len(views):

@@ -18,7 +18,7 @@ from torch import nn
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import PolicyError
 from shardkit.layout.layout import find_containers
-from shardkit.layout.units import describe, import_name
+from shardkit.layout.units import describe_error, import_name
 from shardkit.layout.wrap_policy import STAGES, WrapPolicy
 
 
@@ -39,7 +39,11 @@ def find_stages(
     Raises:
         PolicyError: the model's blocks cannot be found, the function fails, or a tensor is on no stage.
     """
-    parts = _even(model, names, num_stages) if policy.function is None else _call(model, num_stages, policy)
+    parts = (
+        _split_evenly(model, names, num_stages)
+        if policy.function is None
+        else _call_function(model, num_stages, policy)
+    )
     stages_of = {
         name: [stage for stage, paths in enumerate(parts) if any(_lies_in(name, path) for path in paths)]
         for name in names
@@ -72,7 +76,7 @@ def _is_module(model: nn.Module, path: str) -> bool:
     return True
 
 
-def _even(model: nn.Module, names: Sequence[str], num_stages: int) -> list[list[str]]:
+def _split_evenly(model: nn.Module, names: Sequence[str], num_stages: int) -> list[list[str]]:
     blocks, num_blocks = _blocks(model, names)
     if num_blocks < num_stages:
         raise PolicyError(
@@ -105,7 +109,7 @@ def _blocks(model: nn.Module, names: Sequence[str]) -> tuple[str, int]:
     return next(iter(containers.items()))
 
 
-def _call(model: nn.Module, num_stages: int, policy: WrapPolicy) -> list[list[str]]:
+def _call_function(model: nn.Module, num_stages: int, policy: WrapPolicy) -> list[list[str]]:
     assert policy.function is not None
     function = import_name(*policy.function, STAGES)
     try:
@@ -113,7 +117,7 @@ def _call(model: nn.Module, num_stages: int, policy: WrapPolicy) -> list[list[st
         stages = [[str(path) for path in paths] for paths in parts]
     except (Exception, SystemExit) as error:
         raise PolicyError(
-            f"--stages {policy.text}: the function failed: {describe(error)}",
+            f"--stages {policy.text}: the function failed: {describe_error(error)}",
             hint="it is called with the model on the meta device and the number of stages, and returns a list of module "
             "paths for each stage",
         ) from error

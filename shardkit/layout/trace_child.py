@@ -34,15 +34,15 @@ from shardkit.errors import LayoutError, PolicyError, SourceError, UsageError
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import ClassDtypes, build_model, built_dtypes, class_dtypes
 from shardkit.layout.layout import innermost_unit
-from shardkit.layout.naming import answer_class, ask_model, tensors_of, tied
-from shardkit.layout.parallel import Meshes, apply_plans, is_parallel, with_units
-from shardkit.layout.placed import Placed, placed_on
+from shardkit.layout.naming import answer_class, ask_model, tensors_of, tied_groups
+from shardkit.layout.parallel import Meshes, add_dispatched_units, apply_plans, is_parallel
+from shardkit.layout.placed import MeshPlacements, read_placements
 from shardkit.layout.stages import find_stages
 from shardkit.layout.traced import STATUSES
 from shardkit.layout.units import (
     PlannedUnit,
     class_counts,
-    describe,
+    describe_error,
     find_units,
     import_name,
     plan_units,
@@ -90,13 +90,13 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
         # A model's own code may raise any error. The parent gets it with its traceback.
         traceback.print_exc()
         failure = LayoutError(
-            f"the model cannot be built and wrapped: {describe(error)}",
+            f"the model cannot be built and wrapped: {describe_error(error)}",
             hint="the last lines that the model's code printed are above",
         )
         return {"status": "layout", **failure.to_json(), "show_output": True}
 
 
-def _limit() -> None:
+def _limit_resources() -> None:
     """Limit this process, so that a config of an endless model does not exhaust the machine."""
     for what, most in ((resource.RLIMIT_CPU, _MAX_CPU_S), (resource.RLIMIT_DATA, _MAX_DATA_BYTES)):
         allowed = resource.getrlimit(what)[1]
@@ -106,7 +106,7 @@ def _limit() -> None:
 
 def _trace(request: dict[str, Any]) -> dict[str, Any]:
     if "asks" in request:
-        _limit()
+        _limit_resources()
         return answer_class(request)
     dtype: torch.dtype | None = getattr(torch, request["dtype"]) if request.get("dtype") else None
     model = build_model(request["directory"], trust_remote_code=request["trust_remote_code"], dtype=dtype)
@@ -176,7 +176,7 @@ def wrap_model(
     dispatched = apply_plans(model, meshes)
     if meshes.data is None:
         return
-    plan = plan_units(model, with_units(model, matched, dispatched), wide)
+    plan = plan_units(model, add_dispatched_units(model, matched, dispatched), wide)
 
     def shard(unit: PlannedUnit, module: nn.Module) -> None:
         fully_shard(module, mesh=meshes.of_unit(unit.around in dispatched))
@@ -192,7 +192,7 @@ def _call_function(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> No
         function(model, mesh)
     except (Exception, SystemExit) as error:
         raise PolicyError(
-            f"--wrap {policy.text}: the function failed: {describe(error)}",
+            f"--wrap {policy.text}: the function failed: {describe_error(error)}",
             hint="it is called with the model on the meta device and a device mesh, and shards the model in place",
         ) from error
     if not any(isinstance(module, FSDPModule) for module in model.modules()) and not is_parallel(model):
@@ -224,11 +224,11 @@ def _read_model(
     units = _units(model, classes)
     index = {path: number for number, (path, _) in enumerate(units)}
     _check_ties(before, after, index, units)
-    ties = tied(after)
+    ties = tied_groups(after)
     aliases = {name for group in ties for name in group[1:]}
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
     kept = {name: tensor for name, tensor in after.items() if name not in aliases}
-    placed = _placed(kept, mesh)
+    placed = _all_placements(kept, mesh)
     views = list(dict.fromkeys(place.mesh for place in placed.values() if place.mesh is not None))
     return {
         "meshes": [
@@ -273,19 +273,19 @@ def _check_ties(
     """Raise an error for ties that `fully_shard` split, because a function put their names into different units."""
     split = [
         {name: units[innermost_unit(name, index)][0] for name in group}
-        for group in tied(before)
+        for group in tied_groups(before)
         if len({id(after.get(name)) for name in group}) > 1
     ]
     if split:
         raise tie_error(split, [(path, class_name) for path, class_name in units if path], OPTION)
 
 
-def _placed(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, Placed]:
-    placed: dict[str, Placed] = {}
+def _all_placements(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, MeshPlacements]:
+    placed: dict[str, MeshPlacements] = {}
     problems = []
     for name, tensor in tensors.items():
         try:
-            placed[name] = placed_on(tensor, mesh)
+            placed[name] = read_placements(tensor, mesh)
         except LayoutError as error:
             problems.append(f"{escape(name)}: {error.message}")
     LayoutError.raise_for(

@@ -157,7 +157,7 @@ SAME_IN_MEMORY = frozenset(
 
 def may_differ_in_memory(config: Mapping[str, Any]) -> bool:
     """True if a config's class can be built and may have other names in memory than on the Hub."""
-    return _why_not(config) is None and config.get("model_type") not in SAME_IN_MEMORY
+    return _why_no_answer(config) is None and config.get("model_type") not in SAME_IN_MEMORY
 
 
 class ClassReply(NamedTuple):
@@ -242,14 +242,14 @@ def _ask(
     on_start: Callable[[], None] = lambda: None,
 ) -> T:
     """Return `read(answer)` for the answer to a request, which comes from the cache or else from a child."""
-    kept = _find_kept(request, read)
+    kept = _find_cached(request, read)
     if kept is not None:
         return kept
     on_start()
     return _ask_child(request, read)
 
 
-def _find_kept(request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T | None:
+def _find_cached(request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T | None:
     slot = slot_for(request)
     kept = slot.find(read) if slot is not None else None
     if kept is not None:
@@ -259,10 +259,10 @@ def _find_kept(request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T
 
 def _ask_child(request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
     _log.debug("transformers is asked %s, in a process of its own", _ASKED[request.get("asks", "")])
-    return _keep_answer(request, _run_child(request), read)
+    return _cache_answer(request, _run_child(request), read)
 
 
-def _keep_answer(
+def _cache_answer(
     request: Mapping[str, Any], answer: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]
 ) -> T:
     """Return `read(answer)`, and cache the answer."""
@@ -278,7 +278,7 @@ def _run_child(request: Mapping[str, Any]) -> Mapping[str, Any]:
         answer_path = os.path.join(scratch, "answer.json")
         payload = json.dumps({**request, "answer": answer_path}).encode()
         try:
-            done = _spawn(payload, DEFAULT_TIMEOUT_S)
+            done = _serve_request(payload, DEFAULT_TIMEOUT_S)
         except OSError as error:  # an interpreter inside another program may have no name
             raise ResourceError(
                 f"cannot start Python ({escape(sys.executable or 'sys.executable is empty')}) to trace the model: "
@@ -295,7 +295,7 @@ def _run_child(request: Mapping[str, Any]) -> Mapping[str, Any]:
             with open(answer_path, encoding="utf-8") as file:
                 answer: dict[str, Any] = json.load(file)
         except (FileNotFoundError, ValueError):
-            raise _died(done) from None
+            raise _child_died_error(done) from None
     if answer["status"] != "ok":
         lines = _last_lines(done.stdout) if answer.get("show_output") else []
         kind = STATUSES[answer["status"]]
@@ -390,7 +390,7 @@ def one_process(process: _ModelProcess | None = None) -> Iterator[None]:
             _process.reset(token)
 
 
-def _spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+def _serve_request(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
     """Call `_ModelProcess.serve` of the child of the context, or of a new child for this request alone."""
     process = _process.get()
     if process is not None:
@@ -399,13 +399,13 @@ def _spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[byte
         return child_process.serve(payload, timeout_s)
 
 
-def _died(done: subprocess.CompletedProcess[bytes]) -> ShardkitError:
+def _child_died_error(done: subprocess.CompletedProcess[bytes]) -> ShardkitError:
     hint = "signal 9 usually means that memory ran out" if done.returncode == -9 else None
-    message = f"the process that traces the model ended {_how(done.returncode)}"
+    message = f"the process that traces the model ended {_describe_exit(done.returncode)}"
     return ResourceError(message, problems=_last_lines(done.stdout), hint=hint)
 
 
-def _how(status: int) -> str:
+def _describe_exit(status: int) -> str:
     return f"by signal {-status}" if status < 0 else f"with exit code {status}"
 
 
@@ -504,7 +504,7 @@ class ClassQuestion:
         self._stack = contextlib.ExitStack()
         self._process = _process.get() or _ModelProcess()
         self._thread: threading.Thread | None = None
-        self._answer = ClassAnswer(failure=_why_not(config))
+        self._answer = ClassAnswer(failure=_why_no_answer(config))
         if self._answer.failure is not None:
             return
         try:
@@ -541,17 +541,17 @@ class ClassQuestion:
         return self._answer
 
     def _ask(self, request: Mapping[str, Any]) -> None:
-        if (kept := _find_kept(request, _read_reply)) is not None:
+        if (kept := _find_cached(request, _read_reply)) is not None:
             self._answer = kept.answer
         elif _may_ask_here():
             _log.debug("transformers is asked %s", _ASKED["class"])
             self._answer = _ask_here(request)
         else:
             self._process.start()
-            self._thread = threading.Thread(target=self._have_asked, args=[request])
+            self._thread = threading.Thread(target=self._ask_in_thread, args=[request])
             self._thread.start()
 
-    def _have_asked(self, request: Mapping[str, Any]) -> None:
+    def _ask_in_thread(self, request: Mapping[str, Any]) -> None:
         with one_process(self._process):
             try:
                 self._answer = _ask_child(request, _read_reply).answer
@@ -559,7 +559,7 @@ class ClassQuestion:
                 self._answer = ClassAnswer(failure=escape(error.message))
 
 
-def _why_not(config: Mapping[str, Any]) -> str | None:
+def _why_no_answer(config: Mapping[str, Any]) -> str | None:
     """Return why a config's class cannot answer, or None; nothing is imported, so building may still fail."""
     if (reason := why_no_class(config)) is not None:
         return reason
@@ -598,14 +598,14 @@ def _ask_here(request: Mapping[str, Any]) -> ClassAnswer:
         try:
             from shardkit.layout.naming import answer_class
 
-            return _keep_answer(request, answer_class(request), _read_reply).answer
+            return _cache_answer(request, answer_class(request), _read_reply).answer
         except (Exception, SystemExit) as error:  # a model's code may raise any error
             return ClassAnswer(failure=escape(f"{type(error).__name__}: {error}"))
         finally:
             logger.setLevel(level)
 
 
-def asking(config: Mapping[str, Any] | None) -> str:
+def asking_text(config: Mapping[str, Any] | None) -> str:
     """Return the text to show while waiting for a class's answer."""
     return f"asking {class_name(config)} ..."
 

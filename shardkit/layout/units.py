@@ -167,12 +167,12 @@ def import_name(module_name: str, attribute: str, wording: PolicyWording = OPTIO
         return getattr(importlib.import_module(module_name), attribute)
     except (Exception, SystemExit) as error:
         raise PolicyError(
-            f"{wording.name}: cannot import {attribute} from {module_name}: {describe(error)}",
+            f"{wording.name}: cannot import {attribute} from {module_name}: {describe_error(error)}",
             hint="it is looked for in the current directory, PYTHONPATH and the installed packages",
         ) from error
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return one line that describes an exception of the user's or the model's code."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({repr(error.code)[:_MAX_SHOWN]})"
@@ -325,7 +325,7 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
         cut = [member for member in held_here if member.parameter.ndim]
         outside |= {member.names[0]: member.parameter for member in held_here if not member.parameter.ndim}
         kinds = _by_kind(cut, has_wide=wide is not None)
-        main = _main(kinds, is_root=not path)
+        main = _main_kind(kinds, is_root=not path)
         units.append(PlannedUnit(path=path, around=path, is_wide=main is not None and main.is_wide))
         of_weights[path] = _dtype_of(
             [member for member in kinds.get(main, ()) if not member.is_factor] if main else ()
@@ -336,7 +336,7 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
                 continue
             hosts: dict[str, list[nn.Parameter]] = {}
             for member in kind_members:
-                host = _host(model, path, member.names, unit_paths)
+                host = _host_module(model, path, member.names, unit_paths)
                 if host is None:
                     outside[member.names[0]] = member.parameter
                 else:
@@ -394,7 +394,7 @@ def shard_units(
             hidden = {id(p) for p in module.parameters()} & apart
         else:
             hidden = {id(p) for p in module.parameters()}.difference(map(id, unit.parameters))
-        with _without(module, hidden):
+        with _hide_parameters(module, hidden):
             shard(unit, module)
 
 
@@ -456,7 +456,7 @@ def _dtype_of(members: Sequence[_Member] | None) -> torch.dtype | None:
     )
 
 
-def _main(kinds: Mapping[_UnitTraits, Sequence[_Member]], *, is_root: bool) -> _UnitTraits | None:
+def _main_kind(kinds: Mapping[_UnitTraits, Sequence[_Member]], *, is_root: bool) -> _UnitTraits | None:
     """Return the kind whose parameters stay in the policy's unit: the narrowest kind.
 
     Wide parameters are usually few. Embeddings, which models call from anywhere, are not among them. The root casts
@@ -470,7 +470,9 @@ def _main(kinds: Mapping[_UnitTraits, Sequence[_Member]], *, is_root: bool) -> _
     return min((kind for kind in kinds if not (is_root and kind.is_wide)), key=order, default=None)
 
 
-def _host(model: nn.Module, unit: str, names: Sequence[str], unit_paths: Collection[str]) -> str | None:
+def _host_module(
+    model: nn.Module, unit: str, names: Sequence[str], unit_paths: Collection[str]
+) -> str | None:
     """Return the path of the outermost module in a unit that has a `forward` and contains all names of a parameter."""
     inside = [name.removeprefix(f"{unit}." if unit else "").split(".")[:-1] for name in names]
     around = takewhile(lambda parts: len(set(parts)) == 1, zip(*inside, strict=False))
@@ -483,7 +485,7 @@ def _host(model: nn.Module, unit: str, names: Sequence[str], unit_paths: Collect
 
 
 @contextlib.contextmanager
-def _without(module: nn.Module, hidden: Collection[int]) -> Iterator[None]:
+def _hide_parameters(module: nn.Module, hidden: Collection[int]) -> Iterator[None]:
     """Hide parameters of a module and its submodules while the context lasts; they return in the same order.
 
     Args:

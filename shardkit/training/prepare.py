@@ -31,7 +31,7 @@ from shardkit.formats.hub.tokenizer import tokenizer_differences, tokenizer_file
 from shardkit.keys.names import clean_name
 from shardkit.keys.rule_sets import load_rules
 from shardkit.keys.rules import RuleSet
-from shardkit.layout.classes import BrokenTie, broken_ties, tie, transformers_model
+from shardkit.layout.classes import BrokenTie, broken_ties, mend_ties, transformers_model
 from shardkit.operations.consolidate.own import reads_of
 from shardkit.osft.plan import OsftPlan, as_plan
 from shardkit.osft.training.model import Factoring, dense_names, factor_model
@@ -390,7 +390,7 @@ def _build(options: PrepareOptions, dtype: torch.dtype | str | None) -> _Sourcel
         dequantize=options.dequantize,
         seed=options.seed,
     )
-    retied = tuple(tie(model))
+    retied = tuple(mend_ties(model))
     if align and tokenizer is None:
         raise UsageError("align_vocab is given without a tokenizer", hint="give tokenizer= too")
     grown: dict[str, int] = {}

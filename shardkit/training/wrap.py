@@ -37,7 +37,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import MeshError, PolicyError, UsageError
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import ClassDtypes, class_dtypes, is_transformers_layer
-from shardkit.layout.parallel import Meshes, apply_plans, has_plan, is_parallel, with_units
+from shardkit.layout.parallel import Meshes, add_dispatched_units, apply_plans, has_plan, is_parallel
 from shardkit.layout.units import (
     PlannedUnit,
     check_ties,
@@ -198,7 +198,7 @@ def wrap(
         return model
     precision = _precision(mixed_precision)
     wide = _class_dtypes(model, precision) if mixed_precision == "bf16" else None
-    plan = plan_units(model, with_units(model, paths, dispatched), wide)
+    plan = plan_units(model, add_dispatched_units(model, paths, dispatched), wide)
     settings = {unit.path: _unit_precision(unit, modules[unit.path], precision, wide) for unit in plan.units}
     units = _apply_checkpointing(model, {path: modules[path] for path in paths}, recomputed)
     if wide is not None:

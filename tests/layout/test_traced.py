@@ -574,11 +574,11 @@ def test_a_child_that_dies_or_hangs_is_an_error_of_the_environment(
         raise subprocess.TimeoutExpired([], timeout_s, output=b"last words\n")
 
     directory = model_dir("llama")
-    monkeypatch.setattr(traced, "_spawn", killed)
+    monkeypatch.setattr(traced, "_serve_request", killed)
     with pytest.raises(ResourceError, match="by signal 9") as caught:
         trace(directory, MESH, "auto")
     assert caught.value.problems == ("one", "two\\x1b")
-    monkeypatch.setattr(traced, "_spawn", slow)
+    monkeypatch.setattr(traced, "_serve_request", slow)
     with pytest.raises(ResourceError, match="longer than 600 s"):
         trace(directory, MESH, "auto")
 

@@ -16,7 +16,7 @@ from shardkit.core.threads import OnStep, silent
 from shardkit.errors import LayoutError
 from shardkit.keys.expressions import Expression, leaves
 from shardkit.keys.names import COMPILED, IN_BLOCK, match_prefix, split
-from shardkit.layout.binding import ClassNames, TensorsAtHand, as_tensors, bind, class_says
+from shardkit.layout.binding import ClassNames, TensorsAtHand, bind, class_provider, name_in_catalog
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, declare
 from shardkit.layout.traced import Trace, class_name, trace_model, why_no_class
 from shardkit.layout.wrap_policy import parse_policy
@@ -126,7 +126,9 @@ def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
     match = trace.match or ClassNames(names={name: name for name in source})
     shapes_in_files = {name: entry.shape for name, entry in source.items()}
     have = TensorsAtHand(shapes=shapes_in_files, side="hub")
-    names, expressions = as_tensors(bind(have, None, [class_says(lambda _: match)]).expressions, source)
+    names, expressions = name_in_catalog(
+        bind(have, None, [class_provider(lambda _: match)]).expressions, source
+    )
     source_shapes = shapes_in_files | {name: expression.shape for name, expression in expressions.items()}
     layout = _store_present_names(trace.layout, names)
     live = _live_shapes(layout)

@@ -15,7 +15,7 @@ from shardkit.formats.hub.base import Base, saved_derived
 from shardkit.keys.expressions import Opaque
 from shardkit.keys.rule_sets import AUTO, NONE, known_names, load_rules
 from shardkit.keys.select import Globs, Selection
-from shardkit.layout.binding import ClassNames, TensorsAtHand, bind, shipped
+from shardkit.layout.binding import ClassNames, TensorsAtHand, bind, shipped_provider
 from shardkit.layout.traced import may_differ_in_memory
 from shardkit.operations.consolidate.adapter import Chosen
 from shardkit.operations.consolidate.options import ConsolidateOptions
@@ -114,7 +114,7 @@ def _waiting(
         return _Waiting(())
     config = base.config if base is not None else None
     have = TensorsAtHand(shapes=shapes, config=config)
-    if options.key_rules == AUTO and bind(have, None, [shipped]).rules is not None:
+    if options.key_rules == AUTO and bind(have, None, [shipped_provider]).rules is not None:
         return _Waiting(shapes, takes_rules=True)
     changed = {
         fqn for fqn, expression in saved_derived(checkpoint).items() if not isinstance(expression, Opaque)

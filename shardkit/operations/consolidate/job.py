@@ -69,19 +69,19 @@ from shardkit.layout.binding import (
     ClassNames,
     Provider,
     TensorsAtHand,
-    as_tensors,
     bind,
-    class_says,
-    part_of,
-    person,
-    shipped,
+    class_provider,
+    name_in_catalog,
+    person_provider,
+    shipped_provider,
+    whole_provider,
 )
-from shardkit.layout.binding import manifest as manifest_says
+from shardkit.layout.binding import manifest_provider as manifest_says
 from shardkit.layout.traced import (
     ClassAnswer,
     ClassReply,
     ask_class,
-    asking,
+    asking_text,
     may_differ_in_memory,
 )
 from shardkit.operations.casts import (
@@ -518,8 +518,8 @@ def _choose(
         chosen,
         selection.live,
         [
-            person(rules) if rules is not None else manifest_says(derived),
-            *([shipped] if takes_shipped else []),
+            person_provider(rules) if rules is not None else manifest_says(derived),
+            *([shipped_provider] if takes_shipped else []),
         ],
         converted=derived,
         config=base.config if base else None,
@@ -645,7 +645,7 @@ def _made(chosen: Chosen, expressions: Mapping[str, Expression], sources: Mappin
         sources: name in memory -> name in the catalog.
     """
     stored = {name: under_names(expression, sources) for name, expression in expressions.items()}
-    names, derived_tensors = as_tensors(stored, chosen.catalog.tensors)
+    names, derived_tensors = name_in_catalog(stored, chosen.catalog.tensors)
     origins = {
         source: frozenset(leaf.name for leaf in leaves(expression))
         for source, expression in derived_tensors.items()
@@ -690,7 +690,7 @@ def _name_as_saved(
     sources = {selection.live.get(source, name): source for source, name in chosen.names.items()}
     shapes = {name: tensors[source].shape for name, source in sources.items()}
     form = ask_class(
-        base.directory, shapes, in_memory=True, on_start=lambda: options.tell_step(asking(config))
+        base.directory, shapes, in_memory=True, on_start=lambda: options.tell_step(asking_text(config))
     )
     if form is None:  # without the class the names stay as they are
         return chosen, None, (), ()
@@ -833,9 +833,9 @@ def _fit_base(
         )
         if class_names is not None and is_lone and wholes:
             live = _live_in_whole(chosen, live, shapes_in_base, options, class_names)
-        asked_class = [] if class_names is None else [class_says(lambda _: class_names, shapes_in_base)]
+        asked_class = [] if class_names is None else [class_provider(lambda _: class_names, shapes_in_base)]
         converted = class_names.converted if class_names is not None else {}
-        chosen, _ = _bound(chosen, live, [*asked_class, part_of(wholes)], converted=converted)
+        chosen, _ = _bound(chosen, live, [*asked_class, whole_provider(wholes)], converted=converted)
         rules = find_rules({before.get(source, name): name for source, name in chosen.names.items()})
         chosen = replace(chosen, names=_in_order(chosen.names, shapes_in_base) or chosen.names)
     lacking = [name for name in chosen.names.values() if name not in shapes_in_base]
@@ -1147,5 +1147,5 @@ def _ask_class(base: Base, on_step: OnStep) -> ClassNames | None:
     shapes = base_shapes(base)
     if shapes is None or not (base.config or {}).get("architectures"):
         return None
-    reply = ask_class(base.directory, shapes, on_start=lambda: on_step(asking(base.config)))
+    reply = ask_class(base.directory, shapes, on_start=lambda: on_step(asking_text(base.config)))
     return None if reply is None else reply.match

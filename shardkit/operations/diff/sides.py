@@ -28,7 +28,15 @@ from shardkit.formats.quantised import can_dequantize, hidden, why_narrow, why_q
 from shardkit.keys.expressions import under_names
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import Globs, select_model
-from shardkit.layout.binding import ClassNames, TensorsAtHand, as_tensors, bind, class_says, manifest, shipped
+from shardkit.layout.binding import (
+    ClassNames,
+    TensorsAtHand,
+    bind,
+    class_provider,
+    manifest_provider,
+    name_in_catalog,
+    shipped_provider,
+)
 from shardkit.layout.traced import SAME_IN_MEMORY, ask_class, may_differ_in_memory, why_no_class
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.resolve import ResolvedCheckpoint, Taken
@@ -265,8 +273,8 @@ def _in_one_form(side: Side, other_side: Side, label: str) -> tuple[Side, list[s
         config=other_side.checkpoint.hub.config if other_side.checkpoint.hub is not None else None,
         padding=side.checkpoint.contents.padding,
     )
-    providers = [manifest(saved_derived(side.checkpoint)), *([shipped] if is_saved else [])]
-    providers += [class_says(lambda _: _ask_class(other_side, unasked.append))]
+    providers = [manifest_provider(saved_derived(side.checkpoint)), *([shipped_provider] if is_saved else [])]
+    providers += [class_provider(lambda _: _ask_class(other_side, unasked.append))]
     binding = bind(have, other_shapes, providers)
     because = [
         f"{label}: what the model's class stores in another form counts as another tensor: {why}"
@@ -275,7 +283,7 @@ def _in_one_form(side: Side, other_side: Side, label: str) -> tuple[Side, list[s
     if set(binding.by.values()) == {"selection"}:
         return side, because
     expressions = {name: under_names(expression, stored) for name, expression in binding.expressions.items()}
-    renamed, derived_tensors = as_tensors(expressions, side.catalog.tensors)
+    renamed, derived_tensors = name_in_catalog(expressions, side.catalog.tensors)
     notes = because
     if binding.rules is not None:
         notes.append(

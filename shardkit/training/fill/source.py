@@ -36,7 +36,15 @@ from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
 from shardkit.keys.rules import RuleSet
 from shardkit.keys.select import select_model
-from shardkit.layout.binding import Binding, ClassNames, TensorsAtHand, as_tensors, bind, class_says, person
+from shardkit.layout.binding import (
+    Binding,
+    ClassNames,
+    TensorsAtHand,
+    bind,
+    class_provider,
+    name_in_catalog,
+    person_provider,
+)
 from shardkit.layout.classes import transformers_model
 from shardkit.layout.naming import match_names
 from shardkit.layout.own_code import OwnCode
@@ -267,13 +275,15 @@ def find_weights(
         computed=[fqn for fqn, tensor in names.items() if not tensor.persistent],
         model=model,
     )
-    binding = bind(have, fqns, [*([person(rules)] if rules is not None else []), class_says(ask)])
+    binding = bind(
+        have, fqns, [*([person_provider(rules)] if rules is not None else []), class_provider(ask)]
+    )
     expressions, match = _once(binding, source, stored.derived)
     expressions = {fqn: under_names(expression, below) for fqn, expression in expressions.items()}
     match = _as_stored(match, below if rules is None else {})
     parts = (leaf.name for expression in expressions.values() for leaf in leaves(expression))
     catalog = stored.select(list(dict.fromkeys(parts)))
-    catalog_names, made_of = as_tensors(expressions, stored.names)
+    catalog_names, made_of = name_in_catalog(expressions, stored.names)
     return Weights(
         path=source.path,
         catalog=catalog,
