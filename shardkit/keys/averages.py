@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shardkit.core.text import count, escape, few, in_shell
 from shardkit.errors import SourceError, UsageError
 from shardkit.keys.names import Segments, clean, is_number, join, match_prefix
-from shardkit.keys.roots import Located, SortedNames, Want, list_roots, locate_model, option
+from shardkit.keys.roots import Located, SortedNames, Want, list_roots, locate_model, root_option
 from shardkit.keys.trainer_state import is_averaged
 
 _MAX_DEPTH = 3  # segments down to the root of an average
@@ -32,7 +32,7 @@ def locate_averaged(source: SortedNames, want: Want | None) -> Located:
         model = locate_model(source, want)
     except SourceError:  # several models, such as a GAN's: perhaps only one of them has an average
         model = Located(root=())
-    root = _averaged(source, model)
+    root = _find_averages(source, model)
     if isinstance(root, _AveragedStates):
         return _take_states(root, model)
     # ema-pytorch and torch's AveragedModel store the averaged copy, counters, and the model in training.
@@ -129,13 +129,13 @@ def _take_states(states: _AveragedStates, model: Located) -> Located:
     return located
 
 
-def _averaged(source: SortedNames, model: Located) -> Segments | _AveragedStates:
+def _find_averages(source: SortedNames, model: Located) -> Segments | _AveragedStates:
     """Return the root of the averaged weights, or the optimizer states that are averaged weights.
 
     Raises:
         UsageError: there are no averages, several, or only candidates that their names do not identify.
     """
-    roots = _roots(source, model)
+    roots = _averaged_roots(source, model)
     states = list(_averaged_states(source, model))
     averages: list[Segments | _AveragedStates] = [*roots, *(part for part in states if part.is_sure)]
     if len(averages) == 1:
@@ -150,7 +150,7 @@ def _averaged(source: SortedNames, model: Located) -> Segments | _AveragedStates
                 else f"{escape(join(part))}: {count(roots[part], 'tensor')}"
                 for part in averages
             ],
-            hint=f"choose one, as in {first.option if isinstance(first, _AveragedStates) else option(first)}",
+            hint=f"choose one, as in {first.option if isinstance(first, _AveragedStates) else root_option(first)}",
         )
     if not states:
         message = "--weights ema: the checkpoint holds no averaged weights"
@@ -164,7 +164,7 @@ def _averaged(source: SortedNames, model: Located) -> Segments | _AveragedStates
     )
 
 
-def _roots(source: SortedNames, model: Located) -> Counter[Segments]:
+def _averaged_roots(source: SortedNames, model: Located) -> Counter[Segments]:
     """Return root -> number of tensors of the parts that are averaged weights: by the format, else by their names."""
     if source.roots.get("ema"):
         root = clean(join(map(str, source.roots["ema"])))

@@ -85,7 +85,7 @@ def holds_fused_experts(names: Iterable[str]) -> bool:
     return any(map(_FUSED_EXPERTS.search, names))
 
 
-def other_numbers_of_experts(shapes: Mapping[str, Shape], base: Mapping[str, Shape]) -> dict[str, int]:
+def differing_expert_counts(shapes: Mapping[str, Shape], base: Mapping[str, Shape]) -> dict[str, int]:
     """Find fused experts whose number differs from the base's, which has them one by one.
 
     Returns:
@@ -186,7 +186,7 @@ def compare_with_base(
     )
 
 
-def torn_parts(missing: Collection[str], present_names: Collection[str]) -> dict[str, str]:
+def incomplete_parts(missing: Collection[str], present_names: Collection[str]) -> dict[str, str]:
     """Return missing name -> the part that contains it, for parts of which other tensors are present.
 
     A part is the outermost list of blocks or experts around a tensor; if there is no list, the largest module that
@@ -214,11 +214,11 @@ def torn_parts(missing: Collection[str], present_names: Collection[str]) -> dict
     return torn
 
 
-def whole_parts(missing: Collection[str], present_names: Collection[str]) -> list[str]:
+def missing_globs(missing: Collection[str], present_names: Collection[str]) -> list[str]:
     """Return globs for missing names, each for the largest module of which no tensor is present.
 
     Args:
-        missing, present_names: as for `torn_parts`.
+        missing, present_names: as for `incomplete_parts`.
     """
     present_paths = {path[:depth] for path in map(split, present_names) for depth in range(1, len(path))}
     globs = list[str]()

@@ -171,14 +171,14 @@ def concat(parts: Sequence[Expression], dim: int) -> Expression:
         for part in parts
         for piece in (part.parts if isinstance(part, Concat) and part.dim == dim else (part,))
     ]
-    kept = _joined([part for part in flat if part.shape[dim]] or flat[:1], dim)
+    kept = _merge_neighbours([part for part in flat if part.shape[dim]] or flat[:1], dim)
     if len(kept) == 1:
         return kept[0]
     shape = (*parts[0].shape[:dim], sum(part.shape[dim] for part in kept), *parts[0].shape[dim + 1 :])
     return Concat(tuple(kept), dim, shape)
 
 
-def _joined(parts: list[Expression], dim: int) -> list[Expression]:
+def _merge_neighbours(parts: list[Expression], dim: int) -> list[Expression]:
     """Return parts along a dim, with neighbouring boxes of one expression merged into one box."""
     joined: list[Expression] = []
     for part in parts:
@@ -248,15 +248,15 @@ def interleave(of: Expression, dim: int, num_groups: int) -> Expression:
     Raises:
         ValueError: the dim cannot be divided into this number of equal stretches.
     """
-    return _shuffled(of, dim, num_groups, of.shape[dim] // max(num_groups, 1))
+    return _swap_groups(of, dim, num_groups, of.shape[dim] // max(num_groups, 1))
 
 
 def deinterleave(of: Expression, dim: int, num_groups: int) -> Expression:
     """Return the inverse of `interleave`: with 2 groups, a0 b0 a1 b1 becomes a0 a1 b0 b1."""
-    return _shuffled(of, dim, of.shape[dim] // max(num_groups, 1), num_groups)
+    return _swap_groups(of, dim, of.shape[dim] // max(num_groups, 1), num_groups)
 
 
-def _shuffled(of: Expression, dim: int, outer: int, inner: int) -> Expression:
+def _swap_groups(of: Expression, dim: int, outer: int, inner: int) -> Expression:
     apart = reshape(of, (*of.shape[:dim], outer, inner, *of.shape[dim + 1 :]))
     dims = list(range(len(apart.shape)))
     dims[dim], dims[dim + 1] = dims[dim + 1], dims[dim]
@@ -462,37 +462,37 @@ def read_regions(of: Expression, region: Region) -> Iterator[tuple[str, Region]]
                 yield from read_regions(part, full_region(part.shape))
 
 
-def made_name(target: str, stored: Container[str]) -> str:
+def computed_name(target: str, stored: Container[str]) -> str:
     """Return a name for a computed tensor that no stored tensor has: the target's own, or else "TARGET (made)"."""
     return f"{target} (made)" if target in stored else target
 
 
 def substitute(of: Expression, bound: Mapping[str, Expression]) -> Expression:
     """Return an expression with stored tensors replaced by expressions; tensors that `bound` lacks stay."""
-    return _rebuilt(of, lambda leaf: bound.get(leaf.name, leaf))
+    return _map_leaves(of, lambda leaf: bound.get(leaf.name, leaf))
 
 
-def under_names(of: Expression, names: Mapping[str, str]) -> Expression:
+def rename_leaves(of: Expression, names: Mapping[str, str]) -> Expression:
     """Return an expression with its stored tensors renamed; names that `names` lacks stay."""
-    return _rebuilt(of, lambda leaf: Stored(names.get(leaf.name, leaf.name), leaf.shape))
+    return _map_leaves(of, lambda leaf: Stored(names.get(leaf.name, leaf.name), leaf.shape))
 
 
-def _rebuilt(of: Expression, make: Callable[[Stored], Expression]) -> Expression:
+def _map_leaves(of: Expression, make: Callable[[Stored], Expression]) -> Expression:
     match of:
         case Stored():
             return make(of)
         case Cut():
-            return cut(_rebuilt(of.of, make), of.region)
+            return cut(_map_leaves(of.of, make), of.region)
         case Concat():
-            return concat([_rebuilt(part, make) for part in of.parts], of.dim)
+            return concat([_map_leaves(part, make) for part in of.parts], of.dim)
         case Permuted():
-            return permute(_rebuilt(of.of, make), of.dims)
+            return permute(_map_leaves(of.of, make), of.dims)
         case Reshaped():
-            return reshape(_rebuilt(of.of, make), of.shape)
+            return reshape(_map_leaves(of.of, make), of.shape)
         case Zeros():
             return of
         case Opaque():
-            return replace(of, parts=tuple((name, _rebuilt(part, make)) for name, part in of.parts))
+            return replace(of, parts=tuple((name, _map_leaves(part, make)) for name, part in of.parts))
 
 
 _NOT_KNOWN = "transformers' own code makes it, by operations that shardkit does not know"

@@ -54,12 +54,12 @@ def parts_of_ranks(tensors: Iterable[NamedShape], objects: Iterable[str] = ()) -
     """
     tensors = list(tensors)
     shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.dtype in _PLAIN}
-    moments = {name: fqn for name in shapes if (fqn := _parameter(name)) is not None}
+    moments = {name: fqn for name in shapes if (fqn := _parameter_of(name)) is not None}
     owners = {name.rpartition(".")[0] for name in moments}
     leaves = (name.rpartition(".") for name in (*(tensor.name for tensor in tensors), *objects))
     if not moments or any(leaf not in _MOMENTS | _BESIDE for owner, _, leaf in leaves if owner in owners):
         return None  # an unknown kind of optimizer
-    pairs = _paired(moments, shapes)
+    pairs = _shape_pairs(moments, shapes)
     cuts = {k: [name for name, pair in pairs.items() if _is_part(*pair, k)] for k in _candidates(pairs)}
     num_ranks = max(cuts, key=lambda k: len(cuts[k]), default=0)
     cut = cuts.get(num_ranks, [])
@@ -74,7 +74,7 @@ def parts_of_ranks(tensors: Iterable[NamedShape], objects: Iterable[str] = ()) -
     )
 
 
-def _parameter(name: str) -> str | None:
+def _parameter_of(name: str) -> str | None:
     """Return the name of a moment's parameter below the model's root: "a.weight" for "optim.state.a.weight.exp_avg".
 
     None if the name is not of a moment.
@@ -85,7 +85,7 @@ def _parameter(name: str) -> str | None:
     return ".".join(segments[segments.index("state") + 1 :]) or None
 
 
-def _paired(moments: Mapping[str, str], shapes: Mapping[str, Shape]) -> dict[str, tuple[Shape, Shape]]:
+def _shape_pairs(moments: Mapping[str, str], shapes: Mapping[str, Shape]) -> dict[str, tuple[Shape, Shape]]:
     """Return moment -> (its shape, its parameter's shape) for moments whose parameter is present and has a dim."""
     parameters, roots = frozenset(moments.values()), Counter[str]()
     for name in shapes:

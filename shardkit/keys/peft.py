@@ -208,10 +208,10 @@ def base_name(name: str) -> str | None:
         path = (*part.module, *part.rest)
     else:
         return None
-    return _plain(path)
+    return _plain_name(path)
 
 
-def _plain(path: Segments) -> str:
+def _plain_name(path: Segments) -> str:
     return join(segment for segment in path if segment not in (_BASE, _TOKENS))
 
 
@@ -294,16 +294,16 @@ def _adapter_names(parts: list[_AdapterName], plain: list[str]) -> dict[str, str
         if part.marker.startswith("shadow_") and part.adapter is not None:
             rest = (part.adapter, *rest)  # as in PEFT's file
         names[part.name] = join((*(() if is_at_root else PEFT), *path, *rest))
-    names.update({name: _in_file(name) for name in plain})
+    names.update({name: _name_in_file(name) for name in plain})
     return names
 
 
-def _in_file(name: str) -> str:
+def _name_in_file(name: str) -> str:
     """Return the name that a tensor of the base has in PEFT's file."""
     return join((*PEFT, *_without_prefix(split(name))))
 
 
-def names_beside(
+def base_names_to_save(
     peft: PeftNames,
     shapes: Mapping[str, tuple[int, ...]],
     settings: Mapping[str, Any],
@@ -312,7 +312,7 @@ def names_beside(
     """Return the base's tensors that PEFT saves with an adapter: name -> name in `adapter_model.safetensors`.
 
     These are biases that were trained, and embeddings and outputs whose number of rows differs from the base's. For
-    the arguments see `find_cut`.
+    the arguments see `find_misfits`.
 
     Source: peft 0.21, tuners/tuners_utils.py (_get_learnable_bias_state_dict), utils/save_and_load.py.
     """
@@ -322,12 +322,12 @@ def names_beside(
         is_trained = ends is not None and f".{name}".endswith(ends)
         has_rows = (is_embedding(name_in_base) or is_output(name_in_base)) and name_in_base in base
         if is_trained or (has_rows and shapes.get(name, base[name_in_base]) != base[name_in_base]):
-            targets[name] = _in_file(name)
+            targets[name] = _name_in_file(name)
     return {name: target for name, target in targets.items() if name not in peft.adapter_names}
 
 
 def _base_names(parts: list[_AdapterName], plain: list[str]) -> dict[str, str]:
-    names = {name: _plain(_without_prefix(split(name))) for name in plain}
+    names = {name: _plain_name(_without_prefix(split(name))) for name in plain}
     replaced = {(*part.module, *part.rest) for part in parts if part.marker == _SAVED}
     for part in parts:
         path = tuple(segment for segment in (*part.module, *part.rest) if segment != _BASE)
@@ -341,7 +341,7 @@ def _modules(parts: list[_AdapterName], plain: list[str]) -> tuple[LoraModule, .
     wrapped = dict[Segments, list[str]]()
     for path, name in by_path.items():
         if path[-2:-1] == (_BASE,):
-            wrapped.setdefault(_unwrapped(path[:-1]), []).append(name)
+            wrapped.setdefault(_innermost_path(path[:-1]), []).append(name)
     tensors_of: dict[Segments, dict[str, str]] = {}
     embeddings = set[Segments]()
     for part in parts:
@@ -356,7 +356,7 @@ def _modules(parts: list[_AdapterName], plain: list[str]) -> tuple[LoraModule, .
             by_path.get((*path, _BASE, leaf)) or by_path.get((*path, leaf)) for leaf in ("weight", "bias")
         )
         fields = {field: tensors.get(field) for field in ("a", "b", "magnitude", "b_bias")}
-        parameters = () if base else tuple(wrapped.get(_unwrapped(path), ()))
+        parameters = () if base else tuple(wrapped.get(_innermost_path(path), ()))
         modules.append(
             LoraModule(
                 join(path), base, base_bias, is_embedding=path in embeddings, parameters=parameters, **fields
@@ -365,7 +365,7 @@ def _modules(parts: list[_AdapterName], plain: list[str]) -> tuple[LoraModule, .
     return tuple(modules)
 
 
-def _unwrapped(path: Segments) -> Segments:
+def _innermost_path(path: Segments) -> Segments:
     """Return the path of the innermost module in nested wrappers of parameters."""
     while path[-1:] == (_BASE,):
         path = path[:-1]
@@ -409,7 +409,7 @@ def pattern_value(patterns: Mapping[str, float] | None, path: str, default: Any)
     return default
 
 
-def find_cut(
+def find_misfits(
     peft: PeftNames,
     shapes: Mapping[str, tuple[int, ...]],
     settings: Mapping[str, Any],
@@ -432,17 +432,17 @@ def find_cut(
     is_plain = is_plain and not any(".lora_" in name for name in peft.unmergeable)
     if not is_plain or any(map(settings.get, keys)) or any(pattern_problems(settings.get("rank_pattern"))):
         return []
-    lines = (_cut_of(module, shapes, settings, base) for module in peft.modules)
+    lines = (_misfit_line(module, shapes, settings, base) for module in peft.modules)
     return [line for line in lines if line is not None]
 
 
-def _cut_of(
+def _misfit_line(
     module: LoraModule,
     shapes: Mapping[str, tuple[int, ...]],
     settings: Mapping[str, Any],
     base: Mapping[str, tuple[int, ...]],
 ) -> str | None:
-    path = _plain(split(module.path))
+    path = _plain_name(split(module.path))
     rank = pattern_value(settings.get("rank_pattern"), path, settings.get("r"))
     if module.a is None or module.b is None or type(rank) is not int or rank < 1:
         return None
@@ -451,7 +451,7 @@ def _cut_of(
         return None
     if settings.get("target_parameters") and settings.get("rank_pattern"):  # it names parameters
         return None
-    weight, experts = _adapted(module, path, shapes, settings, base)
+    weight, experts = _adapted_shape(module, path, shapes, settings, base)
     rows = rank * experts if experts is not None else max(a[0] - a[0] % rank, rank)
     is_conv = len(a) > 2  # with groups, lora_B has fewer columns
     need_a, need_b = (rows, *a[1:]), b if is_conv else (b[0], rows)
@@ -465,7 +465,7 @@ def _cut_of(
     return f"{escape(path)}: lora_A {list(a)}, lora_B {list(b)}; r={rank}{of_base} need {list(need_a)}, {list(need_b)}"
 
 
-def _adapted(
+def _adapted_shape(
     module: LoraModule,
     path: str,
     shapes: Mapping[str, tuple[int, ...]],

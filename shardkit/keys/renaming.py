@@ -66,7 +66,7 @@ class _PrefixGroup(NamedTuple):
     """The names are all of copies of tied tensors, which the base may lack."""
 
 
-class _NoWay(Exception):
+class _NoRenaming(Exception):
     """No renaming by prefixes fits."""
 
 
@@ -95,7 +95,7 @@ def rename_to_base(
         if is_part and (len(groups) != 1 or len(groups[0].names) == 1):  # one tensor may fit anywhere
             return {}
         chosen = _choose(sides, groups)
-    except _NoWay:
+    except _NoRenaming:
         return {}
     if chosen is None:
         return None
@@ -119,7 +119,7 @@ def find_rules(names: Mapping[str, str]) -> tuple[KeyRule, ...]:
     rules = list[KeyRule]()
 
     def whole(level: list[Segments], depth: int) -> bool:
-        prefixes = {_put_before(path[depth:], split(names[join(path)])) for path in level}
+        prefixes = {_new_prefix(path[depth:], split(names[join(path)])) for path in level}
         new = prefixes.pop()
         if prefixes or new is None:
             return False
@@ -198,7 +198,7 @@ class _NamesOfSides:
         for candidate in self._by_kind.get(_kind(name, self.shapes[name], name in self.our_copies), ()):
             self._tries += 1
             if self._tries > _MAX_TRIES:
-                raise _NoWay
+                raise _NoRenaming
             if candidate[len(candidate) - len(rest) :] == rest:
                 new = candidate[: len(candidate) - len(rest)]
                 if all(self._fits(path, (*new, *path[depth:])) for path in level):
@@ -243,7 +243,7 @@ def _groups(sides: _NamesOfSides) -> list[_PrefixGroup]:
             return
         targets, is_copy = sides.targets([path], len(path) - 1), name in sides.our_copies
         if not targets and not is_copy:
-            raise _NoWay
+            raise _NoRenaming
         groups.append(_PrefixGroup((path,), path[:-1], targets, is_copy))
 
     _walk(map(split, sides.shapes), whole, single)
@@ -268,7 +268,7 @@ def _choose(
                     new for new in group.targets if taken_places.isdisjoint(_places(sides, group, new))
                 ]
                 if not open_to and not of_copies:
-                    raise _NoWay
+                    raise _NoRenaming
                 if len(open_to) > 1:
                     waiting.append(group)
                 elif open_to:
@@ -312,7 +312,7 @@ def _walk(
         stack.extend((part, depth + 1) for part in parts.values())
 
 
-def _put_before(rest: Segments, new: Segments) -> Segments | None:
+def _new_prefix(rest: Segments, new: Segments) -> Segments | None:
     """Return the prefix that turns the end `rest` of a name into the name `new`; None if `new` has another end."""
     start = len(new) - len(rest)
     return new[:start] if start >= 0 and new[start:] == rest else None
@@ -353,7 +353,7 @@ def name_as_hub(
     if len(set(names.values())) == len(names):  # else the caller refuses the names
         names = apply_key_rules(key_rules or (), names)
         if base is not None:
-            names, is_ambiguous = _as_base(names, shapes, base, is_part=is_part)
+            names, is_ambiguous = _rename_as_base(names, shapes, base, is_part=is_part)
     warning = (
         "the names are not the base's, and several renamings of prefixes would make them so: they were left as they "
         "are; choose one with --rename"
@@ -379,7 +379,7 @@ def name_part(
     return next((answer.names for answer in answers if answer.rules), dict(names))
 
 
-def _as_base(
+def _rename_as_base(
     names: Mapping[str, str], shapes: Mapping[str, Shape], base: Mapping[str, Shape], *, is_part: bool
 ) -> tuple[dict[str, str], bool]:
     """Return (stored name -> the base's name, whether several renamings fit).
@@ -391,7 +391,7 @@ def _as_base(
     modern_base = {name: base[old] for name, old in spelled.items()}
     modern_shapes = {name: shapes[stored] for stored, name in modern.items()}
     fit = rename_to_base(modern_shapes, modern_base, is_part=is_part) or rename_to_base(
-        _needed(modern_shapes), _needed(modern_base), is_part=is_part
+        _without_computed(modern_shapes), _without_computed(modern_base), is_part=is_part
     )
 
     def name_of(stored: str) -> str:
@@ -401,6 +401,6 @@ def _as_base(
     return {stored: name_of(stored) for stored in names}, fit is None
 
 
-def _needed(base: Mapping[str, Shape]) -> dict[str, Shape]:
+def _without_computed(base: Mapping[str, Shape]) -> dict[str, Shape]:
     """Return the tensors without the buffers of old files that models compute themselves."""
     return {name: shape for name, shape in base.items() if not is_computed(name, shape)}

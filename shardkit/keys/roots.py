@@ -97,7 +97,7 @@ class Located:
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def take(self, tensors: Iterable[tuple[str, Segments]]) -> None:
+    def add(self, tensors: Iterable[tuple[str, Segments]]) -> None:
         """Add tensors, each as (stored name, path)."""
         for stored, path in tensors:
             self.names[stored] = path[len(self.root) :]
@@ -120,11 +120,13 @@ def read_source(
         f"{count(len(deep), 'name')} of more than {_MAX_DOTS} dotted parts: no module is nested so deeply",
     )
     optimizer = optimizer_names(tensors.values(), objects)
-    foreign = [_cleaned(path) for kind, path in roots.items() if kind.startswith("optimizer")]
+    foreign = [_clean_path(path) for kind, path in roots.items() if kind.startswith("optimizer")]
     optimizer.update(name for name in tensors for prefix in foreign if clean(name)[: len(prefix)] == prefix)
-    joined = _joined_lists({name: path for name, path in (paths or {}).items() if name not in optimizer})
+    joined = _names_without_indexes(
+        {name: path for name, path in (paths or {}).items() if name not in optimizer}
+    )
     dicts = {path[:-1] for path in (paths or {}).values()}
-    keys = {_cleaned(path[:stop]) for path in dicts for stop in range(1, len(path) + 1)}
+    keys = {_clean_path(path[:stop]) for path in dicts for stop in range(1, len(path) + 1)}
     optimizers = {optimizer_path(name) for name in optimizer}
     states = optimizers | {path for name in objects if (path := _object_path(name))}
     return SortedNames(
@@ -145,7 +147,7 @@ def read_source(
     )
 
 
-def _cleaned(path: Iterable[str | int]) -> Segments:
+def _clean_path(path: Iterable[str | int]) -> Segments:
     return clean(join(map(str, path))) if path else ()
 
 
@@ -155,7 +157,7 @@ def _object_path(name: str) -> Segments:
     return () if place is None else segments[: place + 1]
 
 
-def _joined_lists(paths: Mapping[str, Path]) -> dict[str, str]:
+def _names_without_indexes(paths: Mapping[str, Path]) -> dict[str, str]:
     """Return names of tensors in a list of state dicts without the index in the list: "model.1.a" becomes "model.a".
 
     A process with several pipeline stages saves such a list, `{"model": [first, second]}`. If two names would become
@@ -190,7 +192,7 @@ def locate_root(source: SortedNames, root: str) -> Located:
     if not source.count_below(path):
         paths = {name: clean(name) for name in source.tensors}  # the user may name an optimizer
     located = Located(root=path)
-    located.take(item for item in paths.items() if _is_below(item[1], path))
+    located.add(item for item in paths.items() if _is_below(item[1], path))
     if not located.names:
         prefixes = {join(each[:depth]) for each in source.paths.values() for depth in range(1, _MAX_DEPTH)}
         raise UsageError(
@@ -203,7 +205,7 @@ def locate_root(source: SortedNames, root: str) -> Located:
 
 def locate_top(source: SortedNames) -> Located:
     """Return all tensors but those that are evidently not the model's, without removing a prefix."""
-    return _below(source, (), {})
+    return _locate_below(source, (), {})
 
 
 def locate_model(source: SortedNames, want: Want | None, start: Segments | None = None) -> Located:
@@ -218,16 +220,16 @@ def locate_model(source: SortedNames, want: Want | None, start: Segments | None 
         SourceError: there are several models, and it is not clear which one is meant.
     """
     if start is None:
-        start = _cleaned(source.roots.get("model", ()))
+        start = _clean_path(source.roots.get("model", ()))
     way = _follow_keys(source, start, want or {})
     root = _match(source, start, want, way) if want else None
     if root is not None and root != way.located.root:
-        return _below(source, root, want or {})
+        return _locate_below(source, root, want or {})
     if way.several is not None:
         raise way.several
     if root is None and way.doubt:
         way.located.notes.append(way.doubt)
-    way.located.take((stored, source.paths[stored]) for stored in way.model)
+    way.located.add((stored, source.paths[stored]) for stored in way.model)
     return way.located
 
 
@@ -239,7 +241,7 @@ def locate_other(source: SortedNames, weights: str, want: Want | None) -> Locate
         SourceError: as for `locate_model`.
     """
     if source.roots.get(weights):
-        return locate_model(source, want, _cleaned(source.roots[weights]))
+        return locate_model(source, want, _clean_path(source.roots[weights]))
     ends, sizes = clean(weights), Counter[Segments]()
     for path in source.paths.values():
         stops = range(len(ends), len(path))
@@ -252,8 +254,8 @@ def locate_other(source: SortedNames, weights: str, want: Want | None) -> Locate
     if outermost:
         raise UsageError(
             f"--weights {escape(weights)!r}: {len(outermost)} parts of the checkpoint have that name",
-            problems=[f"{_shown(path)}: {count(sizes[path], 'tensor')}" for path in outermost],
-            hint=f"choose one, as in {option(outermost[0])}",
+            problems=[f"{_path_text(path)}: {count(sizes[path], 'tensor')}" for path in outermost],
+            hint=f"choose one, as in {root_option(outermost[0])}",
         )
     named = (path[-1] for path in _possible_roots(source, has_inside=False))
     choices = list(dict.fromkeys(("model", *(source.roots.keys() - {"optimizer"}), *named)))
@@ -267,7 +269,7 @@ def locate_other(source: SortedNames, weights: str, want: Want | None) -> Locate
 def list_roots(source: SortedNames) -> list[str]:
     """Return a line for each path that could be a root, up to a limit."""
     return [
-        f"{_shown(path)}: {count(number, 'tensor')}"
+        f"{_path_text(path)}: {count(number, 'tensor')}"
         for path, number in _possible_roots(source, has_inside=True).items()
     ][:_MAX_SHOWN]
 
@@ -280,7 +282,7 @@ def _possible_roots(source: SortedNames, *, has_inside: bool) -> dict[Segments, 
         has_inside: include the model's own children. If false, they are included only if the keys do not prove that
             they are the model's children.
     """
-    start = _cleaned(source.roots.get("model", ()))
+    start = _clean_path(source.roots.get("model", ()))
     way = _follow_keys(source, start, {})
     levels = [*(start[:depth] for depth in range(len(start))), *way.levels]
     if not has_inside and source.has_keys and way.several is None and not way.doubt:
@@ -303,7 +305,7 @@ class _KeyWay:
     """The model's root, and the parts that were left out; without the model's tensors."""
     model: list[str] = field(default_factory=list)
     """Stored names of the model's tensors."""
-    may_go_on: bool = False
+    may_continue: bool = False
     """True if all names begin with one more segment, which may or may not be the model's own."""
     doubt: str = ""
     """Note for the user in case no base confirms the root."""
@@ -326,7 +328,9 @@ def _follow_keys(source: SortedNames, start: Segments, want: Want) -> _KeyWay:
             words = [name for name in modules if name in MODEL_KEYS]
             child = words[0] if len(words) == 1 else only
             if child is None and (not has_model_key or all(map(is_number, modules))):
-                way.several = _several({(*level, name): len(parts[name].stored) for name in modules})
+                way.several = _several_models_error(
+                    {(*level, name): len(parts[name].stored) for name in modules}
+                )
         elif only is not None and not _is_peft(source, (*level, only)):
             has_others = level in source.trainer_levels or any(
                 path[:-1] == level for path in way.located.aside
@@ -342,14 +346,14 @@ def _follow_keys(source: SortedNames, start: Segments, want: Want) -> _KeyWay:
         _leave_out(way.located, level, {name: part for name, part in parts.items() if name != child}, child)
         level = (*level, child)
     if only and not (source.has_keys or "model" in source.roots or _is_peft(source, (*level, only))):
-        way.may_go_on = True
+        way.may_continue = True
         way.doubt = (
-            f"every name begins with {_shown((*level, only))}, which may or may not be the model's own: it was kept; "
-            f"{option((*level, only))} or --base MODEL decides it"
+            f"every name begins with {_path_text((*level, only))}, which may or may not be the model's own: it was kept; "
+            f"{root_option((*level, only))} or --base MODEL decides it"
         )
     elif has_attribute and len(modules) > 1 and way.several is None:
         way.doubt = (
-            f"all of the LightningModule was taken: {_sizes(level, parts)}; {option((*level, modules[0]))} takes one "
+            f"all of the LightningModule was taken: {_sizes(level, parts)}; {root_option((*level, modules[0]))} takes one "
             "attribute alone"
         )
     return way
@@ -358,13 +362,13 @@ def _follow_keys(source: SortedNames, start: Segments, want: Want) -> _KeyWay:
 def _leave_out(located: Located, level: Segments, parts: Mapping[str, NamePart], model: str) -> None:
     if parts:
         located.notes.append(
-            f"took {_shown((*level, model))} as the model; left out beside it: {_sizes(level, parts)}"
+            f"took {_path_text((*level, model))} as the model; left out beside it: {_sizes(level, parts)}"
         )
     located.aside |= {(*level, name): "other weights" for name in parts}
 
 
 def _sizes(level: Segments, parts: Mapping[str, NamePart]) -> str:
-    return few([f"{_shown((*level, name))} ({len(part.stored)})" for name, part in parts.items()], 5)
+    return few([f"{_path_text((*level, name))} ({len(part.stored)})" for name, part in parts.items()], 5)
 
 
 def _is_peft(source: SortedNames, path: Segments) -> bool:
@@ -400,11 +404,11 @@ def _model_parts(source: SortedNames, level: Segments, located: Located, want: W
     return parts
 
 
-def _several(models: Mapping[Segments, int]) -> SourceError:
+def _several_models_error(models: Mapping[Segments, int]) -> SourceError:
     return SourceError(
         f"the checkpoint holds {len(models)} models, and nothing tells which one is meant",
-        problems=[f"{_shown(path)}: {count(number, 'tensor')}" for path, number in models.items()],
-        hint=f"choose one, as in {option(next(iter(models)))}; --root '' takes everything as it stands",
+        problems=[f"{_path_text(path)}: {count(number, 'tensor')}" for path, number in models.items()],
+        hint=f"choose one, as in {root_option(next(iter(models)))}; --root '' takes everything as it stands",
     )
 
 
@@ -433,7 +437,7 @@ def _match(source: SortedNames, start: Segments, want: Want, way: _KeyWay) -> Se
     """
     matches = _matches(source, start, want)
     counts = Counter(prefixes for tensor in matches.values() for prefixes in tensor)
-    best = _best(counts)
+    best = _best_prefixes(counts)
     if not best:
         return None
     keys_root = way.located.root
@@ -443,11 +447,11 @@ def _match(source: SortedNames, start: Segments, want: Want, way: _KeyWay) -> Se
         return None
     ties = sorted(tie for tie in best if len(tie) == len(root))
     if len(ties) > 1 and root != keys_root:
-        raise _several({tie: source.count_below(tie) for tie in ties})
+        raise _several_models_error({tie: source.count_below(tie) for tie in ties})
     if prefixes.base or _most_elsewhere(source, matches, prefixes) >= _MIN_SHARE * most:
         # The names are those of a model in memory, and the base has parts of it under other prefixes.
-        if way.may_go_on:
-            return _common(
+        if way.may_continue:
+            return _common_prefix(
                 [min(tensor, key=lambda each: len(each.stored)).stored for tensor in matches.values()]
             )
         is_all = source.count_below(root) == source.count_below(keys_root)
@@ -478,7 +482,7 @@ def _matches(source: SortedNames, start: Segments, want: Want) -> dict[str, set[
     return matches
 
 
-def _best(counts: Mapping[_Prefixes, int]) -> dict[Segments, _Prefixes]:
+def _best_prefixes(counts: Mapping[_Prefixes, int]) -> dict[Segments, _Prefixes]:
     """Return stored prefix -> pair, for the pairs with the most matches; of equal renamings only the outermost."""
     most = max(counts.values(), default=0)
     best = dict[Segments, _Prefixes]()
@@ -510,7 +514,7 @@ def _most_elsewhere(source: SortedNames, matches: Mapping[str, set[_Prefixes]], 
     return max(counts.values(), default=0)
 
 
-def _common(paths: list[Segments]) -> Segments:
+def _common_prefix(paths: list[Segments]) -> Segments:
     first, last = min(paths), max(paths)
     same = (depth for depth in range(len(first)) if first[: depth + 1] != last[: depth + 1])
     return first[: next(same, len(first))]
@@ -520,18 +524,18 @@ def _is_below(path: Segments, root: Segments) -> bool:
     return len(path) > len(root) and path[: len(root)] == root
 
 
-def _below(source: SortedNames, root: Segments, want: Want) -> Located:
+def _locate_below(source: SortedNames, root: Segments, want: Want) -> Located:
     """Return all tensors below a path but those that are evidently not the model's."""
     located = Located(root=root)
     parts = _model_parts(source, root, located, want).values()
-    located.take((stored, source.paths[stored]) for part in parts for stored in part.stored)
+    located.add((stored, source.paths[stored]) for part in parts for stored in part.stored)
     return located
 
 
-def _shown(path: Segments) -> str:
+def _path_text(path: Segments) -> str:
     return escape(join(path))
 
 
-def option(path: Segments) -> str:
+def root_option(path: Segments) -> str:
     """Return the option that selects the tensors below a path, quoted for a shell."""
     return f"--root {in_shell(join(path))}"

@@ -93,7 +93,7 @@ def in_form(
     """
     rules, cut = _one_by_one(rules, shapes), set[tuple[int, int]]()
     numbers = ConfigNumbers(rules.numbers, config)
-    changed = tuple(_padded(rule, shapes, numbers, padding, cut) for rule in rules.rules)
+    changed = tuple(_with_padding(rule, shapes, numbers, padding, cut) for rule in rules.rules)
     notes = (
         f"{count(rows - kept, 'row')} of padding cut: {kept} of {rows} are tokens"
         for rows, kept in sorted(cut)
@@ -128,7 +128,7 @@ def _one_by_one(rules: RuleSet, names: Iterable[str]) -> RuleSet:
     )
 
 
-def _padded(
+def _with_padding(
     rule: Rule,
     shapes: Mapping[str, Shape],
     numbers: ConfigNumbers,
@@ -143,7 +143,7 @@ def _padded(
             return step
         rows = matched[0][step.value]
         try:
-            kept = _kept(rows, numbers.value(step.options["of"]), padding or Padding())
+            kept = _num_tokens(rows, numbers.value(step.options["of"]), padding or Padding())
         except ValueError:  # reported when the rule is applied
             return step
         if kept < rows:
@@ -157,7 +157,7 @@ def _matching(name: str) -> Any:
     return lambda pattern: regex_of(pattern).fullmatch(name)
 
 
-def _kept(rows: int, counted: int, padding: Padding) -> int:
+def _num_tokens(rows: int, counted: int, padding: Padding) -> int:
     """Return the number of a model's rows that are tokens, not padding.
 
     Args:
@@ -174,7 +174,7 @@ def _kept(rows: int, counted: int, padding: Padding) -> int:
 
 
 @cache
-def shipped() -> tuple[RuleSet, ...]:
+def shipped_sets() -> tuple[RuleSet, ...]:
     """Return the rule sets that are shipped with shardkit."""
     folder, sets = os.path.join(os.path.dirname(__file__), "shipped"), list[RuleSet]()
     for name in sorted(os.listdir(folder)):
@@ -185,7 +185,7 @@ def shipped() -> tuple[RuleSet, ...]:
 
 def find_shipped(name: str) -> RuleSet | None:
     """Return the shipped rule set with a name, or None."""
-    return next((rules for rules in shipped() if rules.name == name), None)
+    return next((rules for rules in shipped_sets() if rules.name == name), None)
 
 
 def load_rules(name_or_path: str | os.PathLike[str]) -> RuleSet:
@@ -203,10 +203,10 @@ def load_rules(name_or_path: str | os.PathLike[str]) -> RuleSet:
         rule_set = find_shipped(name)
         if rule_set is not None:
             return rule_set
-        shipped_names = [rules.name for rules in shipped()]
+        shipped_names = [rules.name for rules in shipped_sets()]
         raise UsageError(
             f"{escape(name)}: no such file, and no rule set of that name{suggestion(name, shipped_names)}",
-            problems=[f"{rules.name}: {rules.title}" for rules in shipped()],
+            problems=[f"{rules.name}: {rules.title}" for rules in shipped_sets()],
             hint=f"give the path of a TOML file ({page('keys.md')}), or one of these names",
         )
     return parse_rules(read_small(name, os.path.basename(name), _MAX_BYTES), os.path.basename(name))
@@ -238,17 +238,17 @@ def choose_shipped(
     """
     fitting, reasons = list[tuple[RuleSet, AppliedRules]](), list[str]()
     model_type = (config or {}).get("model_type")
-    forms = [_one_by_one(rules, shapes) if side == "model" else rules for rules in shipped()]
+    forms = [_one_by_one(rules, shapes) if side == "model" else rules for rules in shipped_sets()]
     candidates = [rules for rules in forms if _knows_all(rules, shapes, side)]
     if not candidates:
-        return Choice((), tuple(_near(forms, shapes, model_type)) if side == "model" else ())
+        return Choice((), tuple(_near_misses(forms, shapes, model_type)) if side == "model" else ())
     config = config_for(candidates, config)
     model_type = (config or {}).get("model_type")
     if model_type is None and len(candidates) > 1:
         titles = " and ".join(rules.title for rules in candidates)
         return Choice((), (f"{titles} have these names: a config.json tells which it is",))
     for rules in _for_type(candidates, model_type):
-        if foreign := _foreign(rules, model_type):
+        if foreign := _why_foreign(rules, model_type):
             reasons.append(foreign)
             continue
         try:
@@ -262,16 +262,18 @@ def config_for(sets: Iterable[RuleSet], config: Mapping[str, Any] | None) -> Map
     """Return the config whose `model_type` fits the rule sets: the config itself, or that of its language model."""
     part, all_sets = text_part(config), list(sets)
     types = [(side or {}).get("model_type") for side in (config, part)]
-    is_whole, is_part = (any(not _foreign(rules, model_type) for rules in all_sets) for model_type in types)
+    is_whole, is_part = (
+        any(not _why_foreign(rules, model_type) for rules in all_sets) for model_type in types
+    )
     return part if part and types[1] is not None and is_part and not is_whole else config
 
 
 def _for_type(sets: list[RuleSet], model_type: object) -> list[RuleSet]:
     """Return the sets that may be for a type of model, or all sets if none of them may."""
-    return [rules for rules in sets if not _foreign(rules, model_type)] or sets
+    return [rules for rules in sets if not _why_foreign(rules, model_type)] or sets
 
 
-def _foreign(rules: RuleSet, model_type: object) -> str:
+def _why_foreign(rules: RuleSet, model_type: object) -> str:
     """Return why a set is not for a type of model, or an empty string if it may be for it."""
     if not rules.model_types or model_type is None or model_type in rules.model_types:
         return ""
@@ -281,7 +283,7 @@ def _foreign(rules: RuleSet, model_type: object) -> str:
 def foreign_type(rules: RuleSet, config: Mapping[str, Any] | None) -> tuple[str, ...]:
     """Return a warning if the user's rules were written for another architecture than the config's."""
     model_type = (config_for([rules], config) or {}).get("model_type")
-    if not _foreign(rules, model_type):
+    if not _why_foreign(rules, model_type):
         return ()
     return (
         f"the key rules of {escape(rules.title)} are for {', '.join(map(escape, rules.model_types))}, and {escape(str(model_type))} "
@@ -315,7 +317,7 @@ def _has_required(rules: RuleSet, names: Iterable[str]) -> bool:
     return all(any(map(regex_of(pattern).fullmatch, all_names)) for pattern in rules.requires)
 
 
-def _near(forms: Sequence[RuleSet], names: Iterable[str], model_type: object) -> list[str]:
+def _near_misses(forms: Sequence[RuleSet], names: Iterable[str], model_type: object) -> list[str]:
     """Return the reasons why the sets that know most of a model's names cannot be applied."""
     alike = dict[str, str]()  # one name for all that differ only in numbers, of which there may be 100,000
     for name in names:
@@ -331,7 +333,7 @@ def _near(forms: Sequence[RuleSet], names: Iterable[str], model_type: object) ->
         return []
     near = [rules for rules in forms if len(lacking.get(rules.name, alike)) == least]
     return [
-        _foreign(rules, model_type)
+        _why_foreign(rules, model_type)
         or f"{rules.title} ({rules.name}): no rule is about {listed(lacking[rules.name])}"
         for rules in _for_type(near, model_type)
     ]

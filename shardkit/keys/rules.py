@@ -348,7 +348,7 @@ def _number_problems(numbers: Mapping[str, Any]) -> Iterator[str]:
 
 def _check_number(formula: int | str) -> None:
     """Raise ValueError unless a formula is a number, a name or arithmetic on them."""
-    nodes: list[ast.expr] = [] if isinstance(formula, int) else [_parsed(formula)]
+    nodes: list[ast.expr] = [] if isinstance(formula, int) else [_parse_formula(formula)]
     while nodes:
         match nodes.pop():
             case ast.BinOp(a, operator, b) if type(operator) in _ARITHMETIC:
@@ -388,7 +388,7 @@ def regex_of(pattern: str) -> re.Pattern[str]:
     return re.compile(text + re.escape(pattern[stop:]))
 
 
-def _filled(pattern: str, values: Mapping[str, str]) -> str:
+def _fill_pattern(pattern: str, values: Mapping[str, str]) -> str:
     return _VARIABLE.sub(lambda variable: values.get(variable[1], variable[0]), pattern)
 
 
@@ -414,27 +414,27 @@ class ConfigNumbers:
             return formula
         if not isinstance(formula, str):
             raise ValueError(f"{escape(str(formula))} is not a number")
-        return self._of(_parsed(formula), formula)
+        return self._evaluate(_parse_formula(formula), formula)
 
-    def _of(self, node: ast.expr, formula: str) -> int:
+    def _evaluate(self, node: ast.expr, formula: str) -> int:
         match node:
             case ast.Constant(value=int() as number) if not isinstance(number, bool):
                 return number
             case ast.BinOp(first, operator, second) if type(operator) in _ARITHMETIC:
-                a, b = self._of(first, formula), self._of(second, formula)
+                a, b = self._evaluate(first, formula), self._evaluate(second, formula)
                 if type(operator) in (ast.FloorDiv, ast.Mod) and b == 0:
                     raise ValueError(f"{escape(formula)} divides by zero")
                 return int(_ARITHMETIC[type(operator)](a, b))
             case ast.Name() | ast.Attribute():
-                return self._named(ast.unparse(node))
+                return self._value_of(ast.unparse(node))
         raise ValueError(_not_a_number(formula))
 
-    def _named(self, name: str) -> int:
+    def _value_of(self, name: str) -> int:
         if name in self._numbers and name not in self._busy:
             tried = self._numbers[name]
             self._busy.add(name)
             try:
-                return self._first(name, tried if isinstance(tried, tuple) else (tried,))
+                return self._first_known(name, tried if isinstance(tried, tuple) else (tried,))
             finally:
                 self._busy.discard(name)
         value: Any = self._config
@@ -445,7 +445,7 @@ class ConfigNumbers:
         where = "there is no config.json" if self._config is None else "config.json does not have it"
         raise ValueError(f"the number {escape(name)} is not known: {where}")
 
-    def _first(self, name: str, tried: Sequence[int | str]) -> int:
+    def _first_known(self, name: str, tried: Sequence[int | str]) -> int:
         error = ValueError(f"the number {escape(name)} is not known")
         for candidate in tried:
             try:
@@ -465,7 +465,7 @@ _ARITHMETIC: Mapping[type, Any] = {
 
 
 @cache
-def _parsed(formula: str) -> ast.expr:
+def _parse_formula(formula: str) -> ast.expr:
     if len(formula) > 200:
         raise ValueError("a number of more than 200 characters")
     try:
@@ -500,7 +500,9 @@ _PartsByKey = list[dict[tuple[int, ...], Expression]]
 """For each pattern: values of the variables that are not stacked yet -> tensor."""
 
 
-def _forward(steps: Sequence[Step], parts: _PartsByKey, stacked: list[str], env: ConfigNumbers) -> Expression:
+def _apply_steps(
+    steps: Sequence[Step], parts: _PartsByKey, stacked: list[str], env: ConfigNumbers
+) -> Expression:
     """Apply steps to the tensors of all patterns, and return the one tensor that results.
 
     Args:
@@ -512,7 +514,7 @@ def _forward(steps: Sequence[Step], parts: _PartsByKey, stacked: list[str], env:
     for step in steps:
         if step.kind == "stack":
             place = stacked.index(step.value)
-            parts = [_stacked(part, place, step.options.get("dim", 0), step.value) for part in parts]
+            parts = [_stack_parts(part, place, step.options.get("dim", 0), step.value) for part in parts]
             stacked.remove(step.value)
         elif step.kind == "concat":
             keys = parts[0].keys()
@@ -521,7 +523,7 @@ def _forward(steps: Sequence[Step], parts: _PartsByKey, stacked: list[str], env:
             parts = [{key: concat([part[key] for part in parts], int(step.value)) for key in parts[0]}]
         else:
             parts = [
-                {key: _one(step, tensor, env) for key, tensor in part.items()}
+                {key: _apply_step(step, tensor, env) for key, tensor in part.items()}
                 if _is_for_place(step, place)
                 else part
                 for place, part in enumerate(parts)
@@ -530,7 +532,7 @@ def _forward(steps: Sequence[Step], parts: _PartsByKey, stacked: list[str], env:
     return result
 
 
-def _stacked(
+def _stack_parts(
     part: Mapping[tuple[int, ...], Expression], place: int, dim: int, variable: str
 ) -> dict[tuple[int, ...], Expression]:
     groups: dict[tuple[int, ...], dict[int, Expression]] = {}
@@ -543,7 +545,7 @@ def _stacked(
     return {key: stack([members[n] for n in range(len(members))], dim) for key, members in groups.items()}
 
 
-def _one(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
+def _apply_step(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
     """Apply a step that has one input to a tensor."""
     match step.kind:
         case "permute":
@@ -572,16 +574,16 @@ def _one(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
     raise AssertionError(step.kind)
 
 
-def _one_back(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
+def _undo_step(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
     """Apply the inverse of a step that has one input to a tensor."""
     match step.kind:
         case "permute":
             dims = [dim % len(step.value) for dim in step.value]
             return permute(of, [dims.index(dim) for dim in range(len(dims))])
         case "unflatten":
-            return _one(Step(kind="flatten", value=step.value, options=step.options), of, env)
+            return _apply_step(Step(kind="flatten", value=step.value, options=step.options), of, env)
         case "flatten":
-            return _one(Step(kind="unflatten", value=step.value, options=step.options), of, env)
+            return _apply_step(Step(kind="unflatten", value=step.value, options=step.options), of, env)
         case "rope":
             return _per_head(of, env.value(step.value), to_pairs=False)
         case "interleave":
@@ -593,7 +595,7 @@ def _one_back(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
     raise AssertionError(step.kind)
 
 
-def _backward(rule: Rule, of: Expression, env: ConfigNumbers) -> _PartsByKey:
+def _undo_steps(rule: Rule, of: Expression, env: ConfigNumbers) -> _PartsByKey:
     """Apply the inverse of a rule's steps to a tensor, and return the tensors of all patterns.
 
     The keys have the values of the stacked variables, in the order of the rule's stack steps.
@@ -607,16 +609,16 @@ def _backward(rule: Rule, of: Expression, env: ConfigNumbers) -> _PartsByKey:
                 {
                     (n, *key): tensor
                     for key, whole in part.items()
-                    for n, tensor in enumerate(_unstacked(whole, dim))
+                    for n, tensor in enumerate(_unstack(whole, dim))
                 }
                 for part in parts
             ]
             order.insert(0, step.value)
         elif step.kind == "concat":
-            parts = _taken_apart(parts, step, len(rule.patterns(rule.steps_from)), env)
+            parts = _undo_concat(parts, step, len(rule.patterns(rule.steps_from)), env)
         else:
             parts = [
-                {key: _one_back(step, tensor, env) for key, tensor in part.items()}
+                {key: _undo_step(step, tensor, env) for key, tensor in part.items()}
                 if _is_for_place(step, place)
                 else part
                 for place, part in enumerate(parts)
@@ -630,7 +632,7 @@ def _is_for_place(step: Step, place: int) -> bool:
     return only is None or place in only
 
 
-def _unstacked(of: Expression, dim: int) -> Iterator[Expression]:
+def _unstack(of: Expression, dim: int) -> Iterator[Expression]:
     dim = _dim(dim, of.shape)
     for n in range(of.shape[dim]):
         offsets = tuple(n if d == dim else 0 for d in range(len(of.shape)))
@@ -638,7 +640,7 @@ def _unstacked(of: Expression, dim: int) -> Iterator[Expression]:
         yield reshape(cut(of, Region(offsets, sizes)), (*of.shape[:dim], *of.shape[dim + 1 :]))
 
 
-def _taken_apart(parts: _PartsByKey, step: Step, number: int, env: ConfigNumbers) -> _PartsByKey:
+def _undo_concat(parts: _PartsByKey, step: Step, number: int, env: ConfigNumbers) -> _PartsByKey:
     (part,) = parts
     apart: _PartsByKey = [{} for _ in range(number)]
     for key, whole in part.items():
@@ -705,7 +707,7 @@ def bind_names(
             dropped += [name for name, _ in match.names]
             continue
         try:
-            expressions = _made(match, shapes, side, other_side, env)
+            expressions = _apply_rule(match, shapes, side, other_side, env)
         except (ValueError, TypeError) as error:
             problems.append(f"{rule}: {escape(match.names[0][0])}: {error}")
             continue
@@ -729,7 +731,7 @@ def bind_names(
         for place, name in enumerate(names_left)
     ]
     if made_by is None and not problems:
-        problems += _lost(rules, outputs, sources, shapes, dropped, config, side)
+        problems += _not_restored(rules, outputs, sources, shapes, dropped, config, side)
     (UsageError if idle else LayoutError).raise_for(
         problems,
         f"the key rules of {escape(rules.title)} do not fit: {count(len(problems), 'problem')}",
@@ -774,13 +776,13 @@ def _matches(
                 owners[name] = rule
             lacking = [pattern for pattern, matched in zip(patterns, by_pattern, strict=True) if not matched]
             if lacking:
-                shown = [_filled(pattern, common) for pattern in lacking]
+                shown = [_fill_pattern(pattern, common) for pattern in lacking]
                 problems.append(f"{rule}: {listed(shown)} is missing")
             else:
                 yield _Match(rule, common, members)
 
 
-def _made(
+def _apply_rule(
     match: _Match, shapes: Mapping[str, Shape], side: RuleSide, other_side: RuleSide, env: ConfigNumbers
 ) -> dict[str, Expression]:
     """Apply a rule to the tensors of a match; return name on the other side -> expression."""
@@ -795,17 +797,17 @@ def _made(
             key = tuple(int(values[variable]) for variable in stacked)
             parts[place][key] = Stored(name, tuple(shapes[name]))
         (pattern,) = rule.patterns(other_side)
-        return {_filled(pattern, match.outer): _forward(rule.steps, parts, list(stacked), env)}
+        return {_fill_pattern(pattern, match.outer): _apply_steps(rule.steps, parts, list(stacked), env)}
     ((name, values),) = match.names
-    apart = _backward(rule, Stored(name, tuple(shapes[name])), env)
+    apart = _undo_steps(rule, Stored(name, tuple(shapes[name])), env)
     return {
-        _filled(pattern, {**values, **dict(zip(stacked, map(str, key), strict=True))}): expression
+        _fill_pattern(pattern, {**values, **dict(zip(stacked, map(str, key), strict=True))}): expression
         for pattern, part in zip(rule.patterns(other_side), apart, strict=True)
         for key, expression in part.items()
     }
 
 
-def _lost(
+def _not_restored(
     rules: RuleSet,
     expressions: Mapping[str, Expression],
     made_by: Mapping[str, Rule],

@@ -163,7 +163,7 @@ class Selection:
             skipped=tuple(sorted(parts, key=lambda part: (natural(part.path), part.kind))),
         )
 
-    def written_as(
+    def for_written_names(
         self, names: Collection[str], base: Collection[str] | None, model_type: object
     ) -> Selection:
         """Return the selection with `unloadable` for the names that are written in the end.
@@ -176,7 +176,7 @@ class Selection:
         right = names if base is None and self.are_hubs else base
         return replace(self, unloadable=own_names_warnings(names, right, model_type))
 
-    def in_memory(self, names: Collection[str], base: Collection[str] | None) -> tuple[str, ...]:
+    def in_memory_warnings(self, names: Collection[str], base: Collection[str] | None) -> tuple[str, ...]:
         """Return warnings about names that transformers uses only in memory.
 
         Args:
@@ -234,12 +234,12 @@ def select_model(
     names, notes = apply_rules(rules, hub.names)
     _refuse_bad_names(names, naming)
     by_output = {name: stored for stored, name in names.items()}
-    skipped = _skipped(source, objects, located)
+    skipped = _group_skipped(source, objects, located)
     right = by_output if base is None and key_rules is not None else base
     return Selection(
         names={by_output[name]: name for name in in_order(by_output, base)},
         root=join(located.root),
-        stripped=_stripped(located, names, modules, rules),
+        stripped=_list_stripped(located, names, modules, rules),
         skipped=skipped,
         candidates=tuple(part.path for part in skipped if part.kind in _WEIGHTS and part.num_tensors > 1),
         renamed=hub.rules,
@@ -347,7 +347,9 @@ def _refuse_bad_names(names: Mapping[str, str], naming: Naming) -> None:
         )
 
 
-def _stripped(located: Located, names: Mapping[str, str], modules: int, rules: Rules) -> tuple[Stripped, ...]:
+def _list_stripped(
+    located: Located, names: Mapping[str, str], modules: int, rules: Rules
+) -> tuple[Stripped, ...]:
     stripped = [Stripped(join(located.root) + ".", len(names))] if located.root else []
     wrappers = Counter[str]()
     for stored in names:
@@ -361,7 +363,7 @@ def _stripped(located: Located, names: Mapping[str, str], modules: int, rules: R
     return tuple(stripped)
 
 
-def _skipped(source: SortedNames, objects: Sequence[str], located: Located) -> tuple[Skipped, ...]:
+def _group_skipped(source: SortedNames, objects: Sequence[str], located: Located) -> tuple[Skipped, ...]:
     """Return the parts that were left out: entries grouped by kind and by the beginning of the name."""
     counts: dict[tuple[str, Segments], list[int]] = {}
     for name in source.tensors:
@@ -383,13 +385,13 @@ def _group(source: SortedNames, located: Located, name: str) -> tuple[str, Segme
     for depth in range(1, len(segments) + 1):
         if segments[:depth] in located.aside:
             return located.aside[segments[:depth]], segments[:depth]
-    path = _leaving(segments, located.root)
+    path = _branch_path(segments, located.root)
     return (object_kind(path[-1]) or ("averaged weights" if is_averaged(path[-1]) else "other weights")), path
 
 
 def _object_group(located: Located, name: str) -> tuple[str, Segments]:
     segments = clean(name)
-    path = _leaving(segments, located.root)
+    path = _branch_path(segments, located.root)
     kind = object_kind(path[-1])
     if kind is None and path[: len(located.root)] == located.root:
         return "not a tensor", located.root
@@ -398,7 +400,7 @@ def _object_group(located: Located, name: str) -> tuple[str, Segments]:
     return kind or ("averaged weights" if is_averaged(path[-1]) else "not a tensor"), path
 
 
-def _leaving(segments: Segments, root: Segments) -> Segments:
+def _branch_path(segments: Segments, root: Segments) -> Segments:
     """Return the beginning of a name, up to the first segment that differs from the root's or is below the root.
 
     With root ("a", "b"): ("a", "c", "d") gives ("a", "c"), and ("a", "b", "x", "y") gives ("a", "b", "x").
@@ -419,11 +421,11 @@ class Globs(NamedTuple):
     include: tuple[str, ...]
     exclude: tuple[str, ...]
 
-    def take(self, name: str) -> bool:
+    def selects(self, name: str) -> bool:
         """True if a tensor is written."""
-        return (not self.include or _matches(self.include, name)) and not self.leave_out(name)
+        return (not self.include or _matches(self.include, name)) and not self.excludes(name)
 
-    def leave_out(self, name: str) -> bool:
+    def excludes(self, name: str) -> bool:
         """True if `exclude` matches a tensor."""
         return _matches(self.exclude, name)
 
@@ -438,7 +440,7 @@ class Globs(NamedTuple):
         if idle:
             what = match_nothing("--include and --exclude", len(idle), "no name")
             raise UsageError(what, problems=unmatched(idle, names), hint=GLOBS_HINT)
-        if globs and not any(map(self.take, names)):
+        if globs and not any(map(self.selects, names)):
             problem = f"--include and --exclude leave none of {count(len(names), 'tensor')}"
             raise UsageError(problem, hint=GLOBS_HINT)
 

@@ -129,7 +129,7 @@ def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
     Args:
         config: the content of config.json, or None.
     """
-    model_type, setting, part = model_type_of(config), _said(config), text_part(config)
+    model_type, setting, part = model_type_of(config), _tie_setting(config), text_part(config)
     if model_type in _ALWAYS_TIED:
         return True
     if model_type in _TIE_OTHER_NAMES:
@@ -158,7 +158,7 @@ def _classes(config: Mapping[str, object] | None) -> tuple[str, ...]:
     return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
-def _said(config: Mapping[str, object] | None) -> bool | None:
+def _tie_setting(config: Mapping[str, object] | None) -> bool | None:
     value = config.get(_TIE) if config else None
     return value if isinstance(value, bool) else None
 

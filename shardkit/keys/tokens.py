@@ -80,16 +80,16 @@ def find_token_rows(
     for name in own_shapes:
         for end in filter(None, (_end(name), _role(name))):
             ends.setdefault(end, []).append(name)
-    counted = list[_Counted]()
+    counted = list[_TokenTensor]()
     for name, shape in base.items():
         dim = _token_dim(name, shape)
         places = () if dim is None else tuple(_places(name, shape[dim], counts))
         if dim is not None and places:
-            counted.append(_Counted(name, shape, dim, places, _rows(name, shape, dim, own_shapes, ends)))
-    return [rows for group in _joined(counted) if (rows := _token_rows(group)) is not None]
+            counted.append(_TokenTensor(name, shape, dim, places, _rows(name, shape, dim, own_shapes, ends)))
+    return [rows for group in _group_by_place(counted) if (rows := _token_rows(group)) is not None]
 
 
-def as_counted(shapes: Mapping[str, Shape], tokens: int) -> dict[str, Shape]:
+def with_token_rows(shapes: Mapping[str, Shape], tokens: int) -> dict[str, Shape]:
     """Return a model's shapes with `tokens` rows in every embedding of tokens and every output layer."""
     dims = {name: _token_dim(name, shape) for name, shape in shapes.items()}
     return {
@@ -98,7 +98,7 @@ def as_counted(shapes: Mapping[str, Shape], tokens: int) -> dict[str, Shape]:
     }
 
 
-class _Counted(NamedTuple):
+class _TokenTensor(NamedTuple):
     """A tensor of the base with an element or a row for each token."""
 
     name: str
@@ -134,12 +134,12 @@ def _places(name: str, rows: int, counts: Mapping[ConfigPath, int]) -> Iterator[
     key = next((_OWN_COUNTS[segment] for segment in segments if segment in _OWN_COUNTS), None)
     for place, count in counts.items():
         parts = [part.removesuffix("_config") for part in place[:-1]]
-        is_leaf = place[-1] == key if key else place[-1] in _COUNTS and _counts_it(place, segments, counts)
-        if count == rows and is_leaf and all(_is_of(part, segments) for part in parts):
+        is_leaf = place[-1] == key if key else place[-1] in _COUNTS and _may_count(place, segments, counts)
+        if count == rows and is_leaf and all(_may_contain(part, segments) for part in parts):
             yield place
 
 
-def _counts_it(place: ConfigPath, segments: Segments, counts: Mapping[ConfigPath, int]) -> bool:
+def _may_count(place: ConfigPath, segments: Segments, counts: Mapping[ConfigPath, int]) -> bool:
     """True if a count may apply to a tensor, given that encoder and decoder may have one each."""
     key, is_encoders = place[-1], "encoder" in segments
     if key == "vocab_size":
@@ -148,7 +148,7 @@ def _counts_it(place: ConfigPath, segments: Segments, counts: Mapping[ConfigPath
     return is_encoders == (key not in _OF_DECODER) or "shared" in segments
 
 
-def _is_of(part: str, segments: Segments) -> bool:
+def _may_contain(part: str, segments: Segments) -> bool:
     """True if a tensor may lie in a part of the model that has its own config, such as "text" or "decoder"."""
     if part == "decoder":
         return "encoder" not in segments
@@ -173,25 +173,29 @@ def _rows(
     It has the same name, end of the name or role, and equal other dims.
     """
     names = [name] if name in own_shapes else ends.get(_end(name)) or ends.get(_role(name), ())
-    alike = [candidate for candidate in names if _without(own_shapes[candidate], dim) == _without(shape, dim)]
-    longest = max((_common(name, candidate) for candidate in alike), default=0)
-    rows = {own_shapes[candidate][dim] for candidate in alike if _common(name, candidate) == longest}
+    alike = [
+        candidate for candidate in names if _other_dims(own_shapes[candidate], dim) == _other_dims(shape, dim)
+    ]
+    longest = max((_num_common_segments(name, candidate) for candidate in alike), default=0)
+    rows = {
+        own_shapes[candidate][dim] for candidate in alike if _num_common_segments(name, candidate) == longest
+    }
     return rows.pop() if len(rows) == 1 else None
 
 
-def _without(shape: Shape, dim: int) -> tuple[int, ...]:
+def _other_dims(shape: Shape, dim: int) -> tuple[int, ...]:
     return (len(shape), *shape[:dim], *shape[dim + 1 :])
 
 
-def _common(first: str, second: str) -> int:
+def _num_common_segments(first: str, second: str) -> int:
     """Return the number of equal segments at the ends of two names."""
     pairs = zip(reversed(split(first)), reversed(split(second)), strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(split(first)), len(split(second))))
 
 
-def _joined(counted: Iterable[_Counted]) -> list[list[_Counted]]:
+def _group_by_place(counted: Iterable[_TokenTensor]) -> list[list[_TokenTensor]]:
     """Group tensors whose numbers of rows have a path of the config in common."""
-    groups = list[list[_Counted]]()
+    groups = list[list[_TokenTensor]]()
     for tensor in counted:
         near = [group for group in groups if any(set(tensor.places) & set(member.places) for member in group)]
         groups = [group for group in groups if group not in near]
@@ -199,7 +203,7 @@ def _joined(counted: Iterable[_Counted]) -> list[list[_Counted]]:
     return groups
 
 
-def _token_rows(group: Sequence[_Counted]) -> TokenRows | None:
+def _token_rows(group: Sequence[_TokenTensor]) -> TokenRows | None:
     rows = {tensor.name: tensor.rows for tensor in group if tensor.rows is not None}
     old = group[0].shape[group[0].dim]
     if set(rows.values()) <= {old} or _are_other_heads(rows, old):

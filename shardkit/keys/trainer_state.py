@@ -82,13 +82,13 @@ def optimizer_names(entries: Iterable[TensorEntry], objects: Iterable[str]) -> s
             states.update(f"{parent}.{leaf}" if parent else leaf for leaf in leaves)
     names = [entry.fqn for entry in entries]
     states.update(filter(_LEAF_FIRST.fullmatch, names))
-    grouped = {above for name in (*objects, *names) for above in _above("param_groups", name)}
+    grouped = {above for name in (*objects, *names) for above in _prefixes_before("param_groups", name)}
     if grouped:
-        states.update(name for name in names if not grouped.isdisjoint(_above("state", name)))
+        states.update(name for name in names if not grouped.isdisjoint(_prefixes_before("state", name)))
     return states
 
 
-def _above(segment: str, name: str) -> list[str]:
+def _prefixes_before(segment: str, name: str) -> list[str]:
     """Return the prefixes of a name that end before this segment: for "state" in "a.state.b", "a"."""
     segments = name.split(".") if segment in name else []
     places = [place for place, part in enumerate(segments) if part == segment]
@@ -104,7 +104,7 @@ def optimizer_path(name: str) -> Segments:
     return segments[: segments.index("state")] if "state" in segments else segments[:1]
 
 
-def is_optimizers(name: str) -> bool:
+def is_optimizer_name(name: str) -> bool:
     """True for the name of a file or directory that has only an optimizer, such as `optim_ckpt`."""
     words = _words(name)
     is_one = _OPTIMIZER.fullmatch(name) is not None or any(map(_OPTIMIZER_WORD.fullmatch, words))

@@ -34,10 +34,10 @@ from shardkit.keys.expressions import (
     Expression,
     Stored,
     Zeros,
+    computed_name,
     concat,
     from_json,
     leaves,
-    made_name,
     substitute,
     to_json,
 )
@@ -113,7 +113,7 @@ class Binding:
     """The rules that decided, if rules did."""
     dropped: tuple[str, ...] = ()
     """Names at hand that the rules or the class leave out."""
-    apart: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    made_from: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Name on the other side -> names of the tensors at hand that were taken apart to make it."""
     padded: Mapping[str, int] = field(default_factory=dict)
     """Name on the other side -> number of rows at its end that are zeros, because the model does not have them."""
@@ -125,13 +125,13 @@ class Binding:
     """Why other shipped sets do not fit that know all names, or most."""
     class_names: ClassNames | None = None
     """The class's answer, if `class_provider` was called."""
-    twice: tuple[str, ...] = ()
+    clashing_names: tuple[str, ...] = ()
     """Names that both a tensor at hand and a part of another one would get. Nothing is decided then."""
 
     @property
-    def gone(self) -> frozenset[str]:
+    def names_taken_apart(self) -> frozenset[str]:
         """Names at hand of the tensors that were taken apart."""
-        return frozenset[str]().union(*self.apart.values())
+        return frozenset[str]().union(*self.made_from.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +182,8 @@ def bind(have: TensorsAtHand, want: WantedShapes | None, providers: Iterable[Pro
         if goal is not None and goal.items() <= _shapes(binding).items():
             break
         answer = provider(have, want or {}, binding)
-        if answer.twice:
-            return replace(unchanged, twice=answer.twice)
+        if answer.clashing_names:
+            return replace(unchanged, clashing_names=answer.clashing_names)
         if goal is None or _num_wanted(answer, goal) > _num_wanted(binding, goal):
             binding = answer
     return binding
@@ -323,10 +323,10 @@ def _take_apart(binding: Binding, derived: Mapping[str, Expression], by: Decider
     }
     return replace(
         binding,
-        twice=tuple(sorted(kept.keys() & parts.keys())),
+        clashing_names=tuple(sorted(kept.keys() & parts.keys())),
         expressions=kept | {name: substitute(expression, at_hand) for name, expression in parts.items()},
         by={name: binding.by[name] for name in kept} | dict.fromkeys(parts, by),
-        apart={
+        made_from={
             name: frozenset(leaf.name for leaf in leaves(expression)) for name, expression in parts.items()
         },
         padded={
@@ -426,7 +426,7 @@ def name_in_catalog(
         (name -> name in the catalog, new name in the catalog -> its expression).
     """
     names = {
-        name: expression.name if isinstance(expression, Stored) else made_name(name, stored)
+        name: expression.name if isinstance(expression, Stored) else computed_name(name, stored)
         for name, expression in expressions.items()
     }
     return names, {

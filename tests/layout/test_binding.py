@@ -52,7 +52,7 @@ def test_the_manifest_decides_before_the_class_and_by_names_in_memory() -> None:
     )
     assert binding.by == {"h.norm": "class", "h.gate": "manifest", "h.up": "manifest"}
     assert binding.expressions["h.up"] == cut(Stored("m.gate_up", (4, 3)), Region((2, 0), (2, 3)))
-    assert binding.apart == {"h.gate": {"m.gate_up"}, "h.up": {"m.gate_up"}}
+    assert binding.made_from == {"h.gate": {"m.gate_up"}, "h.up": {"m.gate_up"}}
 
 
 def test_nobody_is_asked_once_all_that_is_wanted_is_there() -> None:
@@ -144,7 +144,7 @@ def test_what_a_class_says_comes_back_from_plain_data() -> None:
 def test_nothing_is_decided_if_a_tensor_has_its_own_name_and_is_a_part_of_another() -> None:
     have = TensorsAtHand(shapes={**HELD, "h.up": (2, 3)})
     binding = bind(have, None, [manifest_provider(FUSED), class_provider(never)])
-    assert (binding.twice, set(binding.by.values())) == (("h.up",), {"selection"})
+    assert (binding.clashing_names, set(binding.by.values())) == (("h.up",), {"selection"})
 
 
 def test_rows_that_a_model_drops_are_zeros() -> None:

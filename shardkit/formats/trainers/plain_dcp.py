@@ -33,7 +33,7 @@ from shardkit.formats.contract import (
     own_name,
     parent,
 )
-from shardkit.keys.trainer_state import is_averaged, is_optimizer_of, is_optimizers
+from shardkit.keys.trainer_state import is_averaged, is_optimizer_name, is_optimizer_of
 
 Roots = Mapping[str, tuple[str | int, ...]]
 
@@ -222,13 +222,13 @@ def _pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
 
     A run's directory, with other steps beside them, is none.
     """
-    optimizers = [name for name in names if is_optimizers(name) and _has_weights(path, name)]
+    optimizers = [name for name in names if is_optimizer_name(name) and _has_weights(path, name)]
     if not optimizers:
         return None
     models = [
         name
         for name in names
-        if not is_optimizers(name) and not is_averaged(name) and _has_weights(path, name)
+        if not is_optimizer_name(name) and not is_averaged(name) and _has_weights(path, name)
     ]
     is_only = len(models) == 1
     paired = [
@@ -246,8 +246,10 @@ def _pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
 
 def optimizers_beside(path: str, names: Collection[str]) -> set[str]:
     """Return those of the names in a directory that are DCP directories of optimizers of models beside them."""
-    optimizers = [name for name in names if is_optimizers(name) and _has_weights(path, name)]
-    models = [name for name in names if optimizers and not is_optimizers(name) and _has_weights(path, name)]
+    optimizers = [name for name in names if is_optimizer_name(name) and _has_weights(path, name)]
+    models = [
+        name for name in names if optimizers and not is_optimizer_name(name) and _has_weights(path, name)
+    ]
     return {
         name for name in optimizers if any(is_optimizer_of(name, model, is_only=True) for model in models)
     }
@@ -371,7 +373,7 @@ def _beside(path: str, recognised: RecognisedDirectory) -> Iterator[tuple[str, s
     for segment in os.path.relpath(recognised.weights, path).split(os.sep):
         names = listing(os.path.join(path, above))
         for name in sorted(names - {segment} - set(matching(names, *_NOT_SHOWN))):
-            reason = "optimizer state" if is_optimizers(name) else "not a part of the weights"
+            reason = "optimizer state" if is_optimizer_name(name) else "not a part of the weights"
             yield os.path.join(above, name), reason
         above = os.path.join(above, segment)
 

@@ -44,7 +44,7 @@ class Sieve:
 
     def taken(self, chosen: Chosen) -> dict[str, str]:
         """Return name in the catalog -> name so far of what the globs take, whether or not they match anything."""
-        return {source: name for source, name in chosen.names.items() if self.globs.take(name)}
+        return {source: name for source, name in chosen.names.items() if self.globs.selects(name)}
 
 
 def leave_out(
@@ -74,7 +74,7 @@ def leave_out(
     left_out = {
         stored: name
         for stored, name in selection.names.items()
-        if globs.leave_out(name) and selection.live.get(stored, name) not in waiting.names
+        if globs.excludes(name) and selection.live.get(stored, name) not in waiting.names
     }
     if len(left_out) == len(selection.names):
         globs.check(left_out.values())

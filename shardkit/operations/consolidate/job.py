@@ -54,9 +54,9 @@ from shardkit.keys.expressions import (
     NamedTensor,
     Opaque,
     Stored,
+    computed_name,
     leaves,
-    made_name,
-    under_names,
+    rename_leaves,
 )
 from shardkit.keys.names import in_order, natural, split
 from shardkit.keys.peft import refuse_prompts
@@ -410,7 +410,7 @@ class _NamedTensors:
             if self.answer is None or self.answer.missing:  # else it is no wrapper's, beside a model
                 yield from selection.warnings
         if self.answer is None:  # else the class that the config names has these names in its files
-            yield from selection.in_memory(list(self.names.values()), base_shapes(base))
+            yield from selection.in_memory_warnings(list(self.names.values()), base_shapes(base))
         yield from self.chosen.warnings
 
 
@@ -436,7 +436,7 @@ def _name(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions
         chosen=chosen, selection=selection, ties=ties, fit=fit, vocabulary=vocabulary, answer=answer
     )
     model_type = base.config.get("model_type") if base is not None and base.config else None
-    selection = selection.written_as(list(named.names.values()), base_shapes(base), model_type)
+    selection = selection.for_written_names(list(named.names.values()), base_shapes(base), model_type)
     fix = "--keys says which rules turn them into the Hub's" if _has_config(base) else "add --base MODEL"
     return replace(
         named,
@@ -486,7 +486,7 @@ def _choose(
         refuse_factors(checkpoint.catalog.tensors, hint=merged_by_peft(checkpoint, base))
         refuse_prompts(checkpoint.catalog.tensors, base_shapes(base) or ())
     selection, sieve = leave_out(checkpoint, base, _select(checkpoint, base, naming), options, ask)
-    stored_names = [stored for stored, name in selection.names.items() if sieve.globs.take(name)]
+    stored_names = [stored for stored, name in selection.names.items() if sieve.globs.selects(name)]
     refuse_factors(stored_names, hint=merged_by_peft(checkpoint, base))
     _refuse_objects(checkpoint.catalog.objects, stored_names)
     chosen = choose_tensors(
@@ -595,9 +595,9 @@ def _bound(
     have = TensorsAtHand(shapes=shapes, names=names, config=config, padding=padding)
     binding = bind(have, None, providers)
     SourceError.raise_for(
-        [escape(name) for name in binding.twice],
-        f"{count(len(binding.twice), 'tensor')} would be there twice: under "
-        f"{'its' if len(binding.twice) == 1 else 'their'} own name, and as a part of another",
+        [escape(name) for name in binding.clashing_names],
+        f"{count(len(binding.clashing_names), 'tensor')} would be there twice: under "
+        f"{'its' if len(binding.clashing_names) == 1 else 'their'} own name, and as a part of another",
         hint="--exclude leaves out both",
     )
     if {*binding.by.values()} <= {"selection"}:
@@ -610,8 +610,8 @@ def _bound(
     split = [
         FusedTensors(are_experts=are_experts, num_stored=len(gone), num_tensors=len(apart))
         for are_experts in (True, False)
-        for gone in [[name for name in binding.gone if (EXPERTS in name) == are_experts]]
-        for apart in [[name for name in binding.apart if (EXPERTS in name) == are_experts]]
+        for gone in [[name for name in binding.names_taken_apart if (EXPERTS in name) == are_experts]]
+        for apart in [[name for name in binding.made_from if (EXPERTS in name) == are_experts]]
         if gone and apart
     ]
     chosen = replace(chosen, notes=(*chosen.notes, *notes), split=tuple(split))
@@ -644,7 +644,7 @@ def _made(chosen: Chosen, expressions: Mapping[str, Expression], sources: Mappin
         expressions: name in the output -> an expression of names in memory.
         sources: name in memory -> name in the catalog.
     """
-    stored = {name: under_names(expression, sources) for name, expression in expressions.items()}
+    stored = {name: rename_leaves(expression, sources) for name, expression in expressions.items()}
     names, derived_tensors = name_in_catalog(stored, chosen.catalog.tensors)
     origins = {
         source: frozenset(leaf.name for leaf in leaves(expression))
@@ -880,7 +880,7 @@ def _wholes(
 ) -> list[Mapping[str, Shape]]:
     """Return tensors of a whole model, and those of them that are not to be taken from the base; `names` in its files."""
     globs = Globs((), tuple(options.fill_from_base))
-    checkpoint_shapes = {fqn: shape for fqn, shape in whole.items() if globs.take(names.get(fqn, fqn))}
+    checkpoint_shapes = {fqn: shape for fqn, shape in whole.items() if globs.selects(names.get(fqn, fqn))}
     return [whole, checkpoint_shapes] if options.fill_from_base else [whole]
 
 
@@ -957,7 +957,7 @@ def _carry(chosen: Chosen, base: Base | None, names: Sequence[str]) -> Chosen:
         return chosen
     assert base is not None
     assert base.catalog is not None
-    sources = {made_name(name, chosen.catalog.tensors): name for name in names}
+    sources = {computed_name(name, chosen.catalog.tensors): name for name in names}
     catalog = carry(chosen.catalog, list(chosen.names), base.catalog, sources)
     return replace(chosen, catalog=catalog, names={**chosen.names, **sources})
 

@@ -25,7 +25,7 @@ from shardkit.formats.folded import floating_targets
 from shardkit.formats.hub.base import recorded_rules, saved_derived
 from shardkit.formats.hub.files import refuse_part
 from shardkit.formats.quantised import can_dequantize, hidden, why_narrow, why_quantised
-from shardkit.keys.expressions import under_names
+from shardkit.keys.expressions import rename_leaves
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import Globs, select_model
 from shardkit.layout.binding import (
@@ -186,7 +186,7 @@ def open_sides(sources: tuple[Taken, Taken], options: DiffOptions) -> tuple[Side
     globs = Globs(tuple(options.include), tuple(options.exclude))
     globs.check(a.names.keys() | b.names.keys())
     a, b = (
-        replace(side, names={name: stored for name, stored in side.names.items() if globs.take(name)})
+        replace(side, names={name: stored for name, stored in side.names.items() if globs.selects(name)})
         for side in (a, b)
     )
     return a, b, [*notes, *name_notes]
@@ -282,7 +282,9 @@ def _in_one_form(side: Side, other_side: Side, label: str) -> tuple[Side, list[s
     ]
     if set(binding.by.values()) == {"selection"}:
         return side, because
-    expressions = {name: under_names(expression, stored) for name, expression in binding.expressions.items()}
+    expressions = {
+        name: rename_leaves(expression, stored) for name, expression in binding.expressions.items()
+    }
     renamed, derived_tensors = name_in_catalog(expressions, side.catalog.tensors)
     notes = because
     if binding.rules is not None:

@@ -38,7 +38,7 @@ HeldFactors = Mapping[str, LocalShard]
 """FQN of each factor -> this rank's part of it."""
 
 
-def deal(targets: Sequence[Target], num_ranks: int) -> list[Round]:
+def deal_targets(targets: Sequence[Target], num_ranks: int) -> list[Round]:
     """Assign targets to ranks, round by round, most expensive first.
 
     The total time exceeds an equal share of the operations by at most the time of the largest target.
@@ -66,7 +66,7 @@ def fill_factors(targets: Sequence[Target], svd: Svd, shards: Sequence[LocalShar
         ResourceError: a rank died, or did not respond within the process group's timeout.
     """
     rank, num_ranks = world()
-    rounds = deal(targets, num_ranks)
+    rounds = deal_targets(targets, num_ranks)
     sources = range(num_ranks) if plan.sources is None else plan.sources
     with agreed(_PHASE):
         factor_shards = _factor_shards(shards, targets)
@@ -77,11 +77,11 @@ def fill_factors(targets: Sequence[Target], svd: Svd, shards: Sequence[LocalShar
             reader, entries = _reader(stack, plan, sources, rounds)
         dtypes = broadcast_json(_dtypes(plan.supply, targets), min(sources), phase=_PHASE)
         sent = {
-            target.path: _sent(target, entries.get(target.path), BY_NAME[dtypes[target.path]])
+            target.path: _sent_weight(target, entries.get(target.path), BY_NAME[dtypes[target.path]])
             for target in targets
         }
         for number, of_ranks in enumerate(rounds):
-            _say_progress(number, rounds)
+            _log_progress(number, rounds)
             target, factors = of_ranks[rank], None
             weight, error = _deliver(reader, sources, [sent[one.path] for one in of_ranks if one], read)
             with agreed(_PHASE):
@@ -98,7 +98,7 @@ def fill_factors(targets: Sequence[Target], svd: Svd, shards: Sequence[LocalShar
     filled = Filled(elements=exchange.elements, read_bytes=read.read_bytes)
     filled.checked = compare_together(None if reader is None else reader.files.check)
     prove_orthogonal(factor_shards, targets, svd)
-    _say_how_good(measured)
+    _log_accuracy(measured)
     return filled
 
 
@@ -147,7 +147,7 @@ def _reader(
     return reader, {path: located.catalog.tensors[name] for path, name in names.items()}
 
 
-def _sent(target: Target, entry: TensorEntry | None, dtype: DType) -> Sent:
+def _sent_weight(target: Target, entry: TensorEntry | None, dtype: DType) -> Sent:
     """Return shape and dtype of a weight as it is sent, that is, as stored. Only reading ranks have an entry."""
     if entry is None:
         shape = (target.rows, target.columns)
@@ -278,13 +278,13 @@ def _gather_regions(factor_shards: HeldFactors, targets: Sequence[Target]) -> li
     return slices_of_ranks
 
 
-def _say_progress(number: int, rounds: Sequence[Round]) -> None:
+def _log_progress(number: int, rounds: Sequence[Round]) -> None:
     """Log each tenth of the weights: all of them may take hours."""
     if number * 10 // len(rounds) > (number - 1) * 10 // len(rounds) >= 0:
         say(f"weights: {number} of {len(rounds)} rounds of decompositions are done")
 
 
-def _say_how_good(measured: Sequence[tuple[str, float, float]]) -> None:
+def _log_accuracy(measured: Sequence[tuple[str, float, float]]) -> None:
     """Log the accuracy of all factors, once for all ranks."""
     every = [numbers for rank_numbers in gather_json(measured, phase=_PHASE) for numbers in rank_numbers]
     if not every:

@@ -141,7 +141,7 @@ def _compare(account: str, targets: Iterable[Target], rival: str, rival_targets:
     by_path, rival_by_path = ({target.path: target for target in side} for side in (targets, rival_targets))
     problems = []
     for path in dict.fromkeys((*by_path, *rival_by_path)):
-        shown, rival_shown = _shown(by_path.get(path)), _shown(rival_by_path.get(path))
+        shown, rival_shown = _target_text(by_path.get(path)), _target_text(rival_by_path.get(path))
         if shown != rival_shown:
             problems.append(f"{escape(path)}: {shown} in {account}, {rival_shown} in {rival}")
     LayoutError.raise_for(
@@ -151,7 +151,7 @@ def _compare(account: str, targets: Iterable[Target], rival: str, rival_targets:
     )
 
 
-def _shown(target: Target | None) -> str:
+def _target_text(target: Target | None) -> str:
     if target is None:
         return "dense"
     return f"{target.rank} directions of [{target.rows}, {target.columns}] kept"

@@ -30,7 +30,7 @@ from shardkit.formats.hub.directory import read_config
 from shardkit.formats.quantised import why_quantised, why_scales
 from shardkit.formats.recorded import add_checksums
 from shardkit.keys.check import refuse_factors
-from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, to_json, under_names
+from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, rename_leaves, to_json
 from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
@@ -279,7 +279,7 @@ def find_weights(
         have, fqns, [*([person_provider(rules)] if rules is not None else []), class_provider(ask)]
     )
     expressions, match = _once(binding, source, stored.derived)
-    expressions = {fqn: under_names(expression, below) for fqn, expression in expressions.items()}
+    expressions = {fqn: rename_leaves(expression, below) for fqn, expression in expressions.items()}
     match = _as_stored(match, below if rules is None else {})
     parts = (leaf.name for expression in expressions.values() for leaf in leaves(expression))
     catalog = stored.select(list(dict.fromkeys(parts)))
@@ -377,7 +377,7 @@ def _naming(
         if not rules and stored.may_have_own_names and not stored.has_hub_names:
             rules = None
         if not stored.may_have_own_names:
-            converted = {fqn: under_names(expressions[fqn], hub) for fqn in expressions if fqn not in plain}
+            converted = {fqn: rename_leaves(expressions[fqn], hub) for fqn in expressions if fqn not in plain}
             derived = {**derived, **converted}
     if rules is None and not derived:
         return None
