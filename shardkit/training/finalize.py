@@ -28,16 +28,16 @@ from shardkit.layout.classes import broken_ties
 from shardkit.osft.training.model import Factoring, own_targets
 from shardkit.training.extras.optimizer import rebind_optimizer
 from shardkit.training.fill.from_rank import RankSource, check_sources
-from shardkit.training.fill.reading import Filled, Supply, Weights, say_checked
+from shardkit.training.fill.reading import Filled, Supply, Weights, log_checked
 from shardkit.training.fill.source import Source, find_weights, has_factors, open_source, remember
 from shardkit.training.fill.strategy import ReadOptions, SourceRank, Strategy, fill_shards, plan_fill
 from shardkit.training.kept import remember_files
 from shardkit.training.model.between import (
     check_hidden,
     compare_parameters,
+    forget_hidden,
     refuse_other_context,
-    release,
-    say_put_back,
+    warn_of_restored_buffers,
 )
 from shardkit.training.model.buffers import (
     class_buffers,
@@ -57,14 +57,14 @@ from shardkit.training.model.fit import (
     supply_of,
 )
 from shardkit.training.model.initialise import fill_initialised, put_rows
-from shardkit.training.model.overlap import apart, put_together, refuse_expanded
-from shardkit.training.model.states import extra_states, hand_over, read_states, states_to_read
+from shardkit.training.model.overlap import copy_back, refuse_expanded, with_own_memory
+from shardkit.training.model.states import extra_states, read_states, set_extra_states, states_to_read
 from shardkit.training.ranks.agree import (
     agreed,
     current_device,
     gather_json,
-    look_where_possible,
-    say,
+    log_once,
+    run_where_possible,
     shown_once,
     world,
 )
@@ -73,14 +73,14 @@ from shardkit.training.ranks.local import (
     ExpectedTensor,
     LocalShard,
     buffer_places,
-    describe,
+    describe_tensors,
     local_shards,
     materialise,
     refuse_fsdp1,
     refuse_lazy,
     reshard,
 )
-from shardkit.training.ranks.stages import on_other_ranks, unused_here_alone, with_ties
+from shardkit.training.ranks.stages import tensors_of_other_ranks, used_elsewhere, with_tied_names
 
 _OPENING = "opening the source"
 _FITTING = "comparing the source with the model"
@@ -134,14 +134,14 @@ def finalize(
         options = ReadOptions(strategy=strategy, source_rank=source_rank, check_source=check_source)
         reshard(model)
         place = _device(model, device)
-        say_put_back(model, ctx)
+        warn_of_restored_buffers(model, ctx)
         restore_buffers(model, ctx.buffers, place)
         retie(model, ctx.ties)
         check_hidden(model, ctx)
         materialise(model, place)
         for one in (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
             rebind_optimizer(model, one)
-        shards = with_ties(local_shards(model), ctx.ties)
+        shards = with_tied_names(local_shards(model), ctx.ties)
     compare_parameters([(shard.names, shard.whole.requires_grad) for shard in shards], ctx)
     filled, filled_shards = Filled(), shards
     if ctx.source is not None:
@@ -150,10 +150,10 @@ def finalize(
             filled = fill_shards(filled_shards, plan)
             filled.add(ctx.factoring.fill(filled_shards, plan))
         ctx.checked = filled.checked
-        say_checked(filled.checked, check_source=check_source)
+        log_checked(filled.checked, check_source=check_source)
     with agreed("initialising parameters"):
         fill_initialised(shards, ctx, filled)
-    _prove(model, shards, filled, ctx, filled_shards)
+    _check_filled(model, shards, filled, ctx, filled_shards)
     remember(model, ctx.weights)
     return model
 
@@ -206,7 +206,7 @@ def load_into(
         if any(buffer.tensor.is_meta for buffer in buffer_places(model)):
             compute_buffers(model, None)
         restore_buffers(model, memory_for_buffers(model, place), place)
-        release(model)
+        forget_hidden(model)
         materialise(model, place)
         shards = local_shards(model)
         refuse_expanded(shards)
@@ -216,14 +216,14 @@ def load_into(
         _say_unlike_computed([fqn for fqn in unlike if fqn in hidden])
     supply, factoring = _open(model, source, keys, dequantize=dequantize, computed=computed)
     states, _ = states_to_read(model, supply.weights)
-    filled_shards = [*apart(shards), *states]
+    filled_shards = [*with_own_memory(shards), *states]
     with plan_fill(filled_shards, supply, options) as plan:
         filled = fill_shards(filled_shards, plan)
         filled.add(factoring.fill(filled_shards, plan))
-    say_checked(filled.checked, check_source=check_source)
+    log_checked(filled.checked, check_source=check_source)
     missing_buffers = {fqn: value for fqn, value in computed.items() if fqn in supply.initialised}
     _fill_computed(filled_shards, missing_buffers, unlike, filled)
-    _prove(model, shards, filled, None, filled_shards)
+    _check_filled(model, shards, filled, None, filled_shards)
     remember(model, supply.weights)
     remember_files(model, (), supply.weights)
     return model
@@ -249,7 +249,7 @@ def _open(
     Returns:
         The weights that fill the model, and the factors that are computed from them.
     """
-    expected, ties = describe(model)
+    expected, ties = describe_tensors(model)
     local_targets = own_targets(model)
     check_sources(source)
     is_read_elsewhere = not isinstance(source, RankSource) or not source.is_here
@@ -268,7 +268,7 @@ def _open(
         return find_weights(opened, expected_tensors, ties, model=model, rules=rules), factoring
 
     share_listings((source,), open_given)
-    seen, error, able = look_where_possible(
+    seen, error, able = run_where_possible(
         look,
         lambda error: is_read_elsewhere and isinstance(error, (SourceError, ResourceError)),
         phase=_OPENING,
@@ -276,7 +276,7 @@ def _open(
     weights, factoring = seen or (None, Factoring())
     factoring = _same_factoring(factoring, local_targets)
     used, unused = (weights.stored_names(), weights.unused) if weights is not None else ((), ())
-    elsewhere, are_stages = unused_here_alone(frozenset(used), frozenset(unused))
+    elsewhere, are_stages = used_elsewhere(frozenset(used), frozenset(unused))
     if weights is not None and are_stages:
         weights = replace(weights, identity=weights.source_identity, sampled_files=0)
     absent_names = frozenset[str]()
@@ -329,7 +329,7 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 
 def _say_unlike_computed(buffers: Sequence[str]) -> None:
     if buffers:
-        say(
+        log_once(
             f"{'1 buffer is' if len(buffers) == 1 else f'{len(buffers)} buffers are'} in no checkpoint, and not what the "
             f"model's class computes: {listed(buffers)}. After to_empty() buffers hold whatever memory held; leave the "
             "model on meta, or put their values back",
@@ -359,15 +359,17 @@ def _fill_computed(
             filled.elements[shard.fqn] += shard.num_elements
     changed = [name for name in missing_buffers if name in unlike]
     if missing_buffers:
-        say(f"weights: not in the source, buffers that the model's class computes: {listed(missing_buffers)}")
+        log_once(
+            f"weights: not in the source, buffers that the model's class computes: {listed(missing_buffers)}"
+        )
     if changed:
-        say(
+        log_once(
             f"weights: these held other values than the class computes, and have those now: {listed(changed)}",
             logging.WARNING,
         )
 
 
-def _prove(
+def _check_filled(
     model: nn.Module,
     shards: Sequence[LocalShard],
     filled: Filled,
@@ -385,10 +387,10 @@ def _prove(
             states of modules.
     """
     differing = equalise_buffers(model)
-    elsewhere = frozenset[str]() if ctx is None else on_other_ranks(shards, ctx.expected)
+    elsewhere = frozenset[str]() if ctx is None else tensors_of_other_ranks(shards, ctx.expected)
     with agreed("proving the filled model"):
         changed = "a wrapper has changed it between prepare and finalize" if ctx is not None else None
-        clashes = put_together(shards, filled_shards)
+        clashes = copy_back(shards, filled_shards)
         problems = [*clashes, *filled.problems(filled_shards), *_on_meta(model)]
         if ctx is not None:
             problems += [*_unlike_expected(shards, ctx.expected, elsewhere), *_too_large(model, shards)]
@@ -398,7 +400,7 @@ def _prove(
             f"the filled model is not as it should be in {count(len(problems), 'place')}",
             hint=_APART if clashes else changed,
         )
-        hand_over(model, filled_shards)
+        set_extra_states(model, filled_shards)
 
 
 def _on_meta(model: nn.Module) -> Iterator[str]:

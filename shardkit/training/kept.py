@@ -98,7 +98,7 @@ def _dtypes(weights: Weights | None) -> dict[str, str]:
     return {fqn: tensors[name].dtype.name for fqn, name in weights.names.items() if name in tensors}
 
 
-class Kept:
+class HubFileWriter:
     """The Hub files to write with a save of one model.
 
     Args:
@@ -153,7 +153,7 @@ class Kept:
             )
         return tuple(written)
 
-    def note(self, path: str) -> None:
+    def record_place(self, path: str) -> None:
         """Record the place of the files in a finished save; the Hub model's directory may be gone by the next save."""
         if self._holder is not None:
             module = self._holder[1]
@@ -163,7 +163,7 @@ class Kept:
     def _files(self, problems: list[str]) -> tuple[_Files, Asset | None]:
         """Return (files to write, the Hub model's config.json or None). The first may have the live model's config."""
         holder: HubFiles | None = None if self._holder is None else getattr(self._holder[1], _ATTRIBUTE)
-        files = _Files() if holder is None else _beside(holder, problems)
+        files = _Files() if holder is None else _source_files(holder, problems)
         hub_config = files.get(CONFIG)
         if self._root is not None:
             model = self._root[1]
@@ -188,7 +188,7 @@ class Kept:
         than its layers.
         """
         data = asset.read()
-        config = _parsed(data)
+        config = _parse_json(data)
         prefix, holder = ("", None) if self._holder is None else self._holder
         hub_dtypes: Mapping[str, str] = getattr(holder, _ATTRIBUTE).dtypes if holder is not None else {}
         start = f"{prefix}." if prefix else ""
@@ -196,7 +196,9 @@ class Kept:
         is_same = any(hub_dtype for _, hub_dtype in both) and all(
             hub_dtype in (None, saved_dtype) for saved_dtype, hub_dtype in both
         )
-        config_dtype = dtype_of(_parsed(hub_config.read())) if is_same and hub_config is not None else None
+        config_dtype = (
+            dtype_of(_parse_json(hub_config.read())) if is_same and hub_config is not None else None
+        )
         most = most_bytes((dtype, nbytes) for _, dtype, nbytes in self._dtypes)
         name = config_dtype or (most.name if most is not None else None)
         if config is None or name is None or dtype_of(config) == name:
@@ -219,7 +221,7 @@ def _saved_dtypes(tensors: Mapping[str, Any]) -> list[tuple[str, DType, int]]:
     ]
 
 
-def _parsed(data: bytes) -> dict[str, Any] | None:
+def _parse_json(data: bytes) -> dict[str, Any] | None:
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):  # reported when the copy is read
@@ -227,14 +229,14 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _beside(files: HubFiles, problems: list[str]) -> _Files:
+def _source_files(files: HubFiles, problems: list[str]) -> _Files:
     """Return the files next to the weights of the Hub model from which a model was filled."""
     files_beside, absent = _Files(), list[str]()
     token = FOLLOWS_LINKS.set(files.follows_links)
     try:
         for directory in (*files.directories, files.last):
             try:
-                assets = {} if directory is None else _of_directory(directory, problems)
+                assets = {} if directory is None else _read_directory(directory, problems)
             except (ShardkitError, OSError) as error:
                 absent.append(str(error))
                 continue
@@ -251,7 +253,7 @@ def _beside(files: HubFiles, problems: list[str]) -> _Files:
     return files_beside
 
 
-def _of_directory(directory: str, problems: list[str]) -> _Files:
+def _read_directory(directory: str, problems: list[str]) -> _Files:
     """Return the files of one directory, without weights, and with a new card in place of the base's.
 
     Raises:
@@ -266,16 +268,16 @@ def _of_directory(directory: str, problems: list[str]) -> _Files:
         assets = {
             name: path for name, path in assets.items() if not name.startswith(inside) and name != MODULES
         }
-    files = {name: _copied(name, path) for name, path in assets.items() if name != CARD}
+    files = {name: _file_asset(name, path) for name, path in assets.items() if name != CARD}
     repo_id = repo_id_of(directory)
     if repo_id is not None:
         files[CARD] = Asset(CARD, None, card_of(repo_id))
     elif CARD in assets and is_own_card(read_small(assets[CARD], CARD, _MAX_BYTES)):
-        files[CARD] = _copied(CARD, assets[CARD])
+        files[CARD] = _file_asset(CARD, assets[CARD])
     return files
 
 
-def _copied(name: str, path: str) -> Asset:
+def _file_asset(name: str, path: str) -> Asset:
     return Asset(name, storage.realpath(path), b"")
 
 

@@ -37,7 +37,7 @@ def distributed_in_objects(state: Mapping[str, Any]) -> list[str]:
     Args:
         state: the state dict to save.
     """
-    return [name for name, value in _objects(state, "") if any(map(_is_distributed, _pickled_with(value)))]
+    return [name for name, value in _objects(state, "") if any(map(_is_distributed, _pickled_tensors(value)))]
 
 
 def _objects(value: object, name: str) -> Iterator[tuple[str, object]]:
@@ -55,7 +55,7 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
     return tensor.device_mesh.size() > 1
 
 
-def _pickled_with(value: object) -> Iterator[torch.Tensor]:
+def _pickled_tensors(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors that pickle would reach from an object."""
     seen, waiting = dict[int, object](), list[Any]([value])
     while waiting and len(seen) < _MOST:
@@ -64,10 +64,10 @@ def _pickled_with(value: object) -> Iterator[torch.Tensor]:
             yield each
         elif not isinstance(each, _PLAIN) and id(each) not in seen:
             seen[id(each)] = each
-            waiting += _given(each)
+            waiting += _pickled_items(each)
 
 
-def _given(value: Any) -> Iterator[object]:
+def _pickled_items(value: Any) -> Iterator[object]:
     """Yield the values that pickle takes from an object: items, or the result of `__reduce_ex__`."""
     if type(value) in (list, tuple, set, frozenset):
         yield from value

@@ -46,7 +46,7 @@ from shardkit.training.fill.source import (
     open_source,
 )
 from shardkit.training.kept import remember_files
-from shardkit.training.model.between import note_prepared
+from shardkit.training.model.between import register_prepared
 from shardkit.training.model.buffers import InitBuffers
 from shardkit.training.model.build import (
     MULTIPLE,
@@ -66,11 +66,18 @@ from shardkit.training.model.fit import (
     diverged_ties,
 )
 from shardkit.training.model.hidden import find_hidden
-from shardkit.training.model.initialise import not_repeated
+from shardkit.training.model.initialise import lost_initialisations
 from shardkit.training.model.states import extra_states
-from shardkit.training.ranks.agree import agreed, broadcast_json, gather_json, look_where_possible, say, world
-from shardkit.training.ranks.listings import is_looked_at, share_listings
-from shardkit.training.ranks.local import ExpectedTensor, buffer_places, describe, places
+from shardkit.training.ranks.agree import (
+    agreed,
+    broadcast_json,
+    gather_json,
+    log_once,
+    run_where_possible,
+    world,
+)
+from shardkit.training.ranks.listings import is_shared_source, share_listings
+from shardkit.training.ranks.local import ExpectedTensor, buffer_places, describe_tensors, tensor_places
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".distcp", ".pt", ".pth", ".ckpt", ".metadata", ".json")
 _OPENING = "opening the source"
@@ -147,7 +154,7 @@ class PrepareOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _SourcelessModel:
+class _BuiltModel:
     """A model that is built, but not yet compared with its source."""
 
     model: nn.Module
@@ -188,7 +195,7 @@ class _SourcelessModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FoundSource:
+class _OpenedSource:
     """The result of opening the source and comparing it with the model."""
 
     weights: Weights | None = None
@@ -253,7 +260,7 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
         options.check()
     share_listings(
         (options.model_place, options.place),
-        partial(_look, options),
+        partial(_open_shared, options),
         revision=options.revision,
         variant=options.variant,
     )
@@ -278,9 +285,9 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
         _warn_not_repeated(blueprint, plain, fit)
     notes = tuple(_notes(plain, opened, fit, is_given=options.model_place is None))
     for note in notes:
-        say(f"prepare: {note}")
+        log_once(f"prepare: {note}")
     if opened.warning is not None:
-        say(f"prepare: {opened.warning}", logging.WARNING)
+        log_once(f"prepare: {opened.warning}", logging.WARNING)
         notes = (*notes, opened.warning)
     ctx = ModelInitializationContext(
         model=plain.model,
@@ -297,17 +304,17 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
         buffers=buffers,
         notes=notes,
     )
-    note_prepared(ctx, find_hidden(plain.model, plain.moved))
+    register_prepared(ctx, find_hidden(plain.model, plain.moved))
     model_place = plain.home if location_of(options.model_place).is_for_all else options.model_place
     remember_files(plain.model, (model_place,), opened.weights, options.tokenizer)
     return ctx
 
 
-def _look(options: PrepareOptions) -> None:
+def _open_shared(options: PrepareOptions) -> None:
     """Open sources in stores, and those with headers to read, so that their content can be shared with other ranks."""
     if options.model_place is not None and location_of(options.model_place).is_listed_once:
         _ = options.home
-    if isinstance(options.place, str) and is_looked_at(options.place):
+    if isinstance(options.place, str) and is_shared_source(options.place):
         options.open(options.place, options.revision)
 
 
@@ -351,7 +358,7 @@ def _stored_dtype(model: str, options: PrepareOptions) -> str | None:
     return next((dtype for dtypes in zip(*exchanged.of_all, strict=True) for dtype in dtypes if dtype), None)
 
 
-def _factor(plain: _SourcelessModel, options: PrepareOptions) -> _SourcelessModel:
+def _factor(plain: _BuiltModel, options: PrepareOptions) -> _BuiltModel:
     """Replace weights by factors where the source has them or the plan asks for them; every rank calls it."""
     with agreed(_OPENING) as exchanged:
         exchanged.mine = [asdict(target) for target in _stored_targets(plain, options)]
@@ -362,11 +369,11 @@ def _factor(plain: _SourcelessModel, options: PrepareOptions) -> _SourcelessMode
         )
         if not factoring.targets:
             return plain
-        expected, ties = describe(plain.model)
+        expected, ties = describe_tensors(plain.model)
         return replace(plain, expected=expected, ties=ties, factoring=factoring)
 
 
-def _stored_targets(plain: _SourcelessModel, options: PrepareOptions) -> tuple[Target, ...]:
+def _stored_targets(plain: _BuiltModel, options: PrepareOptions) -> tuple[Target, ...]:
     """Return the targets that the source has as factors; empty if this rank cannot open it."""
     if options.place is None:
         return ()
@@ -377,7 +384,7 @@ def _stored_targets(plain: _SourcelessModel, options: PrepareOptions) -> tuple[T
     return find_targets(opened, dense_names(plain.model, plain.expected), model=plain.model)
 
 
-def _build(options: PrepareOptions, dtype: torch.dtype | str | None) -> _SourcelessModel:
+def _build(options: PrepareOptions, dtype: torch.dtype | str | None) -> _BuiltModel:
     what, tokenizer, align = options.build_model, options.tokenizer, options.align_vocab
     moved = None if isinstance(what, nn.Module) else list[nn.Parameter]()
     model = build_model(
@@ -396,11 +403,11 @@ def _build(options: PrepareOptions, dtype: torch.dtype | str | None) -> _Sourcel
     grown: dict[str, int] = {}
     if tokenizer is not None and align is not False:
         grown = align_vocab(model, tokenizer, multiple=MULTIPLE if align in (None, True) else int(align))
-    expected, ties = describe(model)
+    expected, ties = describe_tensors(model)
     tied = {name for group in ties for name in group}  # each of their modules writes them
     named = ((clean_name(name), param) for name, param in model.named_parameters())
     writes = {fqn: times_written(param) for fqn, param in named if fqn not in tied}
-    return _SourcelessModel(
+    return _BuiltModel(
         model=model,
         expected=expected,
         ties=ties,
@@ -412,7 +419,7 @@ def _build(options: PrepareOptions, dtype: torch.dtype | str | None) -> _Sourcel
     )
 
 
-def _open_together(plain: _SourcelessModel, options: PrepareOptions) -> _FoundSource:
+def _open_together(plain: _BuiltModel, options: PrepareOptions) -> _OpenedSource:
     """Open the source on every rank that has it. The first of these ranks decides for all what is read."""
     digests = gather_json(plain.digest(options), phase=_OPENING)
     with agreed(_OPENING):
@@ -425,17 +432,17 @@ def _open_together(plain: _SourcelessModel, options: PrepareOptions) -> _FoundSo
         if options.place is None:
             check_untied(broken_ties(plain.model), None)
             every = frozenset(fqn for fqn, tensor in plain.expected.items() if tensor.persistent)
-            return _FoundSource(
+            return _OpenedSource(
                 fit=ModelFit(initialised=every, notes=("no source: every tensor is initialised",))
             )
     source = options.place
-    mine, error, holders = look_where_possible(
+    mine, error, holders = run_where_possible(
         lambda: _open(plain, source, options), lambda error: _is_absent(source, error), phase=_OPENING
     )
     untied, generation, warning = list[str](), None, None
     with agreed(_OPENING):
         if holders[0] == world()[0] and mine is not None:  # only this rank reads the values of ties
-            untied = _untied(plain, mine[0])
+            untied = _find_diverged_ties(plain, mine[0])
             generation = _generation_config(mine[0]) if options.home is None else None
             warning = _other_config(plain, source, options)
     plain_fit = None if mine is None else {**asdict(mine[1]), "initialised": sorted(mine[1].initialised)}
@@ -445,7 +452,7 @@ def _open_together(plain: _SourcelessModel, options: PrepareOptions) -> _FoundSo
         None,
         ModelFit(initialised=frozenset(seen["initialised"]), grown=seen["grown"], notes=tuple(seen["notes"])),
     )
-    return _FoundSource(
+    return _OpenedSource(
         weights=weights,
         fit=fit,
         absent=error,
@@ -455,7 +462,7 @@ def _open_together(plain: _SourcelessModel, options: PrepareOptions) -> _FoundSo
     )
 
 
-def _other_config(plain: _SourcelessModel, source: str | RankSource, options: PrepareOptions) -> str | None:
+def _other_config(plain: _BuiltModel, source: str | RankSource, options: PrepareOptions) -> str | None:
     """Return a warning if the model's config or tokenizer differs from the checkpoint's, or None.
 
     The model's config and the passed tokenizer are used in any case.
@@ -506,9 +513,7 @@ def _generation_config(weights: Weights) -> dict[str, Any] | None:
         return None
 
 
-def _open(
-    plain: _SourcelessModel, source: str | RankSource, options: PrepareOptions
-) -> tuple[Weights, ModelFit]:
+def _open(plain: _BuiltModel, source: str | RankSource, options: PrepareOptions) -> tuple[Weights, ModelFit]:
     opened = options.open(source, options.revision)
     expected = {**plain.read, **extra_states(plain.model)}
     weights = find_weights(opened, expected, plain.ties, model=plain.model, rules=options.rules)
@@ -550,7 +555,7 @@ def _is_absent(source: str | RankSource, error: BaseException) -> bool:
     return False
 
 
-def _untied(plain: _SourcelessModel, weights: Weights) -> list[str]:
+def _find_diverged_ties(plain: _BuiltModel, weights: Weights) -> list[str]:
     """Return the names that `from_pretrained` would untie, because the source has two values for one parameter."""
     if not weights.match.is_transformers or plain.grown:
         check_ties(plain.ties, weights)
@@ -558,13 +563,13 @@ def _untied(plain: _SourcelessModel, weights: Weights) -> list[str]:
     return [fqn for _, _, fqn in diverged_ties(plain.ties, weights)]
 
 
-def _untie(plain: _SourcelessModel, fqns: Sequence[str]) -> _SourcelessModel:
+def _untie(plain: _BuiltModel, fqns: Sequence[str]) -> _BuiltModel:
     """Untie names: give each of them a parameter of its own.
 
     Source: transformers 5.23, PreTrainedModel.tie_weights.
     """
     model = plain.model
-    for place in places(model, once=True):
+    for place in tensor_places(model, once=True):
         if place.kind == "parameter" and place.fqn in fqns:
             parameter = nn.Parameter(torch.empty_like(place.tensor), requires_grad=place.tensor.requires_grad)
             setattr(place.module, place.name, parameter)
@@ -573,11 +578,11 @@ def _untie(plain: _SourcelessModel, fqns: Sequence[str]) -> _SourcelessModel:
         if isinstance(tied, dict):
             for name in [name for name in tied if any(f".{fqn}".endswith(f".{name}") for fqn in fqns)]:
                 del tied[name]
-    expected, ties = describe(model)
+    expected, ties = describe_tensors(model)
     return replace(plain, expected=expected, ties=ties)
 
 
-def _refuse_uncomputed(plain: _SourcelessModel, buffers: Mapping[str, torch.Tensor], fit: ModelFit) -> None:
+def _refuse_uncomputed(plain: _BuiltModel, buffers: Mapping[str, torch.Tensor], fit: ModelFit) -> None:
     """Raise an error for buffers that the model does not compute and the source lacks."""
     lost = [
         escape(fqn)
@@ -599,17 +604,17 @@ def _blueprint(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memoryless)
 
 
-def _warn_not_repeated(blueprint: nn.Module, plain: _SourcelessModel, fit: ModelFit) -> None:
-    lost = not_repeated(blueprint, plain.writes, fit.initialised)
+def _warn_not_repeated(blueprint: nn.Module, plain: _BuiltModel, fit: ModelFit) -> None:
+    lost = lost_initialisations(blueprint, plain.writes, fit.initialised)
     if lost:
-        say(
+        log_once(
             "initialised by reset_parameters and _init_weights alone, though other code of the model writes them too: "
             f"{listed(lost)}; move that code into _init_weights(module) of the model",
             logging.WARNING,
         )
 
 
-def _notes(plain: _SourcelessModel, opened: _FoundSource, fit: ModelFit, *, is_given: bool) -> Iterator[str]:
+def _notes(plain: _BuiltModel, opened: _OpenedSource, fit: ModelFit, *, is_given: bool) -> Iterator[str]:
     """Yield notes for the user.
 
     Args:

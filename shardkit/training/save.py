@@ -58,20 +58,20 @@ from shardkit.training.extras.checkpointable import checkpointable
 from shardkit.training.extras.diagnose import diagnose
 from shardkit.training.fill.reading import HubNaming
 from shardkit.training.fill.source import recall
-from shardkit.training.kept import Kept
+from shardkit.training.kept import HubFileWriter
 from shardkit.training.objects import distributed_in_objects
-from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
+from shardkit.training.ranks.agree import agree, agreed, gather_json, lost_rank_error
 from shardkit.training.ranks.local import (
     fsdp1_units,
     memory_of,
-    places_of,
+    module_places,
+    optimizer_parameters,
     refuse_copies,
     refuse_lazy,
     reshard,
-    stepped_by,
     with_root,
 )
-from shardkit.training.save_target import Lead, files_of, read_metadata, write_again
+from shardkit.training.save_target import SaveJob, read_metadata, write_with_retries, writer_files
 from shardkit.training.saved_layout import saved_layout
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
@@ -146,9 +146,9 @@ def save(
         aliases = find_aliases(model)
         with contextlib.ExitStack() as stack:
             with agreed(_PHASE, group) as exchanged:
-                files = files_of(place)
+                files = writer_files(place)
                 state = stack.enter_context(checkpoint_state(model, optimizers, extra, aliases))
-                kept = Kept(model, _state_paths(model), state[MODEL]) if leads else None
+                kept = HubFileWriter(model, _state_paths(model), state[MODEL]) if leads else None
                 layout = saved_layout(_leaves(state, ""), _world_size(group)) if leads else None
                 exchanged.mine = _digests(model, state)
                 if leads:
@@ -175,7 +175,7 @@ def save(
                 lead.commit(writer.metadata(), writer.folder_metadata)
                 exchanged.mine = [lead.path, len(writer.files), sum(writer.files.values())]
             if kept is not None and lead is not None:
-                kept.note(lead.home)
+                kept.record_place(lead.home)
     saved, num_files, file_bytes = exchanged.of_all[0]
     return SaveResult(path=saved, num_files=num_files, file_bytes=file_bytes)
 
@@ -215,7 +215,7 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
     for optimizer in optimizers:
         refuse_copies(model, optimizer)
     parameter_ids = {id(parameter) for parameter in model.parameters()}
-    stepped = [parameter for optimizer in optimizers for parameter in stepped_by(optimizer)]
+    stepped = [parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)]
     foreign = sum(id(parameter) not in parameter_ids for parameter in stepped)
     if foreign:
         raise LayoutError(
@@ -223,7 +223,9 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
             " their state has no name",
             hint="make the optimizer after the model is wrapped, or give it the new parameters: rebind_optimizer",
         )
-    copies = [len(ids) - len(set(ids)) for ids in ([id(p) for p in stepped_by(o)] for o in optimizers)]
+    copies = [
+        len(ids) - len(set(ids)) for ids in ([id(p) for p in optimizer_parameters(o)] for o in optimizers)
+    ]
     if any(copies):
         raise LayoutError(
             f"the optimizer holds {count(sum(copies), 'repeated parameter')}: it does not step all that it should",
@@ -267,7 +269,7 @@ def _warn_of_unused(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
     """Warn of trained parameters without optimizer state, if the optimizer has state for others."""
     # LBFGS has all of its state under the first parameter.
     used = [o for o in optimizers if o.state and not isinstance(o, torch.optim.LBFGS)]
-    trained = [(o, p) for o in used for p in stepped_by(o) if p.requires_grad]
+    trained = [(o, p) for o in used for p in optimizer_parameters(o) if p.requires_grad]
     lacking = {id(p) for o, p in trained if not o.state.get(p)}
     names = [name for name, tensor in _state_names(model) if id(tensor) in lacking]
     if names:
@@ -323,20 +325,20 @@ def _leaves(value: object, name: str) -> Iterator[tuple[str, object]]:
     """Yield (stored name, value) for the values in a state dict's nested containers."""
     if isinstance(value, (dict, list, tuple)):
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(child, _joined(name, str(key)))
+            yield from _leaves(child, _join_path(name, str(key)))
     else:
         yield name, value
 
 
 def _start(
     path: str, overwrite: bool, group: dist.ProcessGroup | None, *, leads: bool
-) -> tuple[Lead | None, str]:
-    """Begin the save on rank 0; return its `Lead` there (else None), and on all ranks the place to write to."""
-    lead: Lead | None = None
+) -> tuple[SaveJob | None, str]:
+    """Begin the save on rank 0; return its `SaveJob` there (else None), and on all ranks the place to write to."""
+    lead: SaveJob | None = None
     try:
         with agreed(_PHASE, group) as exchanged:
             if leads:
-                lead = Lead(path, overwrite=overwrite)
+                lead = SaveJob(path, overwrite=overwrite)
                 exchanged.mine = lead.place
         place = str(exchanged.of_all[0])
         with agreed(_PHASE, group):
@@ -364,7 +366,7 @@ def _write(state: State, writer: SaveWriter, group: dist.ProcessGroup | None) ->
     except CheckpointException as error:
         caught = error
     except RuntimeError as error:
-        raise lost(_PHASE, error) from error
+        raise lost_rank_error(_PHASE, error) from error
     local_error = None
     if caught is not None:
         rank = dist.get_rank(group) if dist.is_initialized() else 0
@@ -465,16 +467,16 @@ def checkpoint_state(
             name: value.state_dict() if isinstance(value, Stateful) else value
             for name, value in extra.items()
         }
-    with _complete(optimizers) as new:
+    with _temporary_state(optimizers) as new:
         if optimizers:
             state[OPTIMIZER] = get_optimizer_state_dict(model, list(optimizers))
         if new:
-            _take_back_step(model, state[OPTIMIZER], None if new == list(optimizers) else new)
+            _undo_step_counts(model, state[OPTIMIZER], None if new == list(optimizers) else new)
         yield state
 
 
-def _take_back_step(model: nn.Module, saved: State, new: list[torch.optim.Optimizer] | None) -> None:
-    """Undo the changes that the step of `_complete` made to optimizer states: step counts and learning rates.
+def _undo_step_counts(model: nn.Module, saved: State, new: list[torch.optim.Optimizer] | None) -> None:
+    """Undo the changes that the step of `_temporary_state` made to optimizer states: step counts and learning rates.
 
     The step has a learning rate of 0, which ASGD and Rprop would otherwise use for their first real step.
 
@@ -487,7 +489,7 @@ def _take_back_step(model: nn.Module, saved: State, new: list[torch.optim.Optimi
     rates = {name: float(group.get("lr") or 0) for group in saved["param_groups"] for name in group["params"]}
     names = list(states)
     if new is not None:
-        stepped = {id(p) for optimizer in new for p in stepped_by(optimizer)}
+        stepped = {id(p) for optimizer in new for p in optimizer_parameters(optimizer)}
         names = [name for name, tensor in _state_names(model) if id(tensor) in stepped]
     for name in names:
         state, rate = states.get(name, {}), rates.get(name, 0.0)
@@ -498,7 +500,7 @@ def _take_back_step(model: nn.Module, saved: State, new: list[torch.optim.Optimi
 
 
 @contextlib.contextmanager
-def _complete(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
+def _temporary_state(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
     """Let torch create missing optimizer state in this context, by a step without gradients; remove it afterwards.
 
     Yields the optimizers without state. If the new state stayed, Adam's first real step would count as its second.
@@ -507,7 +509,7 @@ def _complete(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torc
     there are gradients.
     """
     new = [optimizer for optimizer in optimizers if not optimizer.state]
-    parameters = [parameter for optimizer in new for parameter in stepped_by(optimizer)]
+    parameters = [parameter for optimizer in new for parameter in optimizer_parameters(optimizer)]
     gradients = [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:
@@ -531,13 +533,13 @@ def find_aliases(model: nn.Module) -> dict[str, str]:
     for path, module in _state_paths(model):  # modules may lack the parameters in FSDP1's flat parameters
         unit = fsdp1_unit(module) if isinstance(module, FullyShardedDataParallel) else None
         for name, kept in unit.shared if unit else ():
-            aliases[clean_name(_joined(path, name))] = clean_name(_joined(path, kept))
+            aliases[clean_name(_join_path(path, name))] = clean_name(_join_path(path, kept))
     return aliases
 
 
 def _state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for parameters and persistent buffers, with all names, as in torch's model state dicts."""
-    tensors = places_of(_state_paths(model))
+    tensors = module_places(_state_paths(model))
     return ((place.fqn, place.tensor) for place in tensors if place.persistent)
 
 
@@ -548,11 +550,11 @@ def _state_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in modules.items():
         holder, _, name = path.rpartition(".")
         is_wrapped = path and isinstance(modules[holder], DistributedDataParallel)
-        inside[path] = inside[holder] if is_wrapped else _joined(inside.get(holder, ""), name)
+        inside[path] = inside[holder] if is_wrapped else _join_path(inside.get(holder, ""), name)
         yield clean_name(inside[path]), module
 
 
-def _joined(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name else path or name
 
 
@@ -578,7 +580,7 @@ class SaveWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file."""
-        return write_again(self.fs, plan, partial(super().write_data, plan, planner))
+        return write_with_retries(self.fs, plan, partial(super().write_data, plan, planner))
 
     def metadata(self) -> bytes:
         """Return the `.metadata` that `finish` has written."""

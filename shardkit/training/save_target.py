@@ -37,7 +37,7 @@ _MAX_METADATA = 1 << 30
 _R = TypeVar("_R")
 
 
-class Lead:
+class SaveJob:
     """Rank 0's side of a save: it begins and commits the job.
 
     On a disk all ranks write into a directory that rank 0 creates, with a path that no other job ever has. A late rank
@@ -193,7 +193,7 @@ def _make_parents(path: str) -> None:
         ) from error
 
 
-def files_of(place: str) -> FileSystem:
+def writer_files(place: str) -> FileSystem:
     """Return the file system for torch's writer of this rank.
 
     Args:
@@ -202,11 +202,11 @@ def files_of(place: str) -> FileSystem:
     return _StoreFiles(objects.Objects(place)) if location_of(place).sends else _LocalFiles()
 
 
-def write_again(files: FileSystem, plan: SavePlan, write: Callable[[], _R]) -> _R:
+def write_with_retries(files: FileSystem, plan: SavePlan, write: Callable[[], _R]) -> _R:
     """Write this rank's file. In a store, repeat it as a whole after a failure, since single requests are not repeated.
 
     Args:
-        files: result of `files_of`.
+        files: result of `writer_files`.
         plan: torch's plan of this rank.
         write: writes the file.
     """

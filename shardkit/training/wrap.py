@@ -51,7 +51,7 @@ from shardkit.layout.units import (
 )
 from shardkit.layout.wrap_policy import PolicyWording, list_candidates, parse_policy
 from shardkit.osft.modules import osft_modules, placement_fn
-from shardkit.training.model.between import keep_changes
+from shardkit.training.model.between import record_changes
 from shardkit.training.ranks.local import buffer_places, local_tensor
 
 Policy = str | type[nn.Module] | Iterable[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
@@ -182,7 +182,7 @@ def wrap(
     """
     _check_arguments(model, mesh)
     _check_factors(model, mesh, expert_mesh)
-    keep_changes(model)
+    record_changes(model)
     meshes = _meshes(model, mesh, expert_mesh)
     if meshes.data is None and cpu_offload:
         raise UsageError(
@@ -219,7 +219,7 @@ def wrap(
             reshard_after_forward=_is_resharded(unit, last, reshard_after_forward),
         )
         if unit.around in dispatched and isinstance(module, FSDPModule):
-            _divide_by(module, num_batches, meshes)
+            _average_expert_gradients(module, num_batches, meshes)
 
     shard_units(plan, {**modules, **units}, shard)
     for name in plan.outside:
@@ -302,7 +302,7 @@ def _check_experts(mesh: DeviceMesh, experts: DeviceMesh) -> None:
         )
 
 
-def _divide_by(module: FSDPModule, num_batches: int, meshes: Meshes) -> None:
+def _average_expert_gradients(module: FSDPModule, num_batches: int, meshes: Meshes) -> None:
     """Make the gradients of experts means over all batches; each rank of an expert has seen several of them.
 
     Source: transformers 5.23, distributed/fsdp.py, apply_fully_sharded_data_parallelism. A sum is forced because gloo
@@ -572,7 +572,7 @@ def _match_classes(model: nn.Module, classes: list[type], wording: PolicyWording
     modules = [(path, module) for path, module in model.named_modules() if path]
     absent = [c.__name__ for c in classes if not any(isinstance(module, c) for _, module in modules)]
     if absent:
-        raise _nothing(model, f"no module is a {' or a '.join(sorted(absent))}", absent, wording)
+        raise _no_match_error(model, f"no module is a {' or a '.join(sorted(absent))}", absent, wording)
     return [path for path, module in modules if isinstance(module, tuple(classes))]
 
 
@@ -588,7 +588,7 @@ def _match_predicate(
             hint="it takes (name, module) and returns whether the module is a unit",
         ) from error
     if not matched:
-        raise _nothing(
+        raise _no_match_error(
             model,
             f"{escape(name)} chose none of {count(len(list(model.modules())) - 1, 'module')}",
             [],
@@ -597,7 +597,7 @@ def _match_predicate(
     return matched
 
 
-def _nothing(
+def _no_match_error(
     model: nn.Module, message: str, class_names: Iterable[str], wording: PolicyWording
 ) -> PolicyError:
     return PolicyError(

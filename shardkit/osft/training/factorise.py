@@ -23,10 +23,18 @@ from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
 from shardkit.osft.svd import Factors, check_factors, factorise, num_operations
 from shardkit.osft.training.orthogonal import prove_orthogonal
-from shardkit.training.fill.broadcast import Sent, WeightReader, send_parts
-from shardkit.training.fill.reading import Filled, Supply, Wanted, compare_together, torch_dtype
+from shardkit.training.fill.broadcast import SentTensor, WeightReader, send_parts
+from shardkit.training.fill.reading import Filled, Supply, WantedPart, compare_together, torch_dtype
 from shardkit.training.fill.strategy import FillPlan
-from shardkit.training.ranks.agree import agreed, broadcast_json, device_for, gather_json, say, wire, world
+from shardkit.training.ranks.agree import (
+    agreed,
+    broadcast_json,
+    device_for,
+    gather_json,
+    log_once,
+    wire,
+    world,
+)
 from shardkit.training.ranks.local import LocalShard, flat_bytes
 
 _PHASE = "computing factors"
@@ -147,16 +155,16 @@ def _reader(
     return reader, {path: located.catalog.tensors[name] for path, name in names.items()}
 
 
-def _sent_weight(target: Target, entry: TensorEntry | None, dtype: DType) -> Sent:
+def _sent_weight(target: Target, entry: TensorEntry | None, dtype: DType) -> SentTensor:
     """Return shape and dtype of a weight as it is sent, that is, as stored. Only reading ranks have an entry."""
     if entry is None:
         shape = (target.rows, target.columns)
         entry = TensorEntry(fqn=target.weight, dtype=dtype, shape=shape, first_chunk=0, num_chunks=0)
-    return Sent(entry, torch_dtype(dtype))
+    return SentTensor(entry, torch_dtype(dtype))
 
 
 def _deliver(
-    reader: WeightReader | None, sources: Sequence[int], sent: Sequence[Sent], filled: Filled
+    reader: WeightReader | None, sources: Sequence[int], sent: Sequence[SentTensor], filled: Filled
 ) -> tuple[torch.Tensor | None, BaseException | None]:
     """Return this rank's weight of a round, on the CPU in its stored dtype, or None, and the error of this rank.
 
@@ -167,7 +175,7 @@ def _deliver(
         return None, send_parts(reader, sources, sent, {}, filled)
     entry, dtype = sent[rank]
     weight = torch.empty(entry.shape, dtype=dtype)
-    mine = Wanted(LocalShard.plain((entry.fqn,), weight), entry, full_region(entry.shape), weight)
+    mine = WantedPart(LocalShard.plain((entry.fqn,), weight), entry, full_region(entry.shape), weight)
     error = send_parts(reader, sources, sent, {rank: [mine]}, filled)
     is_here = filled.elements.pop(entry.fqn, 0) == weight.numel()
     return weight if is_here and error is None else None, error
@@ -281,7 +289,7 @@ def _gather_regions(factor_shards: HeldFactors, targets: Sequence[Target]) -> li
 def _log_progress(number: int, rounds: Sequence[Round]) -> None:
     """Log each tenth of the weights: all of them may take hours."""
     if number * 10 // len(rounds) > (number - 1) * 10 // len(rounds) >= 0:
-        say(f"weights: {number} of {len(rounds)} rounds of decompositions are done")
+        log_once(f"weights: {number} of {len(rounds)} rounds of decompositions are done")
 
 
 def _log_accuracy(measured: Sequence[tuple[str, float, float]]) -> None:
@@ -291,7 +299,7 @@ def _log_accuracy(measured: Sequence[tuple[str, float, float]]) -> None:
         return
     names, errors, distances = zip(*every, strict=True)
     algorithms = ", ".join(f"{number} by {name}" for name, number in Counter(names).items())
-    say(
+    log_once(
         f"weights: {count(len(every), 'weight')} decomposed ({algorithms}): they fold back to {max(errors):.1e}, and are "
         f"orthogonal to {max(distances):.1e}"
     )

@@ -33,11 +33,11 @@ from shardkit.osft.modules import factors_of, osft_modules
 from shardkit.training.ranks.local import (
     cut_axes,
     local_tensor,
+    optimizer_parameters,
     refuse_copies,
     refuse_fsdp1,
     reshard,
-    stepped_by,
-    unwrapped,
+    unwrap_optimizer,
 )
 
 _U_HIGH, _, _V_HIGH = HIGH
@@ -151,7 +151,7 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
         UsageError: the optimizer steps frozen factors, none of those that are trained, or copies that a forward has
             gathered.
     """
-    outer_optimizer, optimizer = optimizer, unwrapped(optimizer)
+    outer_optimizer, optimizer = optimizer, unwrap_optimizer(optimizer)
     layers = _layers(model)
     reshard(model)  # gathered parameters are copies
     refuse_copies(model, optimizer)
@@ -208,7 +208,7 @@ def _with_projection(closure: Callable[[], Any], model: nn.Module) -> Callable[[
 
 
 def _check_parameters(layers: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    stepped = {id(parameter) for parameter in stepped_by(optimizer)}
+    stepped = {id(parameter) for parameter in optimizer_parameters(optimizer)}
     factors = [factors_of(layer) for layer in layers]
     every = (parameter for of_layer in factors for parameter in of_layer.values())
     if not any(id(parameter) in stepped for parameter in every if parameter.requires_grad):

@@ -40,7 +40,7 @@ def checkpointable(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checkpointable(value: Any) -> Any:
     if isinstance(value, DTensor):
-        return _stored(value)
+        return _describe_memory(value)
     if isinstance(value, Mapping):
         return checkpointable(value)
     if type(value) in (list, tuple):
@@ -48,7 +48,7 @@ def _checkpointable(value: Any) -> Any:
     return value
 
 
-def _stored(tensor: DTensor) -> torch.Tensor:
+def _describe_memory(tensor: DTensor) -> torch.Tensor:
     coordinate = tensor.device_mesh.get_coordinate()
     placements, shape = placements_of(tensor), tuple(tensor.shape)
     if coordinate is None or all(placement.split_factor == 1 for placement in placements):

@@ -30,7 +30,7 @@ from shardkit.core.text import MIB, count, escape, listed
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties, is_transformers_layer
 from shardkit.training.ranks.agree import world
-from shardkit.training.ranks.local import distinct, full_name, local_tensor, with_root
+from shardkit.training.ranks.local import distinct_tensors, full_name, local_tensor, with_root
 
 _TOLERANCE = 0.2  # fraction of the expected share; a larger deviation is reported as a problem
 _KINDS = {
@@ -167,7 +167,9 @@ def diagnose(model: nn.Module) -> Diagnosis:
         empty=tuple(p.fqn for p in stored if p.numel and not p.local_numel),
         whole=tuple(p.fqn for p in stored if p.num_parts == 1 < num_parts),
         ties=tuple(
-            names for names, _, expected in distinct(model) if len(names) > 1 and expected.kind == "parameter"
+            names
+            for names, _, expected in distinct_tensors(model)
+            if len(names) > 1 and expected.kind == "parameter"
         ),
         broken_ties=tuple(map(tuple, broken_ties(model))),
         meta=tuple(_on_meta(model)),

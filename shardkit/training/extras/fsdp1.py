@@ -22,16 +22,16 @@ from shardkit.core.keywords import suggests_keywords
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
 from shardkit.training.fill.reading import Filled
-from shardkit.training.fill.samples import kept_open
+from shardkit.training.fill.samples import keep_files_open
 from shardkit.training.fill.source import remember
 from shardkit.training.fill.strategy import FillPlan, ReadOptions, Strategy, choose_sources, fill_shards
-from shardkit.training.model.between import check_hidden, compare_parameters, say_put_back
+from shardkit.training.model.between import check_hidden, compare_parameters, warn_of_restored_buffers
 from shardkit.training.model.buffers import equalise_buffers, memory_for_buffers, restore_buffers, retie
 from shardkit.training.model.fit import ModelInitializationContext, supply_of
 from shardkit.training.model.initialise import fill_initialised
-from shardkit.training.model.states import hand_over, read_states
+from shardkit.training.model.states import read_states, set_extra_states
 from shardkit.training.ranks.agree import agreed, device_for, world
-from shardkit.training.ranks.local import LocalShard, allocate, distinct, places_of
+from shardkit.training.ranks.local import LocalShard, allocate, distinct_tensors, module_places
 
 # accelerate 1.15, utils/dataclasses.py: if either is on, accelerate replaces param_init_fn by a function that
 # does not fill memory, and rank 0 sends its memory to all ranks.
@@ -143,18 +143,18 @@ class UnitFiller:
     def _begin(self) -> None:
         """Check the user's changes of the model since `prepare`, and decide which ranks read. Called once."""
         ctx = self._ctx
-        parameters = [(names, tensor.requires_grad) for names, tensor, _ in distinct(ctx.model)]
+        parameters = [(names, tensor.requires_grad) for names, tensor, _ in distinct_tensors(ctx.model)]
         compare_parameters(parameters, ctx)
         self._groups.update({name: names for names, _ in parameters if len(names) > 1 for name in names})
         supply, sources = supply_of(ctx), None
         with agreed("looking at the prepared model"):
-            say_put_back(ctx.model, ctx)
+            warn_of_restored_buffers(ctx.model, ctx)
             check_hidden(ctx.model, ctx)
             unread = memory_for_buffers(ctx.model, self._device)
             restore_buffers(ctx.model, {**unread, **ctx.buffers}, self._device)
             retie(ctx.model, ctx.ties)
         if ctx.source is not None:
-            with kept_open(supply) as opened:
+            with keep_files_open(supply) as opened:
                 sources = choose_sources([], opened, self._options)
         with agreed("opening the source"):
             is_reader = sources is None or sources[world()[0]] == world()[0]
@@ -174,7 +174,7 @@ class UnitFiller:
                 strangers += [
                     f"{type(module).__name__}: {escape(name)}" for name, tensor in tensors if tensor.is_meta
                 ]
-            for place in places_of((path, module) for path in paths):
+            for place in module_places((path, module) for path in paths):
                 inside.add(place.fqn)
                 if place.persistent and id(place.tensor) not in shards:
                     names = self._groups.get(place.fqn, (place.fqn,))
@@ -219,7 +219,7 @@ class UnitFiller:
         with agreed("proving the filled model"):
             if differing:
                 raise IntegrityError("buffers differ between ranks", problems=map(escape, differing))
-            hand_over(self._ctx.model, states)
+            set_extra_states(self._ctx.model, states)
         remember(self._ctx.model, self._plan.supply.weights)
 
     def _check_complete(self, module: nn.Module, args: Any) -> None:

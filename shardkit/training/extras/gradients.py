@@ -138,7 +138,7 @@ def _norm(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit], norm_t
     is_double = any(gradient.dtype == torch.float64 for gradient in gradients)
     dtype = torch.float64 if is_double else torch.float32
     device = gradients[0].device if gradients else torch.device("cpu")
-    powers = [_reduced(share, norm_type, dtype).to(device) for share in _shares(parameters, units)]
+    powers = [_reduce_share(share, norm_type, dtype).to(device) for share in _shares(parameters, units)]
     if not powers:
         return torch.zeros((), dtype=dtype, device=device)
     stacked = torch.stack(powers)
@@ -179,7 +179,7 @@ def _share_of(
     return shares.setdefault(None, _SharedGradients())
 
 
-def _reduced(share: _SharedGradients, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
+def _reduce_share(share: _SharedGradients, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum of |x|^norm_type over gradients on all their ranks, or their largest |x| for `inf`."""
     is_max = math.isinf(norm_type)
     total = torch.zeros((), dtype=dtype)

@@ -23,7 +23,7 @@ from shardkit.core.keywords import suggests_keywords
 from shardkit.core.text import count, escape, suggestions
 from shardkit.errors import UsageError
 from shardkit.keys.names import clean_name
-from shardkit.training.ranks.local import refuse_copies, reshard, stepped_by, unwrapped
+from shardkit.training.ranks.local import optimizer_parameters, refuse_copies, reshard, unwrap_optimizer
 
 Names = Sequence[Sequence[str]]
 """FQNs of an optimizer's parameters, group by group, in the order of each group's `params`."""
@@ -73,7 +73,7 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
             the model, belong to another shape, or name one parameter twice.
     """
     reshard(model)  # gathered parameters are copies
-    optimizer = unwrapped(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     current = dict(model.named_parameters(remove_duplicate=False))
     by_name = {clean_name(name): parameter for name, parameter in current.items()}
     if _is_bound(optimizer, names, by_name):
@@ -81,7 +81,7 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
     if optimizer.state or (names is None and not _has_names(optimizer)):
         refuse_copies(model, optimizer)
     _check_unused(optimizer)
-    names_by_group = names if names is not None else _recorded(optimizer, model)
+    names_by_group = names if names is not None else _known_names(optimizer, model)
     shape = [len(group["params"]) for group in optimizer.param_groups]
     if [len(group) for group in names_by_group] != shape:
         raise UsageError(
@@ -107,7 +107,7 @@ def _is_bound(
     optimizer: torch.optim.Optimizer, names: Names | None, by_name: Mapping[str, nn.Parameter]
 ) -> bool:
     """True if every parameter is the model's, occurs once, and is the one with the given name, if names are given."""
-    stepped = [id(parameter) for parameter in stepped_by(optimizer)]
+    stepped = [id(parameter) for parameter in optimizer_parameters(optimizer)]
     if len(set(stepped)) < len(stepped) or not {id(p) for p in by_name.values()}.issuperset(stepped):
         return False
     if names is None:
@@ -135,11 +135,14 @@ def _check_unused(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _recorded(optimizer: torch.optim.Optimizer, model: nn.Module) -> Names:
+def _known_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> Names:
     """Return the names that torch recorded, or all names of the model if one group has all of its parameters."""
     if _has_names(optimizer):
         return [group["param_names"] for group in optimizer.param_groups]
-    stepped, model_names = stepped_by(optimizer), [clean_name(name) for name, _ in model.named_parameters()]
+    stepped, model_names = (
+        optimizer_parameters(optimizer),
+        [clean_name(name) for name, _ in model.named_parameters()],
+    )
     present = {id(parameter) for parameter in model.parameters()}
     if (
         len(optimizer.param_groups) == 1
@@ -159,7 +162,7 @@ def _recorded(optimizer: torch.optim.Optimizer, model: nn.Module) -> Names:
 def _mismatches(
     optimizer: torch.optim.Optimizer, names: Names, by_name: Mapping[str, nn.Parameter]
 ) -> Iterator[str]:
-    places = Counter(map(id, stepped_by(optimizer)))
+    places = Counter(map(id, optimizer_parameters(optimizer)))
     bound_names: dict[int, str] = {}
     clean_names = dict.fromkeys(clean_name(name) for group_names in names for name in group_names)
     # A tied parameter is known under one of its names.

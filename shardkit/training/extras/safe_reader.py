@@ -289,7 +289,7 @@ def _read_objects(opened: DcpDirectory, items: Iterable[ReadItem], planner: Load
     for item in items:
         fqn = item.storage_index.fqn
         try:
-            planner.load_bytes(item, vetted(_object_bytes(opened, fqn), escape(fqn)))
+            planner.load_bytes(item, vet_entry(_object_bytes(opened, fqn), escape(fqn)))
         except SourceError as error:
             refused.append(error)
     if len(refused) == 1:
@@ -314,7 +314,7 @@ def _object_bytes(opened: DcpDirectory, fqn: str) -> memoryview:
         return memoryview(read_exactly(fd, place.start, place.nbytes, source.name))
 
 
-def vetted(data: memoryview, where: str) -> io.BytesIO:
+def vet_entry(data: memoryview, where: str) -> io.BytesIO:
     """Vet a byte entry, load it, and return its value saved again by torch. No name is resolved before it is vetted.
 
     Classes that the program has passed to `torch.serialization.add_safe_globals` are accepted too.

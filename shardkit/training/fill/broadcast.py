@@ -25,7 +25,7 @@ from shardkit.training.fill.reading import (
     Filled,
     ReadWorker,
     Supply,
-    Wanted,
+    WantedPart,
     Weights,
     compare_together,
     match,
@@ -85,14 +85,14 @@ def fill_broadcast(
     rows = broadcast_json(rows, min(sources), phase=_PHASE)
     with agreed("comparing the source with the model"):
         if supply.weights is None:
-            parts = match(shards, replace(supply, weights=_described(rows)))
+            parts = match(shards, replace(supply, weights=_weights_of_rows(rows)))
         tensors = _in_rows_order(parts, rows)
     mine = {
         number: kept
         for number, items in enumerate(tensors)
         if (kept := [i for i in items if i.region.num_elements])
     }
-    sent = [Sent(items[0].entry, _narrower(items[0])) for items in tensors]
+    sent = [SentTensor(items[0].entry, _dtype_to_send(items[0])) for items in tensors]
     filled, reader, error = Filled(), None, None
     with contextlib.ExitStack() as stack:
         if sources[rank] == rank:
@@ -111,19 +111,19 @@ def fill_broadcast(
     return filled
 
 
-def _row(item: Wanted) -> list[Any]:
+def _row(item: WantedPart) -> list[Any]:
     """Return a description of a tensor as plain data, for ranks that cannot open the source."""
-    dtype = str(_narrower(item)).removeprefix("torch.")
+    dtype = str(_dtype_to_send(item)).removeprefix("torch.")
     return [item.shard.fqn, item.entry.fqn, item.entry.dtype.name, list(item.entry.shape), dtype]
 
 
-def _narrower(item: Wanted) -> torch.dtype:
+def _dtype_to_send(item: WantedPart) -> torch.dtype:
     """Return the narrower of the stored and the wanted dtype: the source narrows values, the receiver widens them."""
     stored = torch_dtype(item.entry.dtype)
     return stored if stored.itemsize <= item.shard.dtype.itemsize else item.shard.dtype
 
 
-def _described(rows: Sequence[Any]) -> Weights:
+def _weights_of_rows(rows: Sequence[Any]) -> Weights:
     catalog = Catalog(format="", directory="")
     for _, stored, dtype, shape, _ in rows:
         catalog.add_tensor(stored, BY_NAME[dtype], tuple(shape), iter(()))
@@ -131,15 +131,15 @@ def _described(rows: Sequence[Any]) -> Weights:
     return Weights(path="the source", catalog=catalog, names=names, identity="")
 
 
-def _by_tensor(parts: Sequence[Wanted]) -> dict[str, list[Wanted]]:
+def _by_tensor(parts: Sequence[WantedPart]) -> dict[str, list[WantedPart]]:
     """Return FQN -> this rank's parts of the tensor: one, or several if a dim is packed."""
-    by_tensor: dict[str, list[Wanted]] = {}
+    by_tensor: dict[str, list[WantedPart]] = {}
     for item in parts:
         by_tensor.setdefault(item.shard.fqn, []).append(item)
     return by_tensor
 
 
-def _in_rows_order(parts: Sequence[Wanted], rows: Sequence[Any]) -> list[list[Wanted]]:
+def _in_rows_order(parts: Sequence[WantedPart], rows: Sequence[Any]) -> list[list[WantedPart]]:
     """Return this rank's parts of each tensor, in the order of the messages.
 
     Raises:
@@ -156,7 +156,7 @@ def _in_rows_order(parts: Sequence[Wanted], rows: Sequence[Any]) -> list[list[Wa
     return [by_fqn[row[0]] for row in rows]
 
 
-class Sent(NamedTuple):
+class SentTensor(NamedTuple):
     """A tensor to send."""
 
     entry: TensorEntry
@@ -194,7 +194,7 @@ class PackedPart(NamedTuple):
     """End in the message."""
 
 
-def build_messages(tensors: Sequence[Sent]) -> Iterator[Message]:
+def build_messages(tensors: Sequence[SentTensor]) -> Iterator[Message]:
     """Yield the messages in order. A packed one, which has a status, precedes every large tensor, and is the last."""
     packed: list[Band] = []
     nbytes = 0
@@ -215,7 +215,7 @@ def build_messages(tensors: Sequence[Sent]) -> Iterator[Message]:
 
 
 def packed_layout(
-    bands: Iterable[Band], tensors: Sequence[Sent], regions: Mapping[int, Sequence[Region]]
+    bands: Iterable[Band], tensors: Sequence[SentTensor], regions: Mapping[int, Sequence[Region]]
 ) -> tuple[tuple[PackedPart, ...], int]:
     """Return (parts in a rank's packed message, size of the message in bytes).
 
@@ -239,7 +239,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-def _into(items: Sequence[Wanted], part: Region) -> torch.Tensor:
+def _memory_for(items: Sequence[WantedPart], part: Region) -> torch.Tensor:
     """Return this rank's memory for a region of a tensor, which one of `items` contains."""
     item = next(item for item in items if intersect(item.region, part) == part)
     return item.target[window(relative_to(part, item.region.offsets))]
@@ -268,8 +268,8 @@ class WeightReader:
 def send_parts(
     reader: WeightReader | None,
     sources: Sequence[int],
-    sent: Sequence[Sent],
-    mine: Mapping[int, Sequence[Wanted]],
+    sent: Sequence[SentTensor],
+    mine: Mapping[int, Sequence[WantedPart]],
     filled: Filled,
 ) -> BaseException | None:
     """Fill each rank's parts of tensors, which its source rank reads and sends; every rank calls it.
@@ -322,7 +322,11 @@ class _Receiver:
     """Receives this rank's parts from its source rank, directly into the parameters' memory if possible."""
 
     def __init__(
-        self, source: int, sent: Sequence[Sent], mine: Mapping[int, Sequence[Wanted]], filled: Filled
+        self,
+        source: int,
+        sent: Sequence[SentTensor],
+        mine: Mapping[int, Sequence[WantedPart]],
+        filled: Filled,
     ) -> None:
         self._source, self._sent, self._mine, self._filled = source, sent, mine, filled
         self._device = _device_for(mine)
@@ -348,13 +352,13 @@ class _Receiver:
             if int(packed[0]) != _OK:
                 break
             for part in parts:
-                self._take(part, packed[part.start : part.stop])
+                self._store(part, packed[part.start : part.stop])
         return self._error
 
     def _receive_part(self, part: PackedPart) -> None:
         """Begin to receive a part of a large tensor, while a few earlier ones may still be arriving."""
         self._finish(_IN_FLIGHT - 1)
-        target, dtype = _into(self._mine[part.number], part.box), self._sent[part.number].dtype
+        target, dtype = _memory_for(self._mine[part.number], part.box), self._sent[part.number].dtype
         staged = None
         if target.dtype != dtype or target.device != self._device or not target.is_contiguous():
             self._turn = (self._turn + 1) % _IN_FLIGHT
@@ -370,15 +374,15 @@ class _Receiver:
             work, part, staged = self._pending.pop(0)
             with wire(_PHASE):
                 work.wait()
-            self._take(part, staged)
+            self._store(part, staged)
 
-    def _take(self, part: PackedPart, content: torch.Tensor | None) -> None:
+    def _store(self, part: PackedPart, content: torch.Tensor | None) -> None:
         """Count a part that has arrived, and copy it to its place, unless it was received there (`content` is None)."""
         items = self._mine[part.number]
         try:
             if content is not None:
                 values = content.view(self._sent[part.number].dtype).view(part.box.sizes)
-                _into(items, part.box).copy_(values)
+                _memory_for(items, part.box).copy_(values)
         except Exception as error:  # returned at the end, since the source rank continues to send
             self._error = self._error or error
         else:
@@ -395,7 +399,11 @@ class _Sender:
     """Reads every tensor once, copies this rank's own parts, and sends each receiver its parts."""
 
     def __init__(
-        self, reader: WeightReader, sent: Sequence[Sent], mine: Mapping[int, Sequence[Wanted]], filled: Filled
+        self,
+        reader: WeightReader,
+        sent: Sequence[SentTensor],
+        mine: Mapping[int, Sequence[WantedPart]],
+        filled: Filled,
     ) -> None:
         self.error: BaseException | None = None
         """The first error. Until the next status, meaningless data is sent after it, as receivers wait for data."""
@@ -424,7 +432,7 @@ class _Sender:
             bands: bands of at most `BAND_NBYTES` together.
             local_parts: this rank's own parts of them.
         """
-        content = self._room(bands)
+        content = self._next_buffer(bands)
         if self.error is not None or not bands:
             return content
         try:
@@ -437,13 +445,13 @@ class _Sender:
             self._reader.worker.finish()
             for part in local_parts:
                 items = self._mine[part.number]
-                _into(items, part.box).copy_(_cut(content, part))
+                _memory_for(items, part.box).copy_(_cut(content, part))
                 self._filled.elements[items[0].shard.fqn] += part.box.num_elements
         except BaseException as error:  # also Ctrl-C; reported with the next status
             self.error = error
         return content
 
-    def _room(self, bands: Sequence[Band]) -> _BandValues:
+    def _next_buffer(self, bands: Sequence[Band]) -> _BandValues:
         """Return memory for bands, in the next buffer, after its previous content was sent."""
         self._turn = (self._turn + 1) % _IN_FLIGHT
         self._wait(self._turn)
@@ -507,7 +515,7 @@ def _buffer(buffers: list[torch.Tensor], turn: int) -> torch.Tensor:
     return buffers[turn]
 
 
-def _device_for(mine: Mapping[int, Sequence[Wanted]]) -> torch.device:
+def _device_for(mine: Mapping[int, Sequence[WantedPart]]) -> torch.device:
     """Return the device for messages: that of the parameters, if the process group supports it."""
     if world()[1] == 1:
         return torch.device("cpu")

@@ -134,7 +134,9 @@ def _tensors(state: StateDict | None) -> Mapping[str, Any]:
 
 def _catalog(state: Mapping[str, Any], label: str) -> Catalog:
     catalog = Catalog(format="memory", directory=label)
-    problems = [f"{escape(name)}: {reason}" for name, value in state.items() if (reason := _refused(value))]
+    problems = [
+        f"{escape(name)}: {reason}" for name, value in state.items() if (reason := _why_refused(value))
+    ]
     SourceError.raise_for(
         problems,
         f"{count(len(problems), 'tensor')} of {label} cannot be sent",
@@ -163,7 +165,7 @@ def _catalog(state: Mapping[str, Any], label: str) -> Catalog:
     return catalog
 
 
-def _refused(value: object) -> str | None:
+def _why_refused(value: object) -> str | None:
     """Return why a tensor cannot be sent as plain bytes; None for plain tensors and for objects that are no tensors."""
     if not isinstance(value, torch.Tensor):
         return None

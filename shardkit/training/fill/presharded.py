@@ -174,7 +174,7 @@ def open_presharded(directory: str) -> PreshardedSource | None:
             hint="copy all of the directory; or preshard again",
         )
     try:
-        source = _opened(directory, content)
+        source = _build_source(directory, content)
     except (ValueError, LayoutError) as error:
         raise SourceError(
             f"{escape(os.path.join(directory, manifest.NAME))} does not describe shards as this version does",
@@ -191,7 +191,7 @@ def open_presharded(directory: str) -> PreshardedSource | None:
     return source
 
 
-def _opened(directory: str, content: manifest.Presharded) -> PreshardedSource:
+def _build_source(directory: str, content: manifest.Presharded) -> PreshardedSource:
     catalog = Catalog(format="dcp", directory=directory)
     for file in content.files:
         path = os.path.join(directory, file.name)

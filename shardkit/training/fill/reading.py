@@ -41,7 +41,7 @@ from shardkit.errors import LayoutError
 from shardkit.files.storage import BLOCK
 from shardkit.keys.expressions import Expression, leaves, pieces, read_regions
 from shardkit.layout.binding import ClassNames
-from shardkit.training.ranks.agree import agreed, gather_json, say
+from shardkit.training.ranks.agree import agreed, gather_json, log_once
 from shardkit.training.ranks.local import LocalShard, memory_of
 from shardkit.transfer.checks import CheckedSource, SourceCheck, have_read, judge
 from shardkit.transfer.codecs.bound import bind
@@ -259,7 +259,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return torch_type
 
 
-class Wanted(NamedTuple):
+class WantedPart(NamedTuple):
     """A part of a stored tensor, and this rank's memory for it."""
 
     shard: LocalShard
@@ -271,7 +271,7 @@ class Wanted(NamedTuple):
     """Memory of the region's sizes."""
 
 
-def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
+def match(shards: Iterable[LocalShard], supply: Supply) -> list[WantedPart]:
     """Return the parts of the source that fill shards, after comparing names, shapes and dtypes.
 
     Args:
@@ -284,7 +284,7 @@ def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
     """
     weights = supply.weights
     assert weights is not None
-    parts: list[Wanted] = []
+    parts: list[WantedPart] = []
     problems: list[str] = []
     for shard in shards:
         if not shard.persistent or any(name in supply.initialised for name in shard.names):
@@ -305,7 +305,7 @@ def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
                 f"{escape(shard.fqn)}: {shard.dtype} in the model, {entry.dtype.name} in the source"
             )
         else:
-            parts += _want(shard, entry)
+            parts += _wanted_parts(shard, entry)
     LayoutError.raise_for(problems, f"{escape(weights.path)} does not fit the model")
     return parts
 
@@ -317,16 +317,16 @@ def converts(source: DType, target: torch.dtype) -> bool:
     )
 
 
-def _want(shard: LocalShard, entry: TensorEntry) -> Iterator[Wanted]:
+def _wanted_parts(shard: LocalShard, entry: TensorEntry) -> Iterator[WantedPart]:
     """Yield the parts of a shard that the stored tensor has, or one empty part."""
     overlaps = [
         overlap for part in shard.parts if (overlap := shard.cut(part, full_region(entry.shape))) is not None
     ]
     for region, target in overlaps:
-        yield Wanted(shard, entry, region, target)
+        yield WantedPart(shard, entry, region, target)
     if not overlaps:  # the shard is empty or has only new rows
         nothing = (0,) * len(entry.shape)
-        yield Wanted(
+        yield WantedPart(
             shard,
             entry,
             Region(shard.parts[0].region.offsets, nothing),
@@ -497,7 +497,7 @@ class _SharedGroups:
             if self.stop.is_set():
                 raise StopIteration
             group = next(self._groups)
-            self._begun_nbytes += sum(end - begin for begin, end in _fetched(group))
+            self._begun_nbytes += sum(end - begin for begin, end in _fetch_ranges(group))
             while self._fetched_nbytes < self._begun_nbytes + _AHEAD_NBYTES:
                 page = next(self._pages, None)
                 if page is None:
@@ -512,7 +512,7 @@ def _fetched_pages(groups: Iterable[Sequence[Read]]) -> Iterator[tuple[int, int,
     """Yield (file, first byte, end) of the whole pages to fetch for groups. Each page is fetched once."""
     last: tuple[int, int, int] | None = None
     for group in groups:
-        for begin, end in _fetched(group):
+        for begin, end in _fetch_ranges(group):
             begin -= begin % BLOCK
             if last is not None:
                 # A page in which the next range begins is fetched with that range.
@@ -523,7 +523,7 @@ def _fetched_pages(groups: Iterable[Sequence[Read]]) -> Iterator[tuple[int, int,
         yield last[0], last[1], last[2] + -last[2] % BLOCK
 
 
-def _fetched(group: Sequence[Read]) -> Sequence[tuple[int, int]]:
+def _fetch_ranges(group: Sequence[Read]) -> Sequence[tuple[int, int]]:
     """Return the byte ranges to fetch for a read or for neighbours; for columns these are the whole rows."""
     if len(group) > 1:
         return [(group[0].first[1], group[-1].first[1] + group[-1].nbytes)]
@@ -698,13 +698,15 @@ def compare_together(check: SourceCheck | None) -> CheckedSource:
     return verdict.checked
 
 
-def say_checked(checked: CheckedSource, *, check_source: bool) -> None:
+def log_checked(checked: CheckedSource, *, check_source: bool) -> None:
     """Log the amount of data that was compared, or warn that nothing was; once for all ranks."""
     if not check_source:
-        say("weights: not compared with the checksums in the source (check_source=False)", logging.WARNING)
+        log_once(
+            "weights: not compared with the checksums in the source (check_source=False)", logging.WARNING
+        )
         return
     if checked.checked_bytes:
-        say(f"weights: {format_size(checked.checked_bytes)} compared with the CRC-32s in the source")
+        log_once(f"weights: {format_size(checked.checked_bytes)} compared with the CRC-32s in the source")
     for part in checked.unchecked:
         what = count(part.num_entries, "tensor or storage", "tensors or storages")
-        say(f"weights: not compared: {what}, {format_size(part.entry_bytes)}: {part.reason}")
+        log_once(f"weights: not compared: {what}, {format_size(part.entry_bytes)}: {part.reason}")

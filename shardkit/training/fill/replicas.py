@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardkit.core.regions import Region
 from shardkit.core.text import MIB
 from shardkit.files.digest import crc32
-from shardkit.training.fill.reading import Filled, Wanted
+from shardkit.training.fill.reading import Filled, WantedPart
 from shardkit.training.ranks.agree import device_for, gather_json, wire, world
 from shardkit.training.ranks.local import flat_bytes
 
@@ -22,7 +22,7 @@ _PIECE_NBYTES = 16 * MIB
 _IN_FLIGHT = 3  # pieces that are sent at a time
 
 
-def regions_of(mine: Sequence[Wanted]) -> dict[str, list[Region]]:
+def regions_of(mine: Sequence[WantedPart]) -> dict[str, list[Region]]:
     """Return stored name -> regions that are read of the tensor."""
     regions: dict[str, list[Region]] = {}
     for item in mine:
@@ -31,15 +31,15 @@ def regions_of(mine: Sequence[Wanted]) -> dict[str, list[Region]]:
     return regions
 
 
-class Shared(NamedTuple):
+class SharedPart(NamedTuple):
     """A part that several ranks store, and the one of them that reads it."""
 
-    part: Wanted
+    part: WantedPart
     reader: int
     """Index of the reading rank among the replicas."""
 
 
-def divide(parts: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared]]:
+def divide_reads(parts: Sequence[WantedPart]) -> tuple[list[WantedPart], list[SharedPart]]:
     """Decide which parts this rank reads itself, and which parts one replica reads for all.
 
     A part below 64 KiB is read by every rank that stores it. Each larger part is assigned to the replica that has the
@@ -52,8 +52,8 @@ def divide(parts: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared]]:
     _, world_size = world()
     plain_is_shared = world_size > 1 and _same_plain(parts)
     loads: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
-    mine: list[Wanted] = []
-    shared: list[Shared] = []
+    mine: list[WantedPart] = []
+    shared: list[SharedPart] = []
     for item in parts:
         replicas, nbytes = item.shard.replicas, item.target.nbytes
         count = replicas.count
@@ -67,28 +67,28 @@ def divide(parts: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared]]:
         load = loads.setdefault((replicas.mesh, replicas.axes), [0] * count)
         reader = load.index(min(load))
         load[reader] += nbytes
-        shared.append(Shared(item, reader))
+        shared.append(SharedPart(item, reader))
         if reader == _index(item):
             mine.append(item)
     return mine, shared
 
 
-def _same_plain(parts: Sequence[Wanted]) -> bool:
+def _same_plain(parts: Sequence[WantedPart]) -> bool:
     """True if all ranks have the same plain tensors; pipeline stages do not."""
     plain = [[item.shard.fqn, *item.shard.shape] for item in parts if item.shard.replicas.mesh is None]
     return len(set(gather_json(crc32(json.dumps(plain).encode()), phase="comparing the ranks' models"))) == 1
 
 
-def _index(item: Wanted) -> int:
+def _index(item: WantedPart) -> int:
     replicas = item.shard.replicas
     return world()[0] if replicas.mesh is None else replicas.index
 
 
-def copy_to_replicas(shared: Sequence[Shared], filled: Filled) -> None:
+def copy_to_replicas(shared: Sequence[SharedPart], filled: Filled) -> None:
     """Send every shared part from the rank that read it to the others that store it; all of these call it.
 
     Args:
-        shared: the shared parts, from `divide`.
+        shared: the shared parts, from `divide_reads`.
         filled: counts to which elements from other ranks are added.
 
     Raises:
@@ -112,7 +112,7 @@ def _finish(pending: list[dist.Work]) -> None:
     pending.clear()
 
 
-def _steps(item: Wanted, reader: int) -> list[tuple[dist.ProcessGroup | None, int]]:
+def _steps(item: WantedPart, reader: int) -> list[tuple[dist.ProcessGroup | None, int]]:
     """Return (group, global rank that sends) of the broadcasts in which this rank participates.
 
     A part is sent along one axis after another: ranks that have received it along one axis send it along the next.

@@ -26,7 +26,7 @@ _PLACE_NBYTES = 256
 
 
 @contextlib.contextmanager
-def kept_open(supply: Supply) -> Iterator[Supply]:
+def keep_files_open(supply: Supply) -> Iterator[Supply]:
     """Keep opened files open until `SourceFiles` uses them, or until the end of the context."""
     opened, weights = dict[str, int](), supply.weights
     try:
@@ -60,7 +60,7 @@ def take_samples(weights: Weights) -> str:
     The places are derived from the weights' identity, so that ranks with equal identities read the same places.
 
     Args:
-        weights: weights that this rank has opened, in `kept_open`.
+        weights: weights that this rank has opened, in `keep_files_open`.
 
     Raises:
         IntegrityError: a file was replaced since its headers were read.

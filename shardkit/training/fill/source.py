@@ -260,7 +260,7 @@ def find_weights(
     fqns = {fqn: None for fqn, tensor in names.items() if tensor.persistent}
     for group in ties:
         fqns.update(dict.fromkeys(group if any(name in fqns for name in group) else ()))
-    stored = _stored(source, [] if rules is not None else list(fqns))
+    stored = _find_stored_model(source, [] if rules is not None else list(fqns))
     inner_model = transformers_model(model)
     below = {short: name for name, short in stored.names.items()}
     have = TensorsAtHand(
@@ -278,9 +278,9 @@ def find_weights(
     binding = bind(
         have, fqns, [*([person_provider(rules)] if rules is not None else []), class_provider(ask)]
     )
-    expressions, match = _once(binding, source, stored.derived)
+    expressions, match = _drop_repeated_conversions(binding, source, stored.derived)
     expressions = {fqn: rename_leaves(expression, below) for fqn, expression in expressions.items()}
-    match = _as_stored(match, below if rules is None else {})
+    match = _with_stored_names(match, below if rules is None else {})
     parts = (leaf.name for expression in expressions.values() for leaf in leaves(expression))
     catalog = stored.select(list(dict.fromkeys(parts)))
     catalog_names, made_of = name_in_catalog(expressions, stored.names)
@@ -311,7 +311,7 @@ def _why_scaled(source: Source, unused: Collection[str]) -> str | None:
     return why_scaled(source.checkpoint)
 
 
-def _once(
+def _drop_repeated_conversions(
     binding: Binding, source: Source, derived: Mapping[str, Expression]
 ) -> tuple[dict[str, Expression], ClassNames]:
     """Return (FQN -> expression, how the model matches the source's names), such that no tensor is converted twice.
@@ -344,7 +344,7 @@ def _once(
     return expressions, replace(match, fused=fused, failed=failed)
 
 
-def _as_stored(match: ClassNames, names: Mapping[str, str]) -> ClassNames:
+def _with_stored_names(match: ClassNames, names: Mapping[str, str]) -> ClassNames:
     """Return a match with stored names in place of names below the root. Names that `names` lacks stay."""
     return replace(
         match,
@@ -389,18 +389,18 @@ def _naming(
     )
 
 
-def _stored(source: Source, fqns: list[str]) -> _StoredModel:
+def _find_stored_model(source: Source, fqns: list[str]) -> _StoredModel:
     if fqns:
         # Checked first; otherwise the error would be that no names fit.
         refuse_factors(source.catalog.tensors, fqns)
     if source.checkpoint is None:
-        return _of_records(source, fqns)
+        return _model_of_records(source, fqns)
     if source.checkpoint.hub is not None:
-        return _of_hub(source.checkpoint.hub)
-    return _of_checkpoint(source, source.checkpoint, fqns)
+        return _model_of_hub(source.checkpoint.hub)
+    return _model_of_checkpoint(source, source.checkpoint, fqns)
 
 
-def _of_records(source: Source, fqns: list[str]) -> _StoredModel:
+def _model_of_records(source: Source, fqns: list[str]) -> _StoredModel:
     """Describe a pre-sharded directory, or the memory of a rank."""
     catalog, presharded = source.catalog, source.presharded
     names, notes = _select(source, fqns)
@@ -444,7 +444,7 @@ def _other_versions(presharded: PreshardedSource) -> Iterator[str]:
             yield f"pre-sharded with {name} {escape(recorded_version)}, and this job has {escape(here)}: modules may differ"
 
 
-def _of_hub(model: OpenedHubModel) -> _StoredModel:
+def _model_of_hub(model: OpenedHubModel) -> _StoredModel:
     names = {name: name for name in model.catalog.tensors}
     return _StoredModel(
         names=names,
@@ -467,7 +467,7 @@ def _of_hub(model: OpenedHubModel) -> _StoredModel:
     )
 
 
-def _of_checkpoint(source: Source, checkpoint: Checkpoint, fqns: list[str]) -> _StoredModel:
+def _model_of_checkpoint(source: Source, checkpoint: Checkpoint, fqns: list[str]) -> _StoredModel:
     names, notes = _select(source, fqns)
     config = next((read_config(directory) for directory in checkpoint.contents.assets), None)
     recorded, dcp, save = recorded_rules(checkpoint), checkpoint.dcp, checkpoint.catalog.metadata_crc32
@@ -481,7 +481,9 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, fqns: list[str]) -> _
         further_names=frozenset(
             name for _, *tied_names in recorded_names(checkpoint).ties for name in tied_names
         ),
-        select=partial(_selected, checkpoint) if not has_records else partial(subset, checkpoint.catalog),
+        select=partial(_select_checked, checkpoint)
+        if not has_records
+        else partial(subset, checkpoint.catalog),
         open_chunks=partial(_open_chunks, checkpoint) if has_records else None,
         identity=lambda catalog: [save, _rows(catalog)],
         sampled_files=_MANY if save is None else _A_HANDFUL,
@@ -492,7 +494,7 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, fqns: list[str]) -> _
     )
 
 
-def _selected(checkpoint: Checkpoint, names: Collection[str]) -> Catalog:
+def _select_checked(checkpoint: Checkpoint, names: Collection[str]) -> Catalog:
     catalog = checkpoint.select(names)
     add_checksums(catalog, checkpoint.path)
     return catalog
@@ -583,11 +585,11 @@ def recall(model: nn.Module, names: Collection[str] = ()) -> HubNaming | None:
     for path, module in inner.named_modules():
         form: HubNaming | None = getattr(module, _ATTRIBUTE, None)
         if form is not None:
-            return form if not clean_name(path) else _below(form, f"{clean_name(path)}.", names)
+            return form if not clean_name(path) else _with_prefix(form, f"{clean_name(path)}.", names)
     return None
 
 
-def _below(form: HubNaming, prefix: str, names: Collection[str]) -> HubNaming | None:
+def _with_prefix(form: HubNaming, prefix: str, names: Collection[str]) -> HubNaming | None:
     """Return a naming with a prefix before the model's names; None if there are names without the prefix."""
     if not names or form.key_rules is None:
         return None

@@ -23,9 +23,9 @@ from shardkit.training.fill.reading import (
     run_reads,
     source_files,
 )
-from shardkit.training.fill.replicas import copy_to_replicas, divide, regions_of
-from shardkit.training.fill.samples import kept_open, take_samples, versions
-from shardkit.training.ranks.agree import agreed, look_where_possible, say, shown_once, world
+from shardkit.training.fill.replicas import copy_to_replicas, divide_reads, regions_of
+from shardkit.training.fill.samples import keep_files_open, take_samples, versions
+from shardkit.training.ranks.agree import agreed, log_once, run_where_possible, shown_once, world
 from shardkit.training.ranks.local import LocalShard
 
 _FITTING = "comparing the source with the model"
@@ -86,7 +86,7 @@ def plan_fill(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions
     Raises:
         ShardkitError: as `choose_sources`, or if the source does not fit.
     """
-    with kept_open(supply) as supply:
+    with keep_files_open(supply) as supply:
         sources, located = choose_sources(shards, supply, options), None
         if sources is None and options.strategy == "auto" and world()[1] > 1:
             located, error, able = _locate(shards, supply)
@@ -108,8 +108,8 @@ def _locate(
     assert weights is not None
     with agreed(_FITTING):
         parts = match(shards, supply)
-    regions = regions_of(divide(parts)[0])
-    return look_where_possible(
+    regions = regions_of(divide_reads(parts)[0])
+    return run_where_possible(
         lambda: weights.located(regions),
         lambda error: isinstance(error, (SourceError, ResourceError)),
         phase="opening the source",
@@ -136,7 +136,7 @@ def fill_shards(shards: Sequence[LocalShard], plan: FillPlan) -> Filled:
     assert weights is not None
     with agreed(_FITTING):
         parts = match(shards, replace(plan.supply, weights=weights))
-    mine, shared = divide(parts)
+    mine, shared = divide_reads(parts)
     with agreed("reading shards from storage"):
         weights = weights.located(regions_of(mine))
         catalog = weights.catalog
@@ -154,7 +154,7 @@ def fill_shards(shards: Sequence[LocalShard], plan: FillPlan) -> Filled:
     return filled
 
 
-class _Sight(NamedTuple):
+class _RankView(NamedTuple):
     """The source as one rank sees it."""
 
     identity: str | None
@@ -176,7 +176,7 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
 
     Args:
         shards: this rank's shards, from which its replica of an HSDP mesh is determined.
-        supply: this rank's supply, in `kept_open`.
+        supply: this rank's supply, in `keep_files_open`.
         options: the user's options; equal on all ranks.
 
     Raises:
@@ -191,7 +191,7 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
     for compares_bytes in (False, True):
         with agreed(_COMPARING) as exchanged:
             exchanged.mine = [*_identity(supply, options, compares_bytes=compares_bytes), group, options_text]
-        sights = [_Sight(*answer) for answer in exchanged.of_all]
+        sights = [_RankView(*answer) for answer in exchanged.of_all]
         # Copies of the same weights, as in two regions of a store, have different versions.
         if (
             not any(answer.is_version for answer in sights)
@@ -205,7 +205,7 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
 
 
 @shown_once()
-def _refuse_other_options(sights: Sequence[_Sight]) -> None:
+def _refuse_other_options(sights: Sequence[_RankView]) -> None:
     if any(answer.options != sights[0].options for answer in sights):
         raise UsageError(
             "the ranks do not have the same strategy, source_rank and check_source",
@@ -216,7 +216,7 @@ def _refuse_other_options(sights: Sequence[_Sight]) -> None:
 def _identity(
     supply: Supply, options: ReadOptions, *, compares_bytes: bool
 ) -> tuple[str | None, str | None, bool]:
-    """Return (identity of this rank's weights or None, why they cannot be read, `is_version`), see `_Sight`."""
+    """Return (identity of this rank's weights or None, why they cannot be read, `is_version`), see `_RankView`."""
     weights = supply.weights
     if weights is None:
         return None, supply.unavailable, False
@@ -232,14 +232,14 @@ def _identity(
 
 
 @shown_once()
-def _all_read(sights: Sequence[_Sight], strategy: Strategy) -> bool:
+def _all_read(sights: Sequence[_RankView], strategy: Strategy) -> bool:
     """True if all ranks can read the same weights. Otherwise False, or an error if no rank may read for others."""
     blind = [rank for rank, answer in enumerate(sights) if answer.identity is None]
     differing_ranks = [
         rank for rank, answer in enumerate(sights) if answer.identity not in (None, sights[0].identity)
     ]
     if not blind and not differing_ranks:
-        say(f"weights: direct: all {len(sights)} ranks see the same weights")
+        log_once(f"weights: direct: all {len(sights)} ranks see the same weights")
         return True
     problems = [f"rank {rank}: {_first_line(sights[rank].reason)}" for rank in blind]
     problems = problems or [f"rank {rank}: other weights than rank 0" for rank in differing_ranks]
@@ -251,14 +251,14 @@ def _all_read(sights: Sequence[_Sight], strategy: Strategy) -> bool:
             if len(blind) < len(sights)
             else None,
         )
-    say(
+    log_once(
         f"weights: broadcast, not direct: {problems[0]}", logging.WARNING if differing_ranks else logging.INFO
     )
     return False
 
 
 @shown_once()
-def _sources(sights: Sequence[_Sight], source_rank: SourceRank) -> list[int]:
+def _sources(sights: Sequence[_RankView], source_rank: SourceRank) -> list[int]:
     """Return the source rank of every rank: the first of its group that can open the source."""
     source_of: dict[str, int] = {}
     for rank, answer in enumerate(sights):

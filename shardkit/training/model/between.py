@@ -13,8 +13,8 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, UsageError
 from shardkit.training.model.buffers import same_bits
 from shardkit.training.model.fit import ModelInitializationContext, diverged_ties
-from shardkit.training.model.hidden import Hidden, find_hidden, let_go, refuse_hidden
-from shardkit.training.ranks.agree import Mask, agreed, gather_json, gather_masks, numbered, say, world
+from shardkit.training.model.hidden import Hidden, find_hidden, forget_named, refuse_hidden
+from shardkit.training.ranks.agree import Mask, agreed, gather_json, gather_masks, log_once, ranks_text, world
 from shardkit.training.ranks.local import ModuleTensor, buffer_places
 
 _PHASE = "comparing the ranks' parameters"
@@ -23,12 +23,12 @@ _PHASE = "comparing the ranks' parameters"
 _PREPARED = WeakIdKeyDictionary()
 
 
-def note_prepared(ctx: ModelInitializationContext, hidden: list[Hidden]) -> None:
+def register_prepared(ctx: ModelInitializationContext, hidden: list[Hidden]) -> None:
     """Register a context, so that `wrap` finds the context of a model, and `finalize` the model's hidden tensors."""
     _PREPARED[ctx] = hidden
 
 
-def keep_changes(model: nn.Module) -> None:
+def record_changes(model: nn.Module) -> None:
     """Record the user's changes of a prepared model before it is wrapped. Other models are ignored.
 
     `finalize` will restore buffers to the values that they have now. Hidden references to parameters are searched
@@ -37,7 +37,7 @@ def keep_changes(model: nn.Module) -> None:
     ctx = next((ctx for ctx in _PREPARED if ctx.model is model), None)
     if ctx is None:
         return
-    for place in _changed(model, ctx):
+    for place in _changed_buffers(model, ctx):
         ctx.buffers[place.fqn] = place.tensor.detach().to("cpu", copy=True)
     hidden: list[Hidden] = _PREPARED[ctx]
     hidden_ids = {id(entry.tensor()) for entry in hidden}
@@ -46,12 +46,12 @@ def keep_changes(model: nn.Module) -> None:
     ]
 
 
-def say_put_back(model: nn.Module, ctx: ModelInitializationContext) -> None:
+def warn_of_restored_buffers(model: nn.Module, ctx: ModelInitializationContext) -> None:
     """Warn of buffers that have changed since `prepare` or `wrap` recorded them, because they will be restored.
 
     There is no warning if the parameters have memory, because then `to_empty` has changed the buffers.
     """
-    changed = list(_changed(model, ctx))
+    changed = list(_changed_buffers(model, ctx))
     if not changed or not any(parameter.is_meta for parameter in model.parameters()):
         return
     names, first = [place.fqn for place in changed], changed[0]
@@ -62,10 +62,10 @@ def say_put_back(model: nn.Module, ctx: ModelInitializationContext) -> None:
         f"{escape(module)}.{escape(first.name)}.copy_(values)"
     )
     ctx.notes = (*ctx.notes, note)
-    say(f"finalize: {note}", logging.WARNING)
+    log_once(f"finalize: {note}", logging.WARNING)
 
 
-def _changed(model: nn.Module, ctx: ModelInitializationContext) -> Iterator[ModuleTensor]:
+def _changed_buffers(model: nn.Module, ctx: ModelInitializationContext) -> Iterator[ModuleTensor]:
     """Yield buffers that are not read from the source and have other values than recorded, apart from rounding."""
     for place in buffer_places(model, once=True):
         buffer, computed = place.tensor, ctx.buffers.get(place.fqn)
@@ -82,10 +82,10 @@ def _changed(model: nn.Module, ctx: ModelInitializationContext) -> Iterator[Modu
             yield place
 
 
-def release(model: nn.Module) -> None:
+def forget_hidden(model: nn.Module) -> None:
     """Forget a model's tensors that are hidden in prepared models, so that they can be given memory."""
     for hidden in _PREPARED.values():  # type: ignore[no-untyped-call]
-        let_go(hidden, model)
+        forget_named(hidden, model)
 
 
 def refuse_other_context(model: nn.Module, ctx: ModelInitializationContext) -> None:
@@ -107,7 +107,7 @@ def refuse_other_context(model: nn.Module, ctx: ModelInitializationContext) -> N
 
 def check_hidden(model: nn.Module, ctx: ModelInitializationContext) -> None:
     """Raise an error for hidden tensors on meta that nothing fills, as `refuse_hidden` does."""
-    release(model)
+    forget_hidden(model)
     other_models = (
         prepared.model for prepared in _PREPARED if prepared is not ctx and prepared.model is not model
     )
@@ -170,7 +170,7 @@ def _refuse_frozen_apart(order: Sequence[str], masks: Sequence[Mask]) -> None:
     """
     alike = {rank: mask.bits for rank, mask in enumerate(masks) if mask.order == masks[world()[0]].order}
     problems = [
-        f"{escape(name)}: trained on {numbered(trains)}, frozen on {numbered(sorted(alike.keys() - trains))}"
+        f"{escape(name)}: trained on {ranks_text(trains)}, frozen on {ranks_text(sorted(alike.keys() - trains))}"
         for index, name in enumerate(order)
         if 0 < len(trains := [rank for rank, bits in alike.items() if bits[index] == "1"]) < len(alike)
     ]

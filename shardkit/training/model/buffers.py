@@ -24,7 +24,7 @@ from shardkit.errors import LayoutError
 from shardkit.files.digest import crc32
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import is_transformers, meta_twins
-from shardkit.training.ranks.agree import agreed, device_for, say, wire, world
+from shardkit.training.ranks.agree import agreed, device_for, log_once, wire, world
 from shardkit.training.ranks.local import (
     ModuleTensor,
     buffer_places,
@@ -32,7 +32,7 @@ from shardkit.training.ranks.local import (
     full_name,
     is_expanded,
     memory_of,
-    places,
+    tensor_places,
 )
 
 InitBuffers = Callable[[nn.Module], object]
@@ -47,7 +47,7 @@ _GIVE_FUNCTION = (
 )
 
 
-def filled(like: torch.Tensor, byte: int) -> torch.Tensor:
+def filled_memory(like: torch.Tensor, byte: int) -> torch.Tensor:
     """Return memory on the CPU for a tensor on meta, with every byte set to `byte`."""
     tensor = torch.empty_like(like, device="cpu", requires_grad=False)
     # 0x2A is no valid bool.
@@ -108,7 +108,7 @@ def compute_buffers(
     values = {id(place.tensor): second[place.fqn] for place in on_meta if place.fqn not in lost_ones}
     for place in on_meta:
         _put(place, values.get(id(place.tensor), place.tensor))
-    _follow(on_meta, attributes)
+    _update_aliases(on_meta, attributes)
     _refuse(
         [place.fqn for place in on_meta if place.fqn in lost_ones and not place.persistent],
         list(meta_attributes(model)),
@@ -181,18 +181,18 @@ def _run(
     memory: dict[int, torch.Tensor] = {}  # one for each buffer, even if several modules share it
     for place in on_meta:
         if id(place.tensor) not in memory:
-            memory[id(place.tensor)] = filled(place.tensor, byte)
+            memory[id(place.tensor)] = filled_memory(place.tensor, byte)
         _put(place, memory[id(place.tensor)])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # a random buffer is the same on all ranks
         if init_buffers is not None:
             init_buffers(model)
         else:
-            _run_transformers(model, {path for place in on_meta for path in around(place.path)})
+            _run_transformers(model, {path for place in on_meta for path in enclosing_paths(place.path)})
     values = {}
     for place in on_meta:
         value = getattr(place.module, place.name)
-        values[place.fqn] = value.detach().cpu() if not value.is_meta else filled(value, byte)
+        values[place.fqn] = value.detach().cpu() if not value.is_meta else filled_memory(value, byte)
     return values
 
 
@@ -200,12 +200,12 @@ def _run_transformers(model: nn.Module, paths: set[str]) -> None:
     """For each module, inner ones first, call the `_init_weights` of the nearest transformers model around it."""
     modules = dict(model.named_modules())
     for path in sorted(paths, key=lambda path: (-path.count(".") - bool(path), path)):
-        holder = next((h for h in map(modules.get, around(path)) if is_transformers(h)), None)
+        holder = next((h for h in map(modules.get, enclosing_paths(path)) if is_transformers(h)), None)
         if holder is not None:
             holder._init_weights(modules[path])
 
 
-def around(path: str) -> Iterator[str]:
+def enclosing_paths(path: str) -> Iterator[str]:
     """Yield a module's path and those of the modules around it, inner ones first: "a.b" gives "a.b", "a" and ""."""
     while path:
         yield path
@@ -234,7 +234,7 @@ def _tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((f"[{key!r}]", item) for key, item in items if isinstance(item, torch.Tensor))
 
 
-def _follow(on_meta: list[ModuleTensor], attributes: list[_Attribute]) -> None:
+def _update_aliases(on_meta: list[ModuleTensor], attributes: list[_Attribute]) -> None:
     """Set attributes that were a second name of a buffer to the buffer's new tensor."""
     for attribute in attributes:
         for place in on_meta:
@@ -279,7 +279,7 @@ def restore_buffers(model: nn.Module, values: Mapping[str, torch.Tensor], device
             continue
         new = moved.get(id(old))
         if new is None:
-            new = moved[id(old)] = _value(old, values.get(place.fqn), device)
+            new = moved[id(old)] = _restored_value(old, values.get(place.fqn), device)
             kept.append(old)
         if new is not old:
             setattr(place.module, place.name, new)
@@ -297,7 +297,7 @@ def memory_for_buffers(model: nn.Module, device: torch.device) -> dict[str, torc
     }
 
 
-def _value(old: torch.Tensor, computed: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def _restored_value(old: torch.Tensor, computed: torch.Tensor | None, device: torch.device) -> torch.Tensor:
     if is_expanded(old):  # an expanded tensor cannot be written
         old = old.detach().clone()
     if computed is None:
@@ -314,10 +314,12 @@ def equalise_buffers(model: nn.Module) -> list[str]:
 
     Buffers are compared by digests, so only differing ones are sent. Every rank calls it.
     """
-    differing = _differing(model)
+    differing = _differing_buffers(model)
     if not differing:
         return []
-    say(f"buffers differed between ranks and are now those of rank 0: {listed(differing)}", logging.WARNING)
+    log_once(
+        f"buffers differed between ranks and are now those of rank 0: {listed(differing)}", logging.WARNING
+    )
     buffers = {place.fqn: place.tensor for place in buffer_places(model)}
     with wire("sending buffers"):
         for fqn in differing:
@@ -326,10 +328,10 @@ def equalise_buffers(model: nn.Module) -> list[str]:
             dist.broadcast(flat_bytes(sent), 0)
             with torch.no_grad():
                 value.copy_(sent)
-    return _differing(model)
+    return _differing_buffers(model)
 
 
-def _differing(model: nn.Module) -> list[str]:
+def _differing_buffers(model: nn.Module) -> list[str]:
     """Return the names of plain buffers that all ranks have with equal sizes but different bytes."""
     if world()[1] == 1:
         return []
@@ -359,7 +361,7 @@ def retie(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
         LayoutError: some ties cannot be mended, because their names are sharded separately or in different ways.
     """
     parameters: dict[str, ModuleTensor] = {}
-    for place in places(model):
+    for place in tensor_places(model):
         if place.kind == "parameter":
             parameters.setdefault(place.fqn, place)
     managed = {id(shard.param) for shard in fsdp_shards(model)}

@@ -45,8 +45,8 @@ from shardkit.layout.layout import CannotBuildError
 from shardkit.operations.resolve import adapter_file, stands_for
 from shardkit.training.model.buffers import InitBuffers, compute_buffers
 from shardkit.training.model.hidden import has_hidden
-from shardkit.training.ranks.agree import say
-from shardkit.training.ranks.local import buffer_places, places, refuse_lazy
+from shardkit.training.ranks.agree import log_once
+from shardkit.training.ranks.local import buffer_places, refuse_lazy, tensor_places
 
 MULTIPLE = 8  # rows of embeddings: fast on tensor cores, and 2, 4 or 8 ranks get shards of equal size
 
@@ -87,10 +87,10 @@ def align_vocab(model: nn.Module, tokenizer: Sized | int, *, multiple: int = MUL
     head = inner.get_output_embeddings()
     outputs = head.parameters(recurse=False) if isinstance(head, nn.Module) else ()
     longer = [weight, *(param for param in outputs if param.shape[:1] == (old,))]
-    _refuse_own_way(inner)
+    _refuse_own_resizing(inner)
     _refuse_other_rows(inner, old, longer)
     grown = _lengthen(model, longer, rows)
-    _record(inner, old, rows)
+    _set_vocab_size(inner, old, rows)
     return grown
 
 
@@ -105,7 +105,7 @@ def _embedding_model(model: nn.Module) -> Any:
     return inner
 
 
-def _refuse_own_way(inner: Any) -> None:
+def _refuse_own_resizing(inner: Any) -> None:
     from transformers import PreTrainedModel
 
     methods = ("resize_token_embeddings", "_resize_token_embeddings", "_get_resized_embeddings")
@@ -145,7 +145,7 @@ def _lengthen(model: nn.Module, longer: list[nn.Parameter], rows: int) -> dict[s
             memoryless = torch.empty((rows, *param.shape[1:]), dtype=param.dtype, device="meta")
             new[id(param)] = nn.Parameter(memoryless, requires_grad=param.requires_grad)
     grown: dict[int, tuple[str, int]] = {}
-    for place in places(model, once=True):
+    for place in tensor_places(model, once=True):
         if id(place.tensor) in new:
             old = place.tensor.shape[0]
             setattr(place.module, place.name, new[id(place.tensor)])
@@ -156,7 +156,7 @@ def _lengthen(model: nn.Module, longer: list[nn.Parameter], rows: int) -> dict[s
     return dict(grown.values())
 
 
-def _record(inner: Any, old: int, rows: int) -> None:
+def _set_vocab_size(inner: Any, old: int, rows: int) -> None:
     """Set the number of rows in the config, and in the attributes where transformers models have a copy of it."""
     inner.config.get_text_config().vocab_size = rows
     for module in inner.modules():
@@ -229,7 +229,7 @@ def build_model(
             files = (read_json(directory, name) for name in (GENERATION_CONFIG, CONFIG))
             set_generation_config(model, directory, *files)
         elif callable(what):
-            model = _call(what, moved)
+            model = _build_on_meta(what, moved)
         else:
             raise UsageError(
                 f"build_model is a {type(what).__name__}",
@@ -325,7 +325,7 @@ def _to_meta(param: nn.Parameter, replaced: WeakIdKeyDictionary) -> nn.Parameter
     return param
 
 
-def _call(build: Callable[[], nn.Module], moved: list[nn.Parameter]) -> nn.Module:
+def _build_on_meta(build: Callable[[], nn.Module], moved: list[nn.Parameter]) -> nn.Module:
     try:
         with parameters_on_meta(moved):
             model = build()
@@ -374,7 +374,7 @@ def find_config(what: str, revision: str | None) -> str:
 
 def _no_config(path: str, kind: str = "") -> LayoutError:
     """Return the error for a path without a config: it states what is there, and what to pass instead."""
-    kind, source = (kind, None) if kind else _what_it_is(path)
+    kind, source = (kind, None) if kind else _describe_path(path)
     give = "give the model's directory or repo id, or a function that builds it"
     return LayoutError(
         f"{escape(path)} is {kind}, and has no config.json to build a model from",
@@ -382,7 +382,7 @@ def _no_config(path: str, kind: str = "") -> LayoutError:
     )
 
 
-def _what_it_is(path: str) -> tuple[str, str | None]:
+def _describe_path(path: str) -> tuple[str, str | None]:
     """Return (description of a path, Python expression to pass it to `prepare` as a source, or None)."""
     if adapter_file(path) is not None:
         return "a PEFT adapter", None
@@ -441,7 +441,7 @@ def _from_config(
                 return model
         # The model's code needs values that meta does not have: it reads values while it builds, or only __init__
         # computes a buffer or a tensor in another object.
-        return _call(lambda: model_class._from_config(config, **options), moved)
+        return _build_on_meta(lambda: model_class._from_config(config, **options), moved)
     except ImportError as error:
         raise LayoutError(
             f"{model_class.__name__} needs a package that is not here: {escape(str(error))}",
@@ -478,7 +478,7 @@ def set_generation_config(
         elif config is not None and hasattr(inner, "adjust_generation_fn"):
             inner.generation_config = GenerationConfig.from_model_config(config)
     except (AttributeError, TypeError, ValueError) as error:
-        say(
+        log_once(
             f"{GENERATION_CONFIG} of {escape(directory)} is not used: {escape(str(error))}; generate follows {CONFIG}",
             logging.WARNING,
         )
@@ -554,7 +554,7 @@ def _check_parameters(model: nn.Module, *, is_given: bool) -> None:
         )
     if real:  # set in a module without `register_parameter`
         replaced = WeakIdKeyDictionary()
-        for place in places(model, once=True):
+        for place in tensor_places(model, once=True):
             if isinstance(place.tensor, nn.Parameter):
                 setattr(place.module, place.name, _to_meta(place.tensor, replaced))
 

@@ -24,7 +24,7 @@ from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
 from shardkit.layout.classes import is_transformers, transformers_model
 from shardkit.training.fill.reading import Filled
-from shardkit.training.model.buffers import FILLS, around, filled, same_bits
+from shardkit.training.model.buffers import FILLS, enclosing_paths, filled_memory, same_bits
 from shardkit.training.model.fit import ModelInitializationContext
 from shardkit.training.ranks.local import LocalShard, full_name
 
@@ -86,7 +86,7 @@ def new_rows(ctx: ModelInitializationContext, fqn: str) -> torch.Tensor:
     expected, blueprint = ctx.expected[fqn], ctx.blueprint
     assert blueprint is not None
     rows = expected.shape[0] - ctx.grown[fqn]
-    with _seeded(ctx.seed, f"{_seed_name(fqn)}[{ctx.grown[fqn]}:]"), torch.no_grad():
+    with _seeded_generator(ctx.seed, f"{_seed_name(fqn)}[{ctx.grown[fqn]}:]"), torch.no_grad():
         if len(expected.shape) == 1:
             return torch.zeros(rows, dtype=expected.dtype)
         layer = nn.Embedding(rows, expected.shape[1], dtype=expected.dtype)
@@ -98,7 +98,7 @@ def new_rows(ctx: ModelInitializationContext, fqn: str) -> torch.Tensor:
         return layer.weight.detach()
 
 
-def not_repeated(blueprint: nn.Module, writes: Mapping[str, int], fqns: Collection[str]) -> list[str]:
+def lost_initialisations(blueprint: nn.Module, writes: Mapping[str, int], fqns: Collection[str]) -> list[str]:
     """Return the parameters that the building of the model wrote by code that `initialise` does not run.
 
     Such code is outside the parameter's own module, for example `nn.init.zeros_(self.head.weight)` in
@@ -116,7 +116,7 @@ def not_repeated(blueprint: nn.Module, writes: Mapping[str, int], fqns: Collecti
         parameters = dict(module.named_parameters(recurse=False))
         named = {full_name(path, name): param for name, param in parameters.items()}
         named = {fqn: param for fqn, param in named.items() if fqn in fqns and writes.get(fqn)}
-        if not named or any(is_transformers(modules[outer]) for outer in around(path)):
+        if not named or any(is_transformers(modules[outer]) for outer in enclosing_paths(path)):
             continue
         before = {fqn: times_written(param) for fqn, param in named.items()}
         with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -145,7 +145,7 @@ def _may_be_unwritten(tensor: torch.Tensor) -> bool:
     """True if an element has the value of the first filling: NaN, -1 or True."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(torch.isnan(tensor).any())
-    return bool((tensor == filled(tensor.new_empty(1), FILLS[0])).any())
+    return bool((tensor == filled_memory(tensor.new_empty(1), FILLS[0])).any())
 
 
 def _run(modules: dict[str, nn.Module], path: str, seed: int, byte: int) -> dict[str, torch.Tensor]:
@@ -154,8 +154,8 @@ def _run(modules: dict[str, nn.Module], path: str, seed: int, byte: int) -> dict
     parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     try:
         for name, param in parameters.items():
-            setattr(module, name, nn.Parameter(filled(param, byte), requires_grad=param.requires_grad))
-        with _seeded(seed, _seed_name(path)), torch.no_grad():
+            setattr(module, name, nn.Parameter(filled_memory(param, byte), requires_grad=param.requires_grad))
+        with _seeded_generator(seed, _seed_name(path)), torch.no_grad():
             for step in _steps(modules, path):
                 step()
         return {name: getattr(module, name).detach() for name in parameters}
@@ -173,7 +173,7 @@ def _run(modules: dict[str, nn.Module], path: str, seed: int, byte: int) -> dict
 
 
 @contextlib.contextmanager
-def _seeded(seed: int, name: str) -> Iterator[None]:
+def _seeded_generator(seed: int, name: str) -> Iterator[None]:
     """Use a separate random generator in this context, so that later random numbers do not change."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
@@ -194,32 +194,32 @@ def _steps(modules: dict[str, nn.Module], path: str) -> Iterator[Callable[[], ob
     transformers model, or of any other module that has one, called with the module and with those around it, because
     a module may initialise its children, as GPT-2's blocks do.
     """
-    outwards = [(outer, modules[outer]) for outer in around(path)]
-    adapted = _adapter(outwards)
+    outwards = [(outer, modules[outer]) for outer in enclosing_paths(path)]
+    adapted = _lora_reset(outwards)
     for _, module in outwards:
         # The class must have the attribute: an instance of PEFT's wrappers forwards attributes of the wrapped module.
         reset = next((getattr(module, name) for name in _RESETS if hasattr(type(module), name)), None)
-        if callable(reset) and not _required(reset):
+        if callable(reset) and not _num_required(reset):
             yield reset
         if adapted is not None:
             yield adapted
             return  # PEFT creates adapters after the model was initialised
     for depth, (_, module) in enumerate(outwards):
-        holder = _holder([enclosing for _, enclosing in outwards[depth:]])
+        holder = _initialising_module([enclosing for _, enclosing in outwards[depth:]])
         if holder is not None:
             yield lambda holder=holder, module=module: holder._init_weights(module)  # type: ignore[misc]
 
 
-def _holder(outwards: Iterable[nn.Module]) -> Any:
+def _initialising_module(outwards: Iterable[nn.Module]) -> Any:
     """Return the nearest transformers model with `_init_weights`, else the nearest module whose own takes a module."""
     having = [module for module in outwards if callable(getattr(type(module), "_init_weights", None))]
     transformers_module = next(filter(is_transformers, having), None)
     if transformers_module is not None:
         return transformers_module
-    return next((module for module in having if _required(module._init_weights) == 1), None)
+    return next((module for module in having if _num_required(module._init_weights) == 1), None)
 
 
-def _required(function: Any) -> int:
+def _num_required(function: Any) -> int:
     """Return the number of arguments without a default."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
@@ -229,7 +229,7 @@ def _required(function: Any) -> int:
     return sum(parameter.default is parameter.empty and parameter.kind in kinds for parameter in parameters)
 
 
-def _adapter(outwards: list[tuple[str, nn.Module]]) -> Callable[[], object] | None:
+def _lora_reset(outwards: list[tuple[str, nn.Module]]) -> Callable[[], object] | None:
     """Return the call by which PEFT initialises the LoRA adapter that a module is part of; None for other modules."""
     path = outwards[0][0]
     depth: int

@@ -13,7 +13,7 @@ from shardkit.training.model.buffers import same_bits
 from shardkit.training.ranks.local import LocalShard, is_expanded
 
 
-def apart(shards: Sequence[LocalShard]) -> list[LocalShard]:
+def with_own_memory(shards: Sequence[LocalShard]) -> list[LocalShard]:
     """Return shards, in which those that share memory are replaced by copies with memory of their own."""
     shared = {index for group in _on_one_memory(shards) for index in group}
     return [
@@ -39,12 +39,12 @@ def refuse_expanded(shards: Sequence[LocalShard]) -> None:
     )
 
 
-def put_together(shards: Sequence[LocalShard], filled: Sequence[LocalShard]) -> list[str]:
+def copy_back(shards: Sequence[LocalShard], filled: Sequence[LocalShard]) -> list[str]:
     """Copy separately filled shards back into the model's memory; return a problem for each group that lost values.
 
     Args:
         shards: the model's shards.
-        filled: the filled result of `apart` for these shards.
+        filled: the filled result of `with_own_memory` for these shards.
     """
     groups = _on_one_memory(shards) if filled else []
     with torch.no_grad():

@@ -16,7 +16,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, listed
 from shardkit.training.fill.reading import Weights, torch_dtype
 from shardkit.training.model.fit import ModelInitializationContext
-from shardkit.training.ranks.agree import gather_json, say
+from shardkit.training.ranks.agree import gather_json, log_once
 from shardkit.training.ranks.local import ExpectedTensor, LocalShard, full_name
 
 _KIND = "extra state"
@@ -83,11 +83,11 @@ def states_to_read(model: nn.Module, weights: Weights | None) -> tuple[list[Loca
         f"{count(len(skipped_fqns), 'extra state')} of the source not given to {'its' if len(skipped_fqns) == 1 else 'their'} "
         f"set_extra_state, which may unpickle bytes: {listed(skipped_fqns)}; load it yourself if you trust the source"
     )
-    say(f"weights: {note}")
+    log_once(f"weights: {note}")
     return shards, note
 
 
-def hand_over(model: nn.Module, filled: Sequence[LocalShard]) -> None:
+def set_extra_states(model: nn.Module, filled: Sequence[LocalShard]) -> None:
     """Call `set_extra_state` of each module whose extra state is among the filled shards."""
     states = {shard.fqn: shard.whole for shard in filled if shard.kind == _KIND}
     for path, module in model.named_modules() if states else ():

@@ -42,7 +42,7 @@ def world() -> tuple[int, int]:
     return 0, 1
 
 
-def say(text: str, level: int = logging.INFO) -> None:
+def log_once(text: str, level: int = logging.INFO) -> None:
     """Log once for all ranks."""
     if world()[0] == 0:
         _log.log(level, "%s", text)
@@ -162,10 +162,10 @@ def wire(phase: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo and nccl raise no narrower class
-        raise lost(phase, error) from error
+        raise lost_rank_error(phase, error) from error
 
 
-def lost(phase: str, error: BaseException) -> LostRank:
+def lost_rank_error(phase: str, error: BaseException) -> LostRank:
     """Return the error for a collective that failed because a rank died or never joined."""
     first = str(error).strip().splitlines() or [type(error).__name__]
     return LostRank(
@@ -208,7 +208,7 @@ def agree(
             (rank for rank, failure in zip(ranks, failures, strict=True) if failure),
             key=lambda rank: not failures[ranks.index(rank)]["raises_this"],
         )
-        together = _together(failures, ranks)
+        together = _common_error(failures, ranks)
         together.shown_by = None if ranks[here] == shower else shower
         raise together from _cause(error, failures, here)
     return [value for _, value in answers]
@@ -271,7 +271,7 @@ def agreed(phase: str, group: dist.ProcessGroup | None = None) -> Iterator[Excha
     exchanged.of_all = agree(error, group, phase=phase, value=exchanged.mine)
 
 
-def look_where_possible(
+def run_where_possible(
     look: Callable[[], _Found], is_absent: Callable[[BaseException], bool], *, phase: str
 ) -> tuple[_Found | None, BaseException | None, list[int]]:
     """Run a function on every rank; it must succeed on at least one of them. Each rank must call this.
@@ -317,7 +317,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _together(descriptions: Sequence[dict[str, Any] | None], ranks: Sequence[int]) -> ShardkitError:
+def _common_error(descriptions: Sequence[dict[str, Any] | None], ranks: Sequence[int]) -> ShardkitError:
     """Return one error for the errors of all ranks.
 
     Args:
@@ -328,7 +328,7 @@ def _together(descriptions: Sequence[dict[str, Any] | None], ranks: Sequence[int
     for rank, failure in zip(ranks, descriptions, strict=True):
         if failure is not None:
             distinct.setdefault(json.dumps(failure), []).append(rank)
-    failures = [(json.loads(text), numbered(who)) for text, who in distinct.items()]
+    failures = [(json.loads(text), ranks_text(who)) for text, who in distinct.items()]
     kinds = [_kind(failure["kinds"]) for failure, _ in failures]
     lineage: Sequence[type[ShardkitError]] = kinds[0].__mro__
     common = next(kind for kind in lineage if all(issubclass(each_kind, kind) for each_kind in kinds))
@@ -349,7 +349,7 @@ def _kind(names: Sequence[str]) -> type[ShardkitError]:
     return next((_KNOWN[name] for name in names if name in _KNOWN), ShardkitError)
 
 
-def numbered(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
     """Return ranks as text: "rank 2", "ranks 0-3" or "ranks 0, 2-3"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):

@@ -54,7 +54,7 @@ def share_listings(
         contextlib.suppress(ShardkitError, OSError),
         shared_reads.noted() as notes,
     ):
-        exchanged.mine = any(map(is_looked_at, source_paths))
+        exchanged.mine = any(map(is_shared_source, source_paths))
         if exchanged.mine:
             look()
         for path in source_paths:
@@ -71,15 +71,15 @@ def share_listings(
         shared_reads.learn(reads)
 
 
-def is_looked_at(path: object) -> bool:
+def is_shared_source(path: object) -> bool:
     """True for a source whose listings or headers one rank reads for all."""
     if not isinstance(path, (str, os.PathLike)):
         return False
     path = os.fspath(path)
-    return location_of(path).is_listed_once or any(map(_describes_others, _levels(path)))
+    return location_of(path).is_listed_once or any(map(_has_shared_files, _levels(path)))
 
 
-def _describes_others(names: Collection[str]) -> bool:
+def _has_shared_files(names: Collection[str]) -> bool:
     return has_any(names, "*.safetensors") or (METADATA in names and not has_any(names, "*.chunks.json"))
 
 

@@ -59,18 +59,18 @@ def full_name(path: str, name: str) -> str:
     return clean_name(f"{path}.{name}" if path else name)
 
 
-def places(model: nn.Module, *, once: bool = False) -> Iterator[ModuleTensor]:
+def tensor_places(model: nn.Module, *, once: bool = False) -> Iterator[ModuleTensor]:
     """Yield every parameter and buffer, module by module, with all names of ties.
 
     Args:
         model: any model, wrapped or not.
         once: yield the tensors of a module with several paths only for the first path.
     """
-    return places_of(model.named_modules(remove_duplicate=once))
+    return module_places(model.named_modules(remove_duplicate=once))
 
 
-def places_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[ModuleTensor]:
-    """Yield the parameters and buffers of modules, each given as (path, module), as `places` does."""
+def module_places(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[ModuleTensor]:
+    """Yield the parameters and buffers of modules, each given as (path, module), as `tensor_places` does."""
     for path, module in modules:
         hidden = non_persistent_buffers(module)
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -82,8 +82,8 @@ def places_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[ModuleTensor
 
 
 def buffer_places(model: nn.Module, *, once: bool = False) -> Iterator[ModuleTensor]:
-    """Yield every buffer, as `places` does."""
-    return (place for place in places(model, once=once) if place.kind == "buffer")
+    """Yield every buffer, as `tensor_places` does."""
+    return (place for place in tensor_places(model, once=once) if place.kind == "buffer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +102,10 @@ class ExpectedTensor:
     """True if it is in the model's state dict, under at least one of its names."""
 
 
-def distinct(model: nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor, ExpectedTensor]]:
+def distinct_tensors(model: nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor, ExpectedTensor]]:
     """Return (all names in order, tensor, description) of each parameter, then of each buffer; ties once."""
     groups: dict[int, list[ModuleTensor]] = {}
-    for place in places(model):
+    for place in tensor_places(model):
         groups.setdefault(id(place.tensor), []).append(place)
     tensors = []
     for group in sorted(groups.values(), key=lambda group: group[0].kind != "parameter"):
@@ -121,9 +121,9 @@ def distinct(model: nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor, Expe
     return tensors
 
 
-def describe(model: nn.Module) -> tuple[dict[str, ExpectedTensor], tuple[tuple[str, ...], ...]]:
+def describe_tensors(model: nn.Module) -> tuple[dict[str, ExpectedTensor], tuple[tuple[str, ...], ...]]:
     """Return (first name -> description of the parameter or buffer, groups of names that are tied)."""
-    tensors = distinct(model)
+    tensors = distinct_tensors(model)
     ties = tuple(names for names, _, _ in tensors if len(names) > 1)
     return {expected.fqn: expected for _, _, expected in tensors}, ties
 
@@ -247,7 +247,7 @@ def local_shards(model: nn.Module) -> list[LocalShard]:
     refuse_fsdp1(model)
     shards: list[LocalShard] = []
     problems: list[str] = []
-    for names, whole, expected in distinct(model):
+    for names, whole, expected in distinct_tensors(model):
         try:
             parts, replicas = parts_of(whole)
         except LayoutError as error:
@@ -277,13 +277,13 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that makes the steps: accelerate's contains another one, and has no hooks of its own."""
     inside = getattr(optimizer, "optimizer", None)
-    return unwrapped(inside) if isinstance(inside, torch.optim.Optimizer) else optimizer
+    return unwrap_optimizer(inside) if isinstance(inside, torch.optim.Optimizer) else optimizer
 
 
-def stepped_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return an optimizer's parameters, group after group."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -295,7 +295,7 @@ def refuse_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         UsageError: the optimizer has such copies; the hint says how to avoid them.
     """
     copies = {id(shard.gathered) for shard in fsdp_shards(model)}
-    stepped = stepped_by(optimizer)
+    stepped = optimizer_parameters(optimizer)
     num_copies = sum(id(parameter) in copies for parameter in stepped)
     if num_copies:
         raise UsageError(
@@ -408,7 +408,7 @@ def materialise(model: nn.Module, device: torch.device | None = None) -> None:
     with swappable(model.modules()):
         allocate(
             (names[0], whole, device or _device_of(whole), managed.get(id(whole)))
-            for names, whole, _ in distinct(model)
+            for names, whole, _ in distinct_tensors(model)
         )
 
 

@@ -17,7 +17,7 @@ from shardkit.training.ranks.local import ExpectedTensor, LocalShard
 _PHASE = "comparing the ranks' models"
 
 
-def with_ties(shards: Iterable[LocalShard], ties: Iterable[Sequence[str]]) -> list[LocalShard]:
+def with_tied_names(shards: Iterable[LocalShard], ties: Iterable[Sequence[str]]) -> list[LocalShard]:
     """Return shards with all names of their ties, including names on other stages."""
     groups = {name: group for group in ties for name in group}
     local_shards = list(shards)
@@ -32,7 +32,7 @@ def with_ties(shards: Iterable[LocalShard], ties: Iterable[Sequence[str]]) -> li
     ]
 
 
-def unused_here_alone(used: frozenset[str], unused: frozenset[str]) -> tuple[frozenset[str], bool]:
+def used_elsewhere(used: frozenset[str], unused: frozenset[str]) -> tuple[frozenset[str], bool]:
     """Return the stored names that have no place in this rank's model, but in another's; every rank calls it.
 
     Args:
@@ -51,7 +51,9 @@ def unused_here_alone(used: frozenset[str], unused: frozenset[str]) -> tuple[fro
     return unused & elsewhere, len(set(every)) > 1
 
 
-def on_other_ranks(shards: Sequence[LocalShard], expected: Mapping[str, ExpectedTensor]) -> frozenset[str]:
+def tensors_of_other_ranks(
+    shards: Sequence[LocalShard], expected: Mapping[str, ExpectedTensor]
+) -> frozenset[str]:
     """Return names of prepared tensors that are rightly not in this rank's model; every rank calls it.
 
     Another rank must have the tensor. If it is a DTensor there, all ranks of its mesh must have it too.
