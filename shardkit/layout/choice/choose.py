@@ -90,7 +90,7 @@ def make_layout(
         except CannotBuildError as error:
             reason = f"{error.message} ({error.hint})" if error.hint else error.message
         else:
-            return fit(trace, model.catalog.tensors, model.config)
+            return fit_trace(trace, model.catalog.tensors, model.config)
     if origin == "traced":
         raise LayoutError(
             f"--layout traced: no model can be traced: {reason}", hint="--layout auto declares it then"
@@ -115,7 +115,9 @@ def _refuse_single_experts(names: Iterable[str], reason: str) -> None:
         )
 
 
-def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Layout:
+def fit_trace(
+    trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None
+) -> Layout:
     """Return a traced layout for the tensors of a source: with their names there, omitted tensors, and reordered ties.
 
     Args:
@@ -151,7 +153,7 @@ def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
     if not missing and not shapes and not is_quantised and len(spare) == len(unknown):
         omitted = (*omitted, *((name, f"{trace.model_class} has no place for it") for name in spare))
     elif unknown or missing or shapes:
-        raise _misfit(
+        raise _misfit_error(
             trace.model_class, match, source, unknown=unknown, missing=missing, shapes=shapes, config=config
         )
     computed = [name for name in layout.tensors if name not in sources]
@@ -222,7 +224,7 @@ def _sort_unknown(
     return unknown, tuple(omitted)
 
 
-def _misfit(
+def _misfit_error(
     model_class: str,
     match: ClassNames,
     source: Mapping[str, TensorEntry],

@@ -87,12 +87,12 @@ def parallelise(layout: Layout, mesh: Mesh, rules: Sequence[ParallelRule]) -> La
             "it again",
             hint="leave one of the two out",
         )
-    names = {name: (name, *_others(layout, name)) for name in layout.tensors}
+    names = {name: (name, *_aliases(layout, name)) for name in layout.tensors}
     _check_globs(rules, [name for group in names.values() for name in group])
     styles = {name: _style(group, rules) for name, group in names.items()}
     _check_axes(mesh, {rule.style for rule in rules})
-    tensors = {name: _cut(tensor, mesh, styles[name]) for name, tensor in layout.tensors.items()}
-    num_cut = sum(tensors[name] != _cut(tensor, mesh, None) for name, tensor in layout.tensors.items())
+    tensors = {name: _cut_tensor(tensor, mesh, styles[name]) for name, tensor in layout.tensors.items()}
+    num_cut = sum(tensors[name] != _cut_tensor(tensor, mesh, None) for name, tensor in layout.tensors.items())
     note = f"{count(num_cut, 'tensor')} of {len(tensors)} cut over tp or ep by --parallel-rule"
     notes = (*layout.notes, note, *_idle_styles(mesh, rules))
     return replace(layout, origin="declared", mesh=mesh, tensors=tensors, notes=notes)
@@ -107,7 +107,7 @@ def _idle_styles(mesh: Mesh, rules: Sequence[ParallelRule]) -> Iterator[str]:
             yield f"--mesh {mesh} has no {axis}, so these rules cut nothing: {', '.join(idle)}"
 
 
-def _others(layout: Layout, name: str) -> tuple[str, ...]:
+def _aliases(layout: Layout, name: str) -> tuple[str, ...]:
     return next((group[1:] for group in layout.ties if group[0] == name), ())
 
 
@@ -154,7 +154,7 @@ def _style(names: Iterable[str], rules: Sequence[ParallelRule]) -> str | None:
     return next(iter(styles.values()), None)
 
 
-def _cut(tensor: TensorLayout, mesh: Mesh, style: str | None) -> TensorLayout:
+def _cut_tensor(tensor: TensorLayout, mesh: Mesh, style: str | None) -> TensorLayout:
     """Return a tensor's layout on the whole mesh, given its layout on the data axes."""
     if tensor.is_buffer or not tensor.shape:
         style = None
