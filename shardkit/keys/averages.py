@@ -156,7 +156,7 @@ def _find_averages(source: SortedNames, model: Located) -> Segments | _AveragedS
         message = "--weights ema: the checkpoint holds no averaged weights"
         raise UsageError(message, problems=list_roots(source))
     raise UsageError(
-        "--weights ema: the checkpoint holds no averaged weights that names tell",
+        "--weights ema: the checkpoint has no averaged weights that can be recognised by their names",
         problems=[part.line for part in states],
         hint="load them with the training code and save the averaged model's state dict"
         if states[0].is_numbered

@@ -568,7 +568,7 @@ def _apply_step(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
             dim, size = _dim(step.value, of.shape), env.value(step.options["of"])
             to = env.value(step.options["to"]) if "to" in step.options else -(-size // _PADDED) * _PADDED
             if not size <= to <= _MAX_ROWS:
-                raise ValueError(f"pad: from {size} to {to} is no way to go")
+                raise ValueError(f"pad: cannot pad {size} rows to {to}")
             more = (*of.shape[:dim], to - of.shape[dim], *of.shape[dim + 1 :])
             return of if to <= of.shape[dim] else concat([of, Zeros(more)], dim)
     raise AssertionError(step.kind)

@@ -148,7 +148,7 @@ def declare(
     """
     if mesh.pp > 1:
         raise PolicyError(
-            f"--mesh {mesh}: which stage holds what needs the model, and {reason or 'there is no model'}",
+            f"--mesh {mesh}: assigning tensors to pipeline stages needs the model, and {reason or 'there is no model'}",
             hint="pre-shard without pp; stock dcp.load reads that into any stage",
         )
     axes = [axis.name for axis in mesh.axes if axis.role == "tensor"] + ["ep"] * (mesh.ep > 1)

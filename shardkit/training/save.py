@@ -208,7 +208,7 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
     ]
     LayoutError.raise_for(
         pieces,
-        f"{count(len(pieces), 'parameter')} of the model lies in an FSDP1 unit around it: each rank has a piece of no shape",
+        f"{count(len(pieces), 'parameter')} of the model belongs to an FSDP1 unit around it: each rank has only a flat piece",
         hint="save the whole model that FSDP1 has wrapped",
     )
     reshard(model)  # gathered parameters are copies
@@ -246,7 +246,7 @@ def _warn_of_classes(state: State) -> None:
     for cls_name, names in by_class.items():
         warnings.warn(
             f"{count(len(names), 'tensor is saved as an object', 'tensors are saved as objects')} of "
-            f"{escape(cls_name)}, whose values shardkit cannot take from a file again ({listed(names)}): stock dcp.load "
+            f"{escape(cls_name)}, which shardkit cannot read back from a file ({listed(names)}): stock dcp.load "
             "can, where the class is installed. Of an optimizer's state, reshard with no_optimizer=True leaves it out; "
             "consolidate and load_into need weights that are saved as plain tensors",
             stacklevel=4,

@@ -111,7 +111,7 @@ def _refuse_single_experts(names: Iterable[str], reason: str) -> None:
             f"the files have {count(len(experts), 'tensor')} of single experts, which models of transformers fuse, and no "
             f"model can be traced: {reason}",
             problems=[listed(experts)],
-            hint="mend that; or if the job's model has a module for each expert, --layout declared stores them as they are",
+            hint="fix this; or, if the job's model has a module for each expert, --layout declared stores them as they are",
         )
 
 
