@@ -7,8 +7,8 @@
     context = shardkit.prepare("Qwen/Qwen3-8B", result.output, dtype="fp32")  # on every rank
     model = shardkit.finalize(shardkit.wrap(context.model, mesh), context)
 
-The names of this module and the command line are the public API; everything below it is internal and may
-change. Importing shardkit imports no torch. A name is imported from its home when it is first used.
+The names of this module and the command line are the public API. All modules below it are internal and may
+change. Importing shardkit does not import torch. A name is imported from its module when it is first used.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ _HOMES = {
     "shardkit.training.fill.from_rank": ("from_rank",),
     "shardkit.training.wrap": ("bf16_mixed_precision", "layer_policy", "wrap"),
 }
-"""Module -> the public names that it has."""
+"""Module -> the public names that it defines."""
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(["__version__", *_HOME_OF])
@@ -145,7 +145,7 @@ if not TYPE_CHECKING:  # else every name would exist, and be Any
             if lacking := import_module("shardkit.errors").without_torch(error):
                 raise lacking from error
             raise
-        # What shows something to people stands above what calls it.
+        # The code that displays results is in a layer above the code that needs it, so it is passed down here.
         results = import_module("shardkit.core.result")
         results.lines_of, results.html_of, results.save_page = _lines_of, _html_of, _save_page
         import_module("shardkit.core.threads").bar = _bar
@@ -153,14 +153,14 @@ if not TYPE_CHECKING:  # else every name would exist, and be Any
 
 
 def _lines_of(result: object) -> list[str] | None:
-    """Return the lines that the command line prints of a result."""
-    from shardkit.cli import lines_of  # here: few results are looked at
+    """Return the lines that the command line prints for a result."""
+    from shardkit.cli import lines_of  # imported here, because few results are displayed
 
     return lines_of(result)
 
 
 def _html_of(result: object) -> str:
-    """Return a result as a page."""
+    """Return a result as an HTML page."""
     from shardkit.cli import page_of
     from shardkit.pictures.page import render
 
@@ -168,7 +168,7 @@ def _html_of(result: object) -> str:
 
 
 def _save_page(result: object, path: str) -> None:
-    """Write a result as a page."""
+    """Write a result to a file as an HTML page."""
     from shardkit.cli import page_of
     from shardkit.pictures.page import check_page, write_page
 
@@ -177,8 +177,8 @@ def _save_page(result: object, path: str) -> None:
 
 
 def _bar() -> Any:
-    """Return what shows the progress of a call, where a person watches."""
-    from shardkit.cli.progress import bar_of_a_call  # here: the command line has its own
+    """Return the progress bar for a call from Python, which shows nothing if nobody can see it."""
+    from shardkit.cli.progress import bar_of_a_call  # imported here, because the command line has its own bar
 
     return bar_of_a_call()
 

@@ -84,7 +84,7 @@ def fast_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardkit.layout import traced
     from tests.worlds.processes import fork_server
 
-    monkeypatch.setattr(traced, "_spawn", fork_server().trace)
+    monkeypatch.setattr(traced, "_serve_request", fork_server().trace)
 
 
 @pytest.fixture(scope="session", autouse=True)

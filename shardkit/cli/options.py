@@ -409,9 +409,9 @@ def keys(default: str, meaning: str) -> Decorator:
     words = [default] if default == "none" else [default, "none"]
 
     def completions() -> Iterable[str]:
-        from shardkit.keys.rule_sets import shipped
+        from shardkit.keys.rule_sets import shipped_sets
 
-        return [*words, *(rules.name for rules in shipped())]
+        return [*words, *(rules.name for rules in shipped_sets())]
 
     return option(
         "Names",

@@ -12,7 +12,7 @@ from shardkit.files import storage
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.adapter import find_settings, is_adapter_file
 from shardkit.formats.hub.files import is_part, is_plain_file, missing_parts
-from shardkit.keys.peft import classify_peft, find_cut
+from shardkit.keys.peft import classify_peft, find_misfits
 from shardkit.keys.select import select_model
 
 
@@ -43,7 +43,7 @@ def find_cut_modules(checkpoint: Checkpoint) -> Iterator[str]:
         return
     if settings is None or not settings.is_whole:
         return
-    if cut := find_cut(peft, shapes, settings.values, {}):
+    if cut := find_misfits(peft, shapes, settings.values, {}):
         modules, shown = count(len(cut), "module"), [line.pattern for line in fold_lines(cut)]
         yield f"{modules} of the adapter have other shapes than its settings call for: {'; '.join(shown[:3])}"
 

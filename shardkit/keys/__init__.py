@@ -1,6 +1,6 @@
-"""From the names that a checkpoint stores to the names that the Hub uses.
+"""Translate the names that a checkpoint stores into the names that the Hub uses.
 
-Pure: names, shapes and dtypes in, names and expressions out; nothing is opened but the rule sets of the package.
+Pure: names, shapes and dtypes go in, names and expressions come out. The only files read are rule sets.
 
 Internal: import from `shardkit`.
 """

@@ -1,4 +1,4 @@
-"""Averages of a model's weights (EMA, SWA): in the saved dict, or in the state of an optimizer."""
+"""Find averages of a model's weights (EMA, SWA) in a checkpoint: in the saved dict, or in an optimizer's state."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 from shardkit.core.text import count, escape, few, in_shell
 from shardkit.errors import SourceError, UsageError
 from shardkit.keys.names import Segments, clean, is_number, join, match_prefix
-from shardkit.keys.roots import Located, SortedNames, Want, list_roots, locate_model, option
+from shardkit.keys.roots import Located, SortedNames, Want, list_roots, locate_model, root_option
 from shardkit.keys.trainer_state import is_averaged
 
-_MAX_DEPTH = 3  # of averages
-# Leaves of an optimizer's state that are averages of weights. Others with such words may be moments: grad_ema.
+_MAX_DEPTH = 3  # segments down to the root of an average
+# Last parts of names in an optimizer's state that are averages of weights. Similar names may be moments: grad_ema.
 _AVERAGED_STATE = re.compile(
     r"(?:ema|swa|avg|averaged?|shadow)_(?:params?|parameters?|weights?|model)"
     r"|(?:params?|parameters?|weights?|model)_(?:ema|swa|avg|averaged)|ax"
@@ -25,17 +25,17 @@ def locate_averaged(source: SortedNames, want: Want | None) -> Located:
     """Return the averaged weights, under the names of the model's tensors.
 
     Raises:
-        UsageError: there are none, or several.
-        SourceError: they are kept as a list, without names.
+        UsageError: the checkpoint has no averaged weights, or several sets of them.
+        SourceError: they are stored as a list, without names.
     """
     try:
         model = locate_model(source, want)
-    except SourceError:  # several models, as of a GAN: one of them alone may have an average
+    except SourceError:  # several models, such as a GAN's: perhaps only one of them has an average
         model = Located(root=())
-    root = _averaged(source, model)
+    root = _find_averages(source, model)
     if isinstance(root, _AveragedStates):
         return _take_states(root, model)
-    # What ema-pytorch and torch's AveragedModel keep: the averaged copy, counters, the online model.
+    # ema-pytorch and torch's AveragedModel store the averaged copy, counters, and the model in training.
     while inner := [
         name for name, part in source.below(root).items() if part.is_module and is_averaged(name)
     ]:
@@ -57,41 +57,45 @@ def locate_averaged(source: SortedNames, want: Want | None) -> Located:
 
 
 class _AveragedStates(NamedTuple):
-    """What an optimizer keeps for its parameters under one of the names of averages, in their shapes."""
+    """Tensors in an optimizer's state that may be averages of parameters: `ABOVE.PARAMETER.LEAF`, one per parameter.
+
+    For example, in `optimizer.state.layers.0.weight.ema_params` the last part, `ema_params`, is the leaf.
+    """
 
     above: Segments
-    """What the names begin with, `state` included."""
+    """The common beginning of the names, up to `state`."""
     leaf: str
+    """The common last part of the names."""
     names: dict[str, Segments]
-    """Stored name -> name of the parameter in the model; empty if that is unknown."""
+    """Stored name -> name of the parameter in the model; empty if the parameters are not known."""
     num_tensors: int
     is_numbered: bool
-    """Its parameters have numbers instead of names."""
+    """The parameters have numbers instead of names."""
     other_leaves: tuple[str, ...]
-    """The last parts of all other names there."""
+    """The last parts of all other names below `above`."""
 
     @property
     def is_sure(self) -> bool:
-        """True if the names tell that these are averages of weights, and of which."""
+        """True if the names show that these are averages of weights, and of which weights."""
         return bool(self.names) and _AVERAGED_STATE.fullmatch(self.leaf) is not None
 
     @property
     def line(self) -> str:
-        """A line for people."""
+        """A line for messages."""
         unknown = ", whose parameters are only numbered" if self.is_numbered else ""
         where = f"{join(self.above)}.*.{self.leaf}"
         return f"{escape(where)}: {count(self.num_tensors, 'tensor')}{unknown}"
 
     @property
     def option(self) -> str:
-        """The options that take them."""
+        """The command-line options that select these tensors."""
         names = in_shell(rf"\.{re.escape(self.leaf)}$=")
         other_leaves = "".join(f" --exclude {in_shell(f'*.{leaf}')}" for leaf in self.other_leaves)
         return f"--root {in_shell(join(self.above))} --rename {names}{other_leaves}"
 
 
 def _averaged_states(source: SortedNames, model: Located) -> Iterator[_AveragedStates]:
-    """Yield the states of optimizers that may be averages of weights: torchtitan's `ema_params`, `ax` of torch's ASGD."""
+    """Yield optimizer states that may be averages of weights, such as torchtitan's `ema_params` or ASGD's `ax`."""
     shapes = {path: source.tensors[stored].shape for stored, path in model.names.items()}
     in_model, kinds = {join(path) for path in shapes}, dict[tuple[Segments, str], dict[str, Segments]]()
     for name in source.tensors:
@@ -103,7 +107,7 @@ def _averaged_states(source: SortedNames, model: Located) -> Iterator[_AveragedS
         prefix = match_prefix(list(paths.values()), in_model) or ()
         names = {stored: path[len(prefix) :] for stored, path in paths.items()}
         fits = all(source.tensors[stored].shape == shapes.get(path) for stored, path in names.items())
-        if fits or not any(path in shapes for path in names.values()):  # else a factored moment, or a count
+        if fits or not any(path in shapes for path in names.values()):  # else a factored moment or a counter
             is_numbered = all(map(is_number, (path[-1] for path in paths.values() if path)))
             below = (path for path in map(clean, source.tensors) if path[: len(above)] == above)
             other_leaves = tuple(sorted({path[-1] for path in below} - {leaf}))
@@ -111,7 +115,7 @@ def _averaged_states(source: SortedNames, model: Located) -> Iterator[_AveragedS
 
 
 def _take_states(states: _AveragedStates, model: Located) -> Located:
-    """Take averages from an optimizer's state, in the order of the model's tensors."""
+    """Return averages from an optimizer's state as located weights, in the order of the model's tensors."""
     order = {path: place for place, path in enumerate(model.names.values())}
     names = dict(sorted(states.names.items(), key=lambda item: order[item[1]]))
     located = Located(root=states.above, names=names, aside={model.root: "model"} if model.root else {})
@@ -125,13 +129,13 @@ def _take_states(states: _AveragedStates, model: Located) -> Located:
     return located
 
 
-def _averaged(source: SortedNames, model: Located) -> Segments | _AveragedStates:
-    """Return where averaged weights begin, or the states of an optimizer that they are.
+def _find_averages(source: SortedNames, model: Located) -> Segments | _AveragedStates:
+    """Return the root of the averaged weights, or the optimizer states that are averaged weights.
 
     Raises:
-        UsageError: there are none, several, or only some whose names do not tell.
+        UsageError: there are no averages, several, or only candidates that their names do not identify.
     """
-    roots = _roots(source, model)
+    roots = _averaged_roots(source, model)
     states = list(_averaged_states(source, model))
     averages: list[Segments | _AveragedStates] = [*roots, *(part for part in states if part.is_sure)]
     if len(averages) == 1:
@@ -146,13 +150,13 @@ def _averaged(source: SortedNames, model: Located) -> Segments | _AveragedStates
                 else f"{escape(join(part))}: {count(roots[part], 'tensor')}"
                 for part in averages
             ],
-            hint=f"choose one, as in {first.option if isinstance(first, _AveragedStates) else option(first)}",
+            hint=f"choose one, as in {first.option if isinstance(first, _AveragedStates) else root_option(first)}",
         )
     if not states:
         message = "--weights ema: the checkpoint holds no averaged weights"
         raise UsageError(message, problems=list_roots(source))
     raise UsageError(
-        "--weights ema: the checkpoint holds no averaged weights that names tell",
+        "--weights ema: the checkpoint has no averaged weights that can be recognised by their names",
         problems=[part.line for part in states],
         hint="load them with the training code and save the averaged model's state dict"
         if states[0].is_numbered
@@ -160,8 +164,8 @@ def _averaged(source: SortedNames, model: Located) -> Segments | _AveragedStates
     )
 
 
-def _roots(source: SortedNames, model: Located) -> Counter[Segments]:
-    """Return the outermost parts with a name of averages, as the format says or by that name; with their sizes."""
+def _averaged_roots(source: SortedNames, model: Located) -> Counter[Segments]:
+    """Return root -> number of tensors of the parts that are averaged weights: by the format, else by their names."""
     if source.roots.get("ema"):
         root = clean(join(map(str, source.roots["ema"])))
         return Counter(root for path in source.paths.values() if path[: len(root)] == root)
@@ -182,7 +186,10 @@ def _roots(source: SortedNames, model: Located) -> Counter[Segments]:
 
 
 def _take_dotless(source: SortedNames, located: Located, model: Located) -> bool:
-    """Take averaged weights stored as buffers: their names are the model's without the dots."""
+    """Add averaged weights that are stored as buffers to `located`; return False if there are none.
+
+    Their names are the model's without the dots: `layers0weight` for `layers.0.weight`.
+    """
     by_dotless = {join(path).replace(".", ""): path for path in model.names.values()}
     children = source.below(located.root)
     dotless = {

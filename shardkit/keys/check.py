@@ -1,7 +1,6 @@
-"""What seems wrong with a model, told from names, shapes, its config and its base's names. No model is built.
+"""Find problems of a model to be written, by its names, shapes, config and its base's names. No model is built.
 
-Names may be another trainer's own, transformers' names in memory, or factors of weights. They may differ from
-the base's.
+Names may be another trainer's own, transformers' names in memory, or factors of weights, or differ from the base's.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from shardkit.errors import SourceError
 from shardkit.keys.names import Segments, is_number, join, split
 from shardkit.keys.renaming import is_computed
 
-# One telling name of each; the first that matches decides.
+# Trainer -> a pattern that only its names match; the first one that matches decides.
 _OWN_NAMES = {
     "torchtitan's": r"(?:^|\.)layers\.\d+\.attention\.(?:qkv_linear\.)?(?:wqkv|wq|wk|wv)\.weight$",
     "torchtune's": r"(?:^|\.)layers\.\d+\.(?:attn\.output_proj\.weight|sa_norm\.scale)$",
@@ -26,7 +25,7 @@ _OWN_NAMES = {
     "Megatron's": r"(?:^|\.)(?:linear_qkv|linear_fc1|embedding\.word_embeddings)\.(?:weight|layer_norm_weight)$",
 }
 _LIKE_TORCHTITANS = ("mistral_large4", "mistral_large4_text")
-"""Types of models whose names on the Hub are of the same kind."""
+"""Types of models whose names on the Hub look like torchtitan's."""
 _FUSED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
 _IN_MEMORY = {
     "experts fused into one tensor": _FUSED_EXPERTS.pattern,
@@ -42,12 +41,12 @@ _MEGATRON_ONLY = re.compile(r"^(?:decoder|embedding)\.")
 def own_names_warnings(
     names: Iterable[str], base: Collection[str] | None, model_type: object = None
 ) -> tuple[str, ...]:
-    """Return a warning where names are another trainer's own and `from_pretrained` finds none of them.
+    """Return a warning if names are a trainer's own, so that `from_pretrained` would find none of them.
 
     Args:
         names: the names to write.
-        base: the base's names; None if they are not known. The base's own names are right.
-        model_type: of the model's config, where there is one.
+        base: the base's names, which are always right; None if they are not known.
+        model_type: `model_type` in the model's config, or None.
     """
     if model_type in _LIKE_TORCHTITANS:
         return ()
@@ -58,7 +57,11 @@ def own_names_warnings(
 
 
 def in_memory_warnings(names: Iterable[str], base: Collection[str] | None) -> tuple[str, ...]:
-    """Return a warning for each kind of name that transformers uses in memory only; arguments as above."""
+    """Return a warning for each kind of name that transformers uses only in memory.
+
+    Args:
+        names, base: as for `own_names_warnings`.
+    """
     return tuple(
         f"{len(matched)} names are transformers' own in memory and may not be the Hub's: {what} "
         f"({_example(matched)}); they are written as they are"
@@ -69,7 +72,7 @@ def in_memory_warnings(names: Iterable[str], base: Collection[str] | None) -> tu
 def _matches(
     patterns: Mapping[str, str], names: Iterable[str], base: Collection[str] | None
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield each kind of names of which there are any, with those names; the base's names are left out."""
+    """Yield (kind, names) for each kind whose pattern matches names that the base lacks."""
     extra_names = [name for name in names if base is None or name not in base]
     for what, pattern in patterns.items():
         matched = [name for name in extra_names if re.search(pattern, name)]
@@ -78,12 +81,16 @@ def _matches(
 
 
 def holds_fused_experts(names: Iterable[str]) -> bool:
-    """True if one tensor holds experts that the Hub stores one by one."""
+    """True if one of the tensors holds several experts, which the Hub stores one by one."""
     return any(map(_FUSED_EXPERTS.search, names))
 
 
-def other_numbers_of_experts(shapes: Mapping[str, Shape], base: Mapping[str, Shape]) -> dict[str, int]:
-    """Return how many experts a base has one by one, by the names of tensors that hold another number of them as one."""
+def differing_expert_counts(shapes: Mapping[str, Shape], base: Mapping[str, Shape]) -> dict[str, int]:
+    """Find fused experts whose number differs from the base's, which has them one by one.
+
+    Returns:
+        Name of each such tensor -> number of experts in the base.
+    """
     numbers = dict[str, set[str]]()
     for name in base:
         if match := _EXPERT.match(name):
@@ -99,16 +106,15 @@ def other_numbers_of_experts(shapes: Mapping[str, Shape], base: Mapping[str, Sha
 
 
 def refuse_factors(names: Iterable[str], model_names: Iterable[str] = (), hint: str | None = None) -> None:
-    """Refuse weights that are stored as the factors of orthogonal subspace fine-tuning.
+    """Raise an error if weights are stored as the factors of orthogonal subspace fine-tuning (OSFT).
 
     Args:
-        names: the names that a model is made from.
-        model_names: names of that model, where they are known. A model that has factors itself takes them as they
-            are.
-        hint: what to do instead, where more is known than that consolidate folds whole sets.
+        names: the names from which a model is filled.
+        model_names: names of the model, if known. A model that has factors itself loads them as they are.
+        hint: a hint for the error, in place of the general one.
 
     Raises:
-        SourceError: there are such factors.
+        SourceError: some names are of factors.
     """
     factors = [name for name in names if _FACTORS.search(name)]
     if not factors or any(map(_FACTORS.search, model_names)):
@@ -134,7 +140,7 @@ _STACKED = re.compile(r"^((.+)\.experts)\.(?:gate_up_proj|up_proj|down_proj)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseComparison:
-    """How the names to write differ from the base's."""
+    """The differences between the names to write and the base's."""
 
     missing: tuple[str, ...] = ()
     """Names of the base that would not be written, except those that a tie replaces."""
@@ -143,11 +149,11 @@ class BaseComparison:
     computed: tuple[str, ...] = ()
     """Names of buffers that only one side has and that every model computes itself."""
     wrong_shapes: tuple[tuple[str, Shape, Shape], ...] = ()
-    """(name, the base's shape, ours)."""
+    """(name, shape in the base, shape to write)."""
 
     @property
     def is_equal(self) -> bool:
-        """True if nothing differs, ties aside."""
+        """True if there is no difference, apart from ties and computed buffers."""
         return not (self.missing or self.unexpected or self.wrong_shapes)
 
 
@@ -157,10 +163,10 @@ def compare_with_base(
     """Compare the names and shapes to write with those of the base.
 
     Args:
-        shapes: shape by output name.
-        base: shape by name in the base.
+        shapes: name to write -> shape.
+        base: name in the base -> shape.
         ties: groups of names that are one parameter, e.g. [("model.embed_tokens.weight", "lm_head.weight")].
-            Another name of its group replaces a name that one side lacks.
+            A side that has one name of a group lacks none of them.
     """
     groups = {name: set(group) for group in ties for name in group}
     missing, unexpected, computed = list[str](), list[str](), list[str]()
@@ -180,15 +186,18 @@ def compare_with_base(
     )
 
 
-def torn_parts(missing: Collection[str], present_names: Collection[str]) -> dict[str, str]:
-    """Return the part that each missing name stands in, if others of that part are there.
+def incomplete_parts(missing: Collection[str], present_names: Collection[str]) -> dict[str, str]:
+    """Return missing name -> the part that contains it, for parts of which other tensors are present.
 
-    A part is a whole list of blocks or experts, the outermost; elsewhere the largest module without such a list.
-    Tensors that lie directly in one module belong together too.
+    A part is the outermost list of blocks or experts around a tensor; if there is no list, the largest module that
+    contains none. Tensors that lie directly in one module belong together too.
+
+    For example, if `model.layers.1.mlp.weight` is missing and `model.layers.0.mlp.weight` is present, the part is
+    `model.layers`.
 
     Args:
         missing: names of the base that are to come from elsewhere.
-        present_names: names of the base that are there.
+        present_names: names of the base that are present.
     """
     paths = {name: split(name) for name in (*missing, *present_names)}
     above_lists = {path[:stop] for path in paths.values() for stop in range(_first_number(path) + 1)}
@@ -205,8 +214,12 @@ def torn_parts(missing: Collection[str], present_names: Collection[str]) -> dict
     return torn
 
 
-def whole_parts(missing: Collection[str], present_names: Collection[str]) -> list[str]:
-    """Return globs of missing names, each for the largest module of which nothing is there; arguments as above."""
+def missing_globs(missing: Collection[str], present_names: Collection[str]) -> list[str]:
+    """Return globs for missing names, each for the largest module of which no tensor is present.
+
+    Args:
+        missing, present_names: as for `incomplete_parts`.
+    """
     present_paths = {path[:depth] for path in map(split, present_names) for depth in range(1, len(path))}
     globs = list[str]()
     for name in missing:
@@ -219,5 +232,5 @@ def whole_parts(missing: Collection[str], present_names: Collection[str]) -> lis
 
 
 def _first_number(path: Segments) -> int:
-    """Return the place of the first index of a list in a name; -1 if there is none."""
+    """Return the position of the first number among a name's segments, or -1."""
     return next((place for place, segment in enumerate(path) if is_number(segment)), -1)

@@ -1,20 +1,24 @@
-"""A tensor as a function of stored tensors: put together, cut, permuted, reshaped. Pure: shapes and indexes.
+"""Describe a tensor as a function of stored tensors: concatenated, cut, permuted, reshaped. Pure: shapes and indexes.
 
-A model and its files often hold the same numbers in another form: experts one by one or stacked, query, key and
-value apart or as one, rows in another order for rotary embeddings. An expression says which element of which
-stored tensor each element of a target is. It is a tree:
+A model and its files often have the same numbers in different forms: experts one by one or stacked; query, key and
+value separate or as one; rows in another order for rotary embeddings. The tensor that is wanted is the *target*. Its
+expression states, for each element of the target, which element of which stored tensor it is. An expression is a tree:
 
     Stored    a stored tensor
-    Cut       a box of something
+    Cut       a box of another expression
     Concat    parts side by side along one dim
     Permuted  dims in another order
     Reshaped  the same elements, counted row-major, in another shape
     Zeros     padding
-    Opaque    what code of others makes of whole tensors; only at the root
+    Opaque    the result of transformers' own code on whole tensors; only at the root
 
-Only the functions `cut`, `concat`, `stack`, `permute` and `reshape` make nodes. They keep trees in a simple form:
-cuts sink to the leaves, and what changes nothing is left out. So the parts of a tree that only put boxes side by
-side are found (`pieces`), and their bytes need not be touched one by one.
+For example, the second expert of a stacked tensor "w" of shape (8, 64, 32) is
+
+    cut(Stored("w", (8, 64, 32)), Region((1, 0, 0), (1, 64, 32)))
+
+Nodes are made by the functions `cut`, `concat`, `stack`, `permute` and `reshape`. These keep trees in a simple form:
+cuts are moved down to the leaves, and operations without effect are left out. So `pieces` can find the parts of a tree
+that only put boxes side by side, and whole byte ranges are copied for them.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A box of another expression."""
+    """A box (a region) of another expression."""
 
     of: Expression
     region: Region
@@ -60,7 +64,7 @@ class Concat:
     shape: Shape
 
     def placed(self) -> Iterator[tuple[Expression, Region]]:
-        """Yield each part with its region."""
+        """Yield (part, its region in the result)."""
         start = 0
         for part in self.parts:
             offsets = (*(0,) * self.dim, start, *(0,) * (len(self.shape) - self.dim - 1))
@@ -70,7 +74,7 @@ class Concat:
 
 @dataclass(frozen=True, slots=True)
 class Permuted:
-    """Dims in another order: dim `d` is dim `dims[d]` of the other."""
+    """Dims in another order: dim `d` is dim `dims[d]` of the inner expression."""
 
     of: Expression
     dims: tuple[int, ...]
@@ -94,17 +98,17 @@ class Zeros:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """What a converter of transformers makes of whole tensors, by operations that are not known here.
+    """A result of one of transformers' converters, whose operations cannot be expressed here.
 
-    Targets of equal `group` and `parts` are made together.
+    One call of the converter makes all targets with equal `group` and `parts`.
     """
 
     target: str
-    """Its name in the model of transformers."""
+    """The tensor's name in the transformers model."""
     group: str
-    """Name in the model of the first tensor that is made together with it: what the converter is called with."""
+    """Name in the model of the first target of the same call. The converter is called with this name."""
     parts: tuple[tuple[str, Expression], ...]
-    """(name that the converter sees, the tensor), in the converter's order; at least one."""
+    """The converter's inputs in its order, at least one: (name that the converter sees, tensor)."""
     shape: Shape
 
 
@@ -112,10 +116,10 @@ Expression = Stored | Cut | Concat | Permuted | Reshaped | Zeros | Opaque
 
 
 def cut(of: Expression, region: Region) -> Expression:
-    """Return a box of an expression; the cut is made as deep in the tree as can be.
+    """Return a box of an expression. The cut is made as deep in the tree as possible.
 
     Raises:
-        ValueError: the box does not lie in it.
+        ValueError: the box does not lie within the expression's shape.
     """
     inside = len(region.sizes) == len(of.shape) == len(region.offsets)
     if not inside or any(o < 0 or o + n > size for o, n, size in zip(*region, of.shape, strict=True)):
@@ -153,7 +157,7 @@ def concat(parts: Sequence[Expression], dim: int) -> Expression:
     """Return parts side by side along a dim, which may be counted from the end.
 
     Raises:
-        ValueError: there are none, or their other dims differ.
+        ValueError: there are no parts, or their other dims differ.
     """
     if not parts:
         raise ValueError("nothing to put together")
@@ -167,15 +171,15 @@ def concat(parts: Sequence[Expression], dim: int) -> Expression:
         for part in parts
         for piece in (part.parts if isinstance(part, Concat) and part.dim == dim else (part,))
     ]
-    kept = _joined([part for part in flat if part.shape[dim]] or flat[:1], dim)
+    kept = _merge_neighbours([part for part in flat if part.shape[dim]] or flat[:1], dim)
     if len(kept) == 1:
         return kept[0]
     shape = (*parts[0].shape[:dim], sum(part.shape[dim] for part in kept), *parts[0].shape[dim + 1 :])
     return Concat(tuple(kept), dim, shape)
 
 
-def _joined(parts: list[Expression], dim: int) -> list[Expression]:
-    """Return parts along a dim, with neighbouring boxes of one thing as one box."""
+def _merge_neighbours(parts: list[Expression], dim: int) -> list[Expression]:
+    """Return parts along a dim, with neighbouring boxes of one expression merged into one box."""
     joined: list[Expression] = []
     for part in parts:
         last = joined[-1] if joined else None
@@ -193,10 +197,10 @@ def _joined(parts: list[Expression], dim: int) -> list[Expression]:
 
 
 def stack(parts: Sequence[Expression], dim: int) -> Expression:
-    """Return parts of one shape as a new dim, which may be counted from the end.
+    """Return parts of equal shapes stacked along a new dim, which may be counted from the end.
 
     Raises:
-        ValueError: there are none, or their shapes differ.
+        ValueError: there are no parts, or their shapes differ.
     """
     if not parts:
         raise ValueError("nothing to put together")
@@ -205,17 +209,17 @@ def stack(parts: Sequence[Expression], dim: int) -> Expression:
 
 
 def permute(of: Expression, dims: Sequence[int]) -> Expression:
-    """Return an expression with its dims in another order: dim `d` of the result is dim `dims[d]`.
+    """Return an expression with its dims in another order: dim `d` of the result is dim `dims[d]` of the input.
 
     Raises:
-        ValueError: these are not its dims.
+        ValueError: `dims` does not list each dim once.
     """
     dims = tuple(dim + len(of.shape) if dim < 0 else dim for dim in dims)
     if sorted(dims) != list(range(len(of.shape))):
         raise ValueError(f"{dims} are not the dims of {of.shape}")
     shape = tuple(of.shape[dim] for dim in dims)
     moved = [dim for dim in dims if of.shape[dim] != 1]
-    if moved == sorted(moved):  # only dims of size 1 change their places, and no element does
+    if moved == sorted(moved):  # only dims of size 1 move, so all elements stay in their order
         return reshape(of, shape)
     if isinstance(of, Permuted):
         return permute(of.of, [of.dims[dim] for dim in dims])
@@ -226,7 +230,7 @@ def reshape(of: Expression, shape: Shape) -> Expression:
     """Return the same elements, counted row-major, in another shape.
 
     Raises:
-        ValueError: it has another number of elements.
+        ValueError: the shapes differ in their number of elements.
     """
     shape = tuple(shape)
     if prod(shape) != prod(of.shape):
@@ -239,20 +243,20 @@ def reshape(of: Expression, shape: Shape) -> Expression:
 
 
 def interleave(of: Expression, dim: int, num_groups: int) -> Expression:
-    """Return a dim of `num_groups` stretches as one of pairs (or triples, ...): a0 a1 b0 b1 becomes a0 b0 a1 b1.
+    """Interleave `num_groups` equal stretches of a dim: with 2 groups, a0 a1 b0 b1 becomes a0 b0 a1 b1.
 
     Raises:
-        ValueError: the dim has no such number of equal stretches.
+        ValueError: the dim cannot be divided into this number of equal stretches.
     """
-    return _shuffled(of, dim, num_groups, of.shape[dim] // max(num_groups, 1))
+    return _swap_groups(of, dim, num_groups, of.shape[dim] // max(num_groups, 1))
 
 
 def deinterleave(of: Expression, dim: int, num_groups: int) -> Expression:
-    """Undo `interleave`."""
-    return _shuffled(of, dim, of.shape[dim] // max(num_groups, 1), num_groups)
+    """Return the inverse of `interleave`: with 2 groups, a0 b0 a1 b1 becomes a0 a1 b0 b1."""
+    return _swap_groups(of, dim, of.shape[dim] // max(num_groups, 1), num_groups)
 
 
-def _shuffled(of: Expression, dim: int, outer: int, inner: int) -> Expression:
+def _swap_groups(of: Expression, dim: int, outer: int, inner: int) -> Expression:
     apart = reshape(of, (*of.shape[:dim], outer, inner, *of.shape[dim + 1 :]))
     dims = list(range(len(apart.shape)))
     dims[dim], dims[dim + 1] = dims[dim + 1], dims[dim]
@@ -266,20 +270,20 @@ def _inverse(dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(back)
 
 
-@lru_cache(maxsize=1024)  # experts are alike
+@lru_cache(maxsize=1024)  # experts have equal shapes
 def cover(source: Shape, target: Shape, region: Region) -> tuple[Region, Region]:
-    """Return equal boxes on both sides of a reshape, the smallest that hold a box of the target.
+    """Return boxes before and after a reshape that have the same elements, the smallest that contain `region`.
 
-    The two have the same elements in the same order, counted row-major within each box.
+    The two have the same elements in the same order, counted row-major within each box. For example, after a reshape
+    of (4, 6) to (24,), the elements 8 to 9 lie in row 1, so their boxes are ((1, 2), (1, 2)) and ((8,), (2,)).
 
     Args:
         source: shape before.
-        target: shape after, of as many elements.
-        region: of the target.
+        target: shape after, with the same number of elements.
+        region: a box of the target.
 
     Returns:
-        The box of the source, and that of the target. The latter is `region` itself where it is a box on both
-        sides.
+        (box of the source, box of the target). The latter is `region` itself if `region` is a box of the source too.
     """
     if 0 in region.sizes:
         return Region((0,) * len(source), (0,) * len(source)), region
@@ -294,7 +298,7 @@ def cover(source: Shape, target: Shape, region: Region) -> tuple[Region, Region]
             inner, (start, stop) = _cover_range(source_shape, first, last)
             if (start, stop) == (first, last):
                 break
-        # A dim that is alone on both sides may be cut anywhere; so may others where the range is what was asked.
+        # A group with one dim on each side may be cut anywhere, others only where the range is a box on both sides.
         above += box
         below += inner
     return _region(below), _region(above)
@@ -323,7 +327,10 @@ def _cover_range(shape: Shape, start: int, stop: int) -> tuple[list[tuple[int, i
 
 
 def _groups(source: Shape, target: Shape) -> Iterator[tuple[slice, slice]]:
-    """Yield the shortest runs of dims on both sides that have as many elements; shapes have no empty dim."""
+    """Yield the shortest runs of dims of both shapes with equal numbers of elements.
+
+    For example, (4, 6, 5) and (24, 5) have the runs (4, 6) with (24,), and (5,) with (5,). No dim may be empty.
+    """
     a = b = 0
     while a < len(source) or b < len(target):
         first, second = a, b
@@ -341,24 +348,24 @@ def _groups(source: Shape, target: Shape) -> Iterator[tuple[slice, slice]]:
 
 
 class FilledBox(NamedTuple):
-    """A box of a target, and what fills it."""
+    """A box of a target, and the source of its elements."""
 
     region: Region
-    """Of the target."""
+    """The box of the target."""
     of: Expression
-    """A stored tensor whose box has the same elements in the same order; or an expression of the region's own sizes,
-    whose elements have to be reordered."""
+    """A stored tensor, if a box of it has the same elements in the same order; else an expression with the region's
+    sizes, whose elements have to be gathered."""
     part: Region
-    """The box of `of`."""
+    """The box of `of` that has the elements."""
 
     @property
     def is_box(self) -> bool:
-        """True if its bytes, in order, are those of a box of a stored tensor."""
+        """True if the bytes are, in order, those of a box of a stored tensor."""
         return isinstance(self.of, Stored)
 
 
 def pieces(of: Expression) -> Iterator[FilledBox]:
-    """Yield the boxes that an expression is put together from; they tile it."""
+    """Yield the boxes that make up an expression. They tile it without gaps or overlaps."""
     match of:
         case Stored():
             yield FilledBox(full_region(of.shape), of, full_region(of.shape))
@@ -385,7 +392,7 @@ def pieces(of: Expression) -> Iterator[FilledBox]:
 
 
 def leaves(of: Expression) -> Iterator[Stored]:
-    """Yield the stored tensors of an expression, from left to right; one may come several times."""
+    """Yield the stored tensors of an expression, from left to right. A tensor may be yielded several times."""
     match of:
         case Stored():
             yield of
@@ -400,10 +407,10 @@ def leaves(of: Expression) -> Iterator[Stored]:
 
 
 def locate(of: Expression, index: Sequence[int]) -> tuple[str, Shape] | None:
-    """Return which element of which stored tensor an element is; None for padding.
+    """Return (stored name, index) of the element that an element of the expression is; None for padding.
 
     Raises:
-        ValueError: that is not known.
+        ValueError: the expression is opaque.
     """
     match of:
         case Stored():
@@ -455,58 +462,61 @@ def read_regions(of: Expression, region: Region) -> Iterator[tuple[str, Region]]
                 yield from read_regions(part, full_region(part.shape))
 
 
-def made_name(target: str, stored: Container[str]) -> str:
-    """Return the name of what a target is made of, beside stored tensors: its own unless a stored one has it."""
+def computed_name(target: str, stored: Container[str]) -> str:
+    """Return a name for a computed tensor that no stored tensor has: the target's own, or else "TARGET (made)"."""
     return f"{target} (made)" if target in stored else target
 
 
 def substitute(of: Expression, bound: Mapping[str, Expression]) -> Expression:
-    """Return an expression with each stored tensor replaced by what it is made of itself, where that is known."""
-    return _rebuilt(of, lambda leaf: bound.get(leaf.name, leaf))
+    """Return an expression with stored tensors replaced by expressions; tensors that `bound` lacks stay."""
+    return _map_leaves(of, lambda leaf: bound.get(leaf.name, leaf))
 
 
-def under_names(of: Expression, names: Mapping[str, str]) -> Expression:
-    """Return an expression of the same tensors under other names; a name that is not given stays."""
-    return _rebuilt(of, lambda leaf: Stored(names.get(leaf.name, leaf.name), leaf.shape))
+def rename_leaves(of: Expression, names: Mapping[str, str]) -> Expression:
+    """Return an expression with its stored tensors renamed; names that `names` lacks stay."""
+    return _map_leaves(of, lambda leaf: Stored(names.get(leaf.name, leaf.name), leaf.shape))
 
 
-def _rebuilt(of: Expression, make: Callable[[Stored], Expression]) -> Expression:
+def _map_leaves(of: Expression, make: Callable[[Stored], Expression]) -> Expression:
     match of:
         case Stored():
             return make(of)
         case Cut():
-            return cut(_rebuilt(of.of, make), of.region)
+            return cut(_map_leaves(of.of, make), of.region)
         case Concat():
-            return concat([_rebuilt(part, make) for part in of.parts], of.dim)
+            return concat([_map_leaves(part, make) for part in of.parts], of.dim)
         case Permuted():
-            return permute(_rebuilt(of.of, make), of.dims)
+            return permute(_map_leaves(of.of, make), of.dims)
         case Reshaped():
-            return reshape(_rebuilt(of.of, make), of.shape)
+            return reshape(_map_leaves(of.of, make), of.shape)
         case Zeros():
             return of
         case Opaque():
-            return replace(of, parts=tuple((name, _rebuilt(part, make)) for name, part in of.parts))
+            return replace(of, parts=tuple((name, _map_leaves(part, make)) for name, part in of.parts))
 
 
 _NOT_KNOWN = "transformers' own code makes it, by operations that shardkit does not know"
 
 
 class Occurrence(NamedTuple):
-    """A box of a stored tensor, in terms of the target that it went into."""
+    """A box of a stored tensor, as an expression of the target that contains its elements."""
 
     name: str
+    """The stored name."""
     region: Region
+    """The box of the stored tensor."""
     value: Expression
+    """The same elements as an expression of the target."""
     view: Shape
-    """The shape in which `region` is a box: the stored one, or another of as many elements."""
+    """The shape in which `region` is a box: the stored shape, or another with the same number of elements."""
 
 
 def occurrences(of: Expression, target: Expression) -> Iterator[Occurrence]:
-    """Yield the boxes of stored tensors that an expression holds, each in terms of the target that it makes.
+    """Yield the boxes of stored tensors that an expression uses, each as an expression of the target.
 
     Args:
-        of: what the target is made of.
-        target: stands for the target; of the same shape.
+        of: the target as an expression of stored tensors.
+        target: an expression of the same shape that represents the target.
 
     Raises:
         ValueError: a part of the tree has no inverse.
@@ -532,11 +542,13 @@ def occurrences(of: Expression, target: Expression) -> Iterator[Occurrence]:
 
 
 def assemble(shape: Shape, parts: Sequence[tuple[Region, Expression]]) -> Expression | None:
-    """Return the expression that boxes make up; None if they leave gaps, overlap, or cannot be cut apart dim by dim.
+    """Return the expression of a tensor that boxes make up.
+
+    None if the boxes leave gaps, overlap, or cannot be separated by straight cuts, one dim at a time.
 
     Args:
-        shape: of the whole.
-        parts: boxes with the expression of each.
+        shape: shape of the whole tensor.
+        parts: (box, its expression).
     """
     return _assemble(full_region(shape), [(r, e) for r, e in parts if 0 not in r.sizes] or list(parts[:1]))
 
@@ -605,10 +617,10 @@ _MAX_DEPTH = 32
 
 
 def from_json(content: Any, depth: int = 0) -> Expression:
-    """Return the expression that `to_json` described.
+    """Return the expression that `to_json` turned into plain data.
 
     Raises:
-        ValueError: it is none, says what cannot be, or is nested too deeply.
+        ValueError: the content is not an expression, contradicts itself, or is nested too deeply.
     """
     kind = next((key for key in _KEYS if isinstance(content, dict) and key in content), None)
     if kind is None or set(content) != {kind, *_KEYS[kind]} or depth > _MAX_DEPTH:
@@ -658,19 +670,19 @@ def _numbers(values: Any) -> Shape:
 
 
 EXPERTS = ".experts."
-"""What the names of experts have in them."""
+"""A part of the names of all experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedTensors:
-    """Tensors that become another number of tensors, as they are in memory or on the Hub."""
+    """Numbers of tensors that are stored in one form and written in another, such as experts one by one or fused."""
 
     are_experts: bool
-    """Their names say that they are of experts."""
+    """True if the tensors are of experts, by their names."""
     num_stored: int
-    """In the source."""
+    """Number of tensors in the source."""
     num_tensors: int
-    """In the output."""
+    """Number of tensors in the output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -681,10 +693,10 @@ class NamedTensor:
     by: str
     """"person" (an option such as `--keys`), "manifest", "shipped rules", "class" or "equal names"."""
     sources: tuple[str, ...]
-    """The tensors that it is made of. Names that differ only in numbers are one: `experts.{0..7}.up_proj.weight`."""
+    """The stored tensors that it is made of, with a range for numbers: `experts.{0..7}.up_proj.weight`."""
 
     @classmethod
     def made_of(cls, name: str, by: str, stored: Iterable[str]) -> NamedTensor:
-        """Return a tensor that is made of stored ones."""
+        """Return the tensor `name` whose sources are the stored names."""
         sources = tuple(line.pattern for line in fold((source, None) for source in stored))
         return cls(name=name, by=by, sources=sources)

@@ -1,7 +1,7 @@
-"""The way back: what stored tensors are made of, given what was made of them. Pure.
+"""Invert expressions: from targets as expressions of stored tensors, to stored tensors as expressions of targets. Pure.
 
-Each stored tensor lies somewhere in the targets, in boxes and perhaps reordered. Put together again, these boxes are
-the tensor; where they leave a gap, that part went into no target, and the tensor does not come back.
+The elements of each stored tensor lie in boxes of the targets, perhaps reordered. Assembled, these boxes give the
+tensor again. If they leave a gap, no target has that part, and the tensor cannot be recovered.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _NUM_SAMPLES = 16  # elements of each tensor
 
 
 def invert(targets: Mapping[str, Expression]) -> dict[str, Expression]:
-    """Return what the stored tensors are made of that some targets are made of, as expressions of these targets.
+    """Return stored tensors as expressions of targets.
+
+    For example, {"qkv": concat([Stored("q", ...), Stored("k", ...)], 0)} gives "q" and "k" as two cuts of "qkv".
 
     Args:
-        targets: what each target is made of.
+        targets: name of each target -> expression of stored tensors.
 
     Returns:
-        Stored name -> an expression of targets, for those that all come back.
+        Stored name -> expression of targets, for the stored tensors that can be recovered completely.
     """
     boxes: dict[str, dict[Shape, dict[Region, Expression]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -39,11 +41,11 @@ def invert(targets: Mapping[str, Expression]) -> dict[str, Expression]:
         shapes |= {leaf.name: leaf.shape for leaf in leaves(expression)}
         try:
             occurring = list(occurrences(expression, Stored(target, expression.shape)))
-        except ValueError:  # by operations that are not known
+        except ValueError:  # the expression has no inverse
             continue
         for name, region, value, view in occurring:
             parts = boxes.setdefault(name, {}).setdefault(view, {})
-            parts.setdefault(region, value)  # of several targets, the first one's
+            parts.setdefault(region, value)  # if several targets have the box, the first one counts
     back = dict[str, Expression]()
     for name, shape in shapes.items():
         wholes = (assemble(view, list(parts.items())) for view, parts in boxes.get(name, {}).items())
@@ -55,11 +57,13 @@ def invert(targets: Mapping[str, Expression]) -> dict[str, Expression]:
 
 
 def differences(again: Mapping[str, Expression], shapes: Mapping[str, Shape]) -> dict[str, str]:
-    """Follow a sample of elements of tensors that went there and back; return why they are not what they were.
+    """Check tensors that were converted and converted back; return name -> problem for those that changed.
+
+    A sample of elements of each tensor is compared.
 
     Args:
-        again: name -> what the tensor is made of in the end, in terms of all that there was in the beginning.
-        shapes: of that, by name.
+        again: name -> the tensor after both conversions, as an expression of the original tensors.
+        shapes: name -> shape of the original tensor.
     """
     rng, wrong = random.Random(0), dict[str, str]()
     for name, expression in again.items():

@@ -1,10 +1,10 @@
-"""Moments of an optimizer beside their parameters: whether one rank's part was saved as if it were all.
+"""Detect that an optimizer's moments are only one rank's part, saved as if it were all.
 
-Moments that are plain tensors on each rank, as some fused optimizers keep them, are replicas to torch's DCP. It writes
-those of one rank. What the others had is nowhere, and every checksum is right.
+Some fused optimizers keep moments as plain tensors on each rank. torch's DCP considers them replicas and writes those
+of one rank. The moments of the other ranks are lost, and no checksum reveals it.
 
-Other optimizers keep moments in shapes of their own. So only shapes count that nothing else explains: of nearly all
-moments, every dim is the parameter's but the first, and that has what one of k ranks holds, with the same k.
+Other optimizers keep moments in shapes of their own. So the moments are reported only if no other explanation is left:
+nearly all of them have their parameter's shape, except that dim 0 has the rows of one of k ranks, with the same k.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardkit.core.regions import Shape
 from shardkit.core.text import listed
 from shardkit.keys.names import natural
 
-# torch 2.13, torch/optim: what Adam, Adamax, NAdam, RAdam, SGD, RMSprop and Adadelta keep in the parameter's shape.
+# torch 2.13, torch/optim: moments of Adam, Adamax, NAdam, RAdam, SGD, RMSprop and Adadelta in the parameter's shape.
 _MOMENTS = frozenset(
     {
         "exp_avg",
@@ -31,14 +31,14 @@ _MOMENTS = frozenset(
     }
 )
 _BESIDE = frozenset({"step", "mu_product", "master_param"})
-_PLAIN = frozenset({"float64", "float32", "float16", "bfloat16"})  # others are codes of a quantised state
+_PLAIN = frozenset({"float64", "float32", "float16", "bfloat16"})  # others are codes of quantised states
 _MAX_ROOT = 8  # segments before a parameter's name
 _NEARLY_ALL = 0.9
 _MAX_CANDIDATES = 8
 
 
 class NamedShape(NamedTuple):
-    """A tensor."""
+    """A tensor without its data."""
 
     name: str
     dtype: str
@@ -46,24 +46,24 @@ class NamedShape(NamedTuple):
 
 
 def parts_of_ranks(tensors: Iterable[NamedShape], objects: Iterable[str] = ()) -> str | None:
-    """Return a warning if the moments of an optimizer are one rank's part of them; None if they are not.
+    """Return a warning if the moments of an optimizer are only one rank's part of them, else None.
 
     Args:
-        tensors: all of a checkpoint, model and optimizer.
-        objects: names of its entries that are no tensors.
+        tensors: all tensors of a checkpoint, of the model and the optimizer.
+        objects: names of its entries that are not tensors.
     """
     tensors = list(tensors)
     shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.dtype in _PLAIN}
-    moments = {name: fqn for name in shapes if (fqn := _parameter(name)) is not None}
+    moments = {name: fqn for name in shapes if (fqn := _parameter_of(name)) is not None}
     owners = {name.rpartition(".")[0] for name in moments}
     leaves = (name.rpartition(".") for name in (*(tensor.name for tensor in tensors), *objects))
     if not moments or any(leaf not in _MOMENTS | _BESIDE for owner, _, leaf in leaves if owner in owners):
-        return None  # an optimizer of a kind that is not known here
-    pairs = _paired(moments, shapes)
+        return None  # an unknown kind of optimizer
+    pairs = _shape_pairs(moments, shapes)
     cuts = {k: [name for name, pair in pairs.items() if _is_part(*pair, k)] for k in _candidates(pairs)}
     num_ranks = max(cuts, key=lambda k: len(cuts[k]), default=0)
     cut = cuts.get(num_ranks, [])
-    is_flat = all(len(pairs[name][0]) == 1 for name in cut)  # parameters in one piece, perhaps padded
+    is_flat = all(len(pairs[name][0]) == 1 for name in cut)  # flattened parameters, perhaps padded
     if is_flat or len(cut) < _NEARLY_ALL * len(pairs):
         return None
     lacking = sorted((name for name in cut if pairs[name][0] != pairs[name][1]), key=natural)
@@ -74,16 +74,19 @@ def parts_of_ranks(tensors: Iterable[NamedShape], objects: Iterable[str] = ()) -
     )
 
 
-def _parameter(name: str) -> str | None:
-    """Return the name of the parameter that a moment belongs to, below whatever the model is saved under."""
+def _parameter_of(name: str) -> str | None:
+    """Return the name of a moment's parameter below the model's root: "a.weight" for "optim.state.a.weight.exp_avg".
+
+    None if the name is not of a moment.
+    """
     *segments, leaf = name.split(".")
     if leaf not in _MOMENTS or "state" not in segments[:_MAX_ROOT]:
         return None
     return ".".join(segments[segments.index("state") + 1 :]) or None
 
 
-def _paired(moments: Mapping[str, str], shapes: Mapping[str, Shape]) -> dict[str, tuple[Shape, Shape]]:
-    """Return (its shape, its parameter's) of each moment whose parameter is there and has a dim."""
+def _shape_pairs(moments: Mapping[str, str], shapes: Mapping[str, Shape]) -> dict[str, tuple[Shape, Shape]]:
+    """Return moment -> (its shape, its parameter's shape) for moments whose parameter is present and has a dim."""
     parameters, roots = frozenset(moments.values()), Counter[str]()
     for name in shapes:
         segments = name.split(".")
@@ -96,7 +99,10 @@ def _paired(moments: Mapping[str, str], shapes: Mapping[str, Shape]) -> dict[str
 
 
 def _candidates(pairs: Mapping[str, tuple[Shape, Shape]]) -> list[int]:
-    """Return the numbers of ranks that shapes hint at, the likeliest first: the last rank has fewer rows, or none."""
+    """Return numbers of ranks that would explain the shapes, the likeliest first.
+
+    The largest is always among them, since the last rank may have fewer rows than the others, or none.
+    """
     counts = Counter[int]()
     for shape, whole in pairs.values():
         if 0 < shape[0] < whole[0]:
@@ -106,6 +112,6 @@ def _candidates(pairs: Mapping[str, tuple[Shape, Shape]]) -> list[int]:
 
 
 def _is_part(shape: Shape, whole: Shape, num_ranks: int) -> bool:
-    """True if a moment is what one of several ranks holds of a parameter, cut on its first dim like `torch.chunk`."""
+    """True if a moment has the shape of one rank's part of a parameter that is cut on dim 0 like `torch.chunk`."""
     largest = -(-whole[0] // num_ranks) or 1
     return shape[1:] == whole[1:] and shape[0] in (largest, whole[0] % largest, 0)

@@ -1,4 +1,4 @@
-"""Dotted names in segments, the segments that wrappers add, and the natural order of names."""
+"""Split dotted names into segments, remove the segments that wrappers add, sort names naturally, match prefixes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WRAPPERS = frozenset(
 """The segments that wrappers add to names: torch.compile, activation checkpointing, FSDP1, Lightning's
 strategies, fairscale. No model has a submodule of such a name."""
 MODULE = "module"
-"""The segment that DDP and others add; but models do have submodules of that name."""
+"""The segment that DDP and others add. Unlike `WRAPPERS`, models do have submodules of that name."""
 PEFT = ("base_model", "model")
-"""What PEFT puts before every name of a model that it wraps; `keys.peft` has what it puts inside names."""
+"""The segments that PEFT puts before every name of a model that it wraps. `keys.peft` knows those inside names."""
 IN_BLOCK = re.compile(r"(?:^|\.)\d+\.")  # layers.0.
 
-# FSDP1's own, in LOCAL_STATE_DICT. torch 2.13, torch/distributed/fsdp/_flat_param.py: FLAT_PARAM;
+# Name of FSDP1's flat parameter in a LOCAL_STATE_DICT. torch 2.13, torch/distributed/fsdp/_flat_param.py: FLAT_PARAM;
 # "flat_param" before torch 2.0.
 _FLAT = re.compile(r"_?flat_param(_\d+)?")
 _DIGITS = re.compile(r"([0-9]+)")
@@ -28,7 +28,7 @@ _MIN_SHARE = 0.25  # of the names below a prefix; fused experts and renamed towe
 
 
 def split(name: str) -> Segments:
-    """Return the parts between dots; `".".join` gives the name back."""
+    """Return the segments of a name, that is, the parts between dots; `join` is the inverse."""
     return tuple(name.split("."))
 
 
@@ -43,21 +43,21 @@ def is_number(segment: str) -> bool:
 
 
 def clean(name: str) -> Segments:
-    """Return the segments of a name without those of wrappers, wherever they are."""
+    """Return the segments of a name without those that wrappers add, at any position."""
     segments = split(name)
     if WRAPPERS.isdisjoint(segments):
         return segments
-    # A name that consists of wrappers alone is not the name of a wrapped parameter.
+    # A name of wrappers' segments only is not the name of a wrapped parameter.
     return tuple(segment for segment in segments if segment not in WRAPPERS) or segments
 
 
 def clean_name(path: str) -> str:
-    """Return the name of a parameter or module without wrappers' segments; empty for a wrapped root."""
+    """Return the name of a parameter or module without the segments that wrappers add; empty for a wrapped root."""
     return join(segment for segment in split(path) if segment not in WRAPPERS)
 
 
 def is_flat_parameter(name: str) -> bool:
-    """True for a flat parameter of FSDP1, which holds many tensors end to end."""
+    """True for the name of a flat parameter of FSDP1, which contains many tensors end to end."""
     return _FLAT.fullmatch(name.rpartition(".")[2]) is not None
 
 
@@ -66,21 +66,23 @@ def natural(name: str) -> tuple[object, ...]:
     parts: list[object] = list(_DIGITS.split(name))
     for place in range(1, len(parts), 2):
         digits = str(parts[place])
-        # By length and then text: this takes numbers of any length, without the cost and the limits of `int`.
+        # By length and then by text. This works for numbers of any length, without the cost and the limits of `int`.
         parts[place] = (len(digits.lstrip("0")), digits.lstrip("0"), digits)
     return tuple(parts)
 
 
 def match_prefix(names: Collection[Segments], base: Collection[str]) -> Segments | None:
-    """Return the prefix below which names are those of the base; None if there is no clear one.
+    """Return the prefix below which names are the base's, or None if no prefix is clearly the best.
+
+    For example, ["net.a.weight", "net.b.weight"] and the base's {"a.weight", "b.weight"} give ("net",).
 
     Args:
-        names: without the segments of wrappers.
-        base: the base's names, quick to look up.
+        names: names without the segments of wrappers.
+        base: the base's names, as a set or a dict.
 
     Returns:
         The prefix with the most matches, or a prefix of it if names outside of it match too (`lm_head.weight`
-        beside `model.`). None if two prefixes match equally well, or too few names match.
+        next to `model.`). None if two prefixes match equally well, or too few names match.
     """
     counts = Counter[Segments]()
     for segments in names:
@@ -108,7 +110,7 @@ def _on_one_line(a: Segments, b: Segments) -> bool:
 
 
 def in_order(names: Iterable[str], order: Collection[str] | None) -> list[str]:
-    """Return names sorted: first those that `order` lists, as it lists them, then naturally.
+    """Return names in the order of `order`, followed by the names that it lacks in natural order.
 
     A set has no order, so it counts as None.
     """

@@ -1,10 +1,13 @@
-"""Names of PEFT adapters: told from the base's, and renamed for PEFT's own files or for a merged model.
+"""Distinguish names of PEFT adapters from the base's, and rename them for PEFT's own files or for a merged model.
 
     base_model.model.X.q_proj.base_layer.weight           the base's weight of a wrapped module
-    base_model.model.X.q_proj.lora_A.default.weight       the adapter's, named `default`
-    base_model.model.X.q_proj.lora_magnitude_vector...    DoRA
-    base_model.model.lm_head.original_module.weight       a module trained in full: before
-    base_model.model.lm_head.modules_to_save.default...   and after
+    base_model.model.X.q_proj.lora_A.default.weight       a weight of the adapter `default`
+    base_model.model.X.q_proj.lora_magnitude_vector...    a vector that DoRA adds
+    base_model.model.lm_head.original_module.weight       a module trained in full: its weight before training
+    base_model.model.lm_head.modules_to_save.default...   and after training
+
+In such names, a segment that PEFT adds (`lora_A`, `modules_to_save`, ...) is a *marker*. The *module* comes before it;
+the adapter's name and the rest come after it.
 
 Source: peft 0.21, utils/save_and_load.py (get_peft_model_state_dict), utils/other.py (ModulesToSaveWrapper).
 """
@@ -39,13 +42,13 @@ _OTHER = re.compile(
     r"|(frod)_(?:V|s_indices|s_size|lambda_l|lambda_s_values)"
     r"|(shadow)_(?:backbone|down|up|update_gate|update_transform)"
 )
-# What all modules share stands at PEFT's own root. Each module has it in memory too; PEFT saves it once.
+# Parameters that all modules share. They are at PEFT's own root, and in memory also in each module; PEFT saves one.
 _SHARED = re.compile(r"p?vera_[AB]|vblora_vector_bank|tinylora_v|unilora_theta_d")
-# Two parts follow: the adapter and a number or a kind of modules. PEFT's file has the second alone.
+# Markers with two parts after them: the adapter, and a number or a kind of modules. PEFT's file has only the second.
 _TWO_PARTS = re.compile(r"tinylora_v|frod_(?:V|s_indices|s_size)|adamss_[AB]")
-# Three parts follow: the adapter, the number of a module, and its parameter.
+# Markers with three parts after them: the adapter, the number of a module, and its parameter.
 _NUMBERED = re.compile(r"peanut_(?:encoders|decoders)")
-# What prompt methods train. Models have a `prompt_encoder` too (SAM), with other names below it.
+# Parameters of prompt methods. Models such as SAM have a `prompt_encoder` too, with other names below it.
 _PROMPT = re.compile(r"(?:^|\.)prompt_encoder\.[^.]+\.(?:embedding\.weight|trainable_embedding)$")
 _PARAMETERS = ("weight", "bias")
 _BASE_LAYER = re.compile(rf"\.{_BASE}(?=\.)")
@@ -54,7 +57,7 @@ _WRAPPED = re.compile(rf"\.(?:{_BASE}|{_ORIGINAL}|{_SAVED}\.[^.]+)(?=\.)")
 
 _REPEATED = re.compile(r"\)[*+?{]")
 _MAX_PATTERN = 500  # characters
-# Settings of LoraConfig with other arithmetic than W + scale * B A.
+# Settings of LoraConfig that change the arithmetic W + scale * B A.
 OTHER_ARITHMETIC = (
     *("use_qalora", "use_bdlora", "kasa_config", "arrow_config", "monteclora_config", "velora_config"),
     *("alora_invocation_tokens", "layer_replication"),
@@ -63,60 +66,61 @@ _PLAIN_METHODS = frozenset(("lora", "modules_to_save", "trainable_tokens"))
 
 
 class LoraModule(NamedTuple):
-    """A module that LoRA adds to. The fields are names as given, None if there is no such tensor."""
+    """A module that LoRA adapts. The other fields are names in the checkpoint, None for tensors that it lacks."""
 
     path: str
-    """Its place in the base model."""
+    """Path of the module in the base model."""
     base: str | None
     """The base's weight."""
     base_bias: str | None
     a: str | None
     b: str | None
     magnitude: str | None
-    """DoRA's."""
+    """The vector that DoRA adds."""
     b_bias: str | None
     is_embedding: bool
     parameters: tuple[str, ...] = ()
-    """The tensors of the base that it may add to if it wraps a parameter, such as fused experts; `base` is None then."""
+    """Tensors of the base, one of which the module adapts, if it wraps a parameter such as fused experts. `base` is
+    then None."""
 
 
 class TrainedTokens(NamedTuple):
-    """A module of which some rows were trained. The fields are names as given, None if there is no such tensor."""
+    """A module of which some rows were trained. The other fields are names in the checkpoint, None if it lacks them."""
 
     path: str
-    """Its place in the base model."""
+    """Path of the module in the base model."""
     base: str | None
     """The base's weight."""
     rows: str
-    """What replaces its rows, in the order of the settings."""
+    """The trained rows, in the order of the settings. They replace rows of `base`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftNames:
-    """What names tell about adapters."""
+    """The names of a checkpoint, sorted into the base's and an adapter's."""
 
     kind: Literal["none", "adapter", "base+adapter"]
-    """Is there an adapter, and are the weights there that it was trained on?"""
+    """Whether the checkpoint has an adapter, and whether it has the weights that the adapter was trained on."""
     adapter: str | None
-    """The adapter of the names below; None if names do not give it, as in PEFT's own files."""
+    """The adapter to which the names below belong; None if names do not contain it, as in PEFT's own files."""
     other_adapters: tuple[str, ...]
-    """Other adapters."""
+    """The adapters that are left out."""
     methods: tuple[str, ...]
-    """"lora", "dora", "modules_to_save", or the first part of other methods' names."""
+    """"lora", "dora", "modules_to_save", or the first part of the names of another method, such as "ia3"."""
     adapter_names: dict[str, str]
-    """Name given -> name in `adapter_model.safetensors`."""
+    """Name in the checkpoint -> name in `adapter_model.safetensors`."""
     base_names: dict[str, str]
-    """Name given -> the base model's own name. Modules that were trained in full replace the originals."""
+    """Name in the checkpoint -> the base model's own name. Modules that were trained in full replace the originals."""
     modules: tuple[LoraModule, ...]
-    """Modules to merge, so that `base_names` are those of the trained model."""
+    """Modules to merge, after which the tensors of `base_names` are those of the trained model."""
     tokens: tuple[TrainedTokens, ...]
-    """More of them, by LoRA's `trainable_token_indices`."""
+    """Modules to merge that were trained by LoRA's `trainable_token_indices`."""
     unmergeable: tuple[str, ...]
-    """Names of the adapter that no merge here can use."""
+    """Names of the adapter that cannot be merged here."""
 
 
 class _AdapterName(NamedTuple):
-    """One name of an adapter, taken apart."""
+    """The parts of one of an adapter's names: MODULE.MARKER.ADAPTER.REST."""
 
     name: str
     module: Segments
@@ -130,10 +134,11 @@ def classify_peft(names: Iterable[str], base_names: Container[str] = ()) -> Peft
 
     Args:
         names: a model's names, e.g. the output names of a selection. `base_model.model.` may be missing.
-        base_names: names that are the base's whatever they look like: Phi-4-multimodal's files have `lora_A.vision`.
+        base_names: names that are the base's even if they look like an adapter's, such as `lora_A.vision` in the files
+            of Phi-4-multimodal.
 
     Raises:
-        UsageError: there are several adapters and none is `default`.
+        UsageError: there are several adapters and none is called `default`.
     """
     plain, parts = list[str](), list[_AdapterName]()
     for name in names:
@@ -147,7 +152,7 @@ def classify_peft(names: Iterable[str], base_names: Container[str] = ()) -> Peft
     modules, tokens = _modules(parts, plain), tuple(_tokens(parts, plain))
     is_whole = any(_BASE in split(name) or _ORIGINAL in split(name) for name in plain)
     is_whole = is_whole or any(part.marker == _ORIGINAL for part in parts) or any(m.base for m in modules)
-    # An adaption prompt wraps attention, which is its `model` then.
+    # An adaption prompt wraps the attention module, and the wrapper calls it `model`.
     prompted = {(*part.module, "model") for part in parts if part.marker.startswith("adaption_")}
     is_whole = is_whole or any(_without_prefix(split(name))[:-2] in prompted for name in plain)
     return PeftNames(
@@ -168,14 +173,14 @@ def classify_peft(names: Iterable[str], base_names: Container[str] = ()) -> Peft
 
 
 def refuse_prompts(names: Iterable[str], model_names: Iterable[str] = ()) -> None:
-    """Refuse prompts that PEFT trained: its file has what its own classes compute of them.
+    """Raise an error for prompts that PEFT trained, because only PEFT's classes can compute the tensors for its file.
 
     Args:
         names: the names in a checkpoint.
-        model_names: where they are known. A model that has such names itself takes them as they are.
+        model_names: names of the model, if known. A model that has such names itself loads them as they are.
 
     Raises:
-        SourceError: there are such prompts.
+        SourceError: the checkpoint has such prompts.
     """
     prompts = [escape(name) for name in names if _PROMPT.search(name)]
     if not any(map(_PROMPT.search, model_names)):
@@ -188,13 +193,13 @@ def refuse_prompts(names: Iterable[str], model_names: Iterable[str] = ()) -> Non
 
 
 def base_name(name: str) -> str | None:
-    """Return the base model's name of a parameter of a model that PEFT wrapped; None for an adapter's own.
+    """Return the base model's name of a parameter of a model that PEFT wrapped; None for an adapter's own parameter.
 
-    A module that is trained in full has two parameters of one base name: before (`original_module`)
-    and after training.
+    A module that is trained in full has two parameters with one base name: before (`original_module`) and after
+    training (`modules_to_save`).
 
     Args:
-        name: a name of the wrapped model. A plain model's names come back as they are.
+        name: a name of the wrapped model. The names of a model without PEFT are returned unchanged.
     """
     part = _take_apart(name)
     if part is None:
@@ -203,31 +208,31 @@ def base_name(name: str) -> str | None:
         path = (*part.module, *part.rest)
     else:
         return None
-    return _plain(path)
+    return _plain_name(path)
 
 
-def _plain(path: Segments) -> str:
+def _plain_name(path: Segments) -> str:
     return join(segment for segment in path if segment not in (_BASE, _TOKENS))
 
 
 def without_base_layers(fqn: str) -> str:
-    """Return a name without the segment that PEFT adds to a base's weight."""
+    """Return a name without the segment that PEFT adds to the base's weights: "q.base_layer.weight" -> "q.weight"."""
     return _BASE_LAYER.sub("", fqn)
 
 
 def without_peft_modules(fqn: str) -> str:
-    """Return a name without that segment and without the segments of modules that are trained in full."""
+    """Return a name without that segment and without those of modules trained in full (`modules_to_save.default`)."""
     return _WRAPPED.sub("", fqn)
 
 
 def _take_apart(name: str) -> _AdapterName | None:
     segments = _without_prefix(split(name))
     for place, segment in enumerate(segments):
-        if segment == "parametrizations":  # by torch, in a model with low-rank factors of its own (Jina)
+        if segment == "parametrizations":  # torch's, in a model with low-rank factors of its own (Jina)
             return None
         if segment in (*_LORA, _SAVED, _ORIGINAL) or _OTHER.fullmatch(segment):
             rest = segments[place + 1 :]
-            if segment.startswith("frod_"):  # the kind of modules comes first
+            if segment.startswith("frod_"):  # the kind of modules comes before the adapter
                 rest = rest[::-1]
             has_adapter = bool(rest) and rest[0] not in _PARAMETERS and segment != _ORIGINAL
             num_further = 2 if _NUMBERED.fullmatch(segment) else 1 if _TWO_PARTS.fullmatch(segment) else 0
@@ -247,7 +252,7 @@ def _without_prefix(segments: Segments) -> Segments:
 
 
 def _choose(parts: list[_AdapterName]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the adapter to take, `default` or the only one, and the others; None if there is none."""
+    """Return (the adapter to use, the others). It is `default` or the only one; None if no name contains an adapter."""
     counts = Counter(part.adapter for part in parts if part.adapter is not None)
     if len(counts) > 1 and "default" not in counts:
         raise UsageError(
@@ -272,37 +277,42 @@ def _methods(parts: list[_AdapterName]) -> tuple[str, ...]:
 
 
 def _adapter_names(parts: list[_AdapterName], plain: list[str]) -> dict[str, str]:
-    """Name tensors as PEFT's files do. In an adapter alone, plain names are of modules trained in full."""
+    """Return name -> name in PEFT's files.
+
+    Args:
+        parts: the adapter's names.
+        plain: names without a marker. In a checkpoint without the base they are of modules trained in full.
+    """
     names = {}
     for part in parts:
         is_at_root = part.module == PEFT[:1]
         if part.marker == _ORIGINAL or (_SHARED.fullmatch(part.marker) and not is_at_root):
             continue
         path = part.module if part.marker == _SAVED else (*part.module, part.marker)
-        # PEFT keeps the name that DoRA's vector had before it became a module.
+        # DoRA's vector has become a module in PEFT, but its name in files has stayed.
         rest = () if part.marker == _MAGNITUDE else part.rest
         if part.marker.startswith("shadow_") and part.adapter is not None:
             rest = (part.adapter, *rest)  # as in PEFT's file
         names[part.name] = join((*(() if is_at_root else PEFT), *path, *rest))
-    names.update({name: _in_file(name) for name in plain})
+    names.update({name: _name_in_file(name) for name in plain})
     return names
 
 
-def _in_file(name: str) -> str:
-    """Return the name that PEFT's file has for a tensor of the base."""
+def _name_in_file(name: str) -> str:
+    """Return the name that a tensor of the base has in PEFT's file."""
     return join((*PEFT, *_without_prefix(split(name))))
 
 
-def names_beside(
+def base_names_to_save(
     peft: PeftNames,
     shapes: Mapping[str, tuple[int, ...]],
     settings: Mapping[str, Any],
     base: Mapping[str, tuple[int, ...]],
 ) -> dict[str, str]:
-    """Return what PEFT saves of the base with an adapter: name given -> name in `adapter_model.safetensors`.
+    """Return the base's tensors that PEFT saves with an adapter: name -> name in `adapter_model.safetensors`.
 
-    These are biases that were trained, and embeddings and outputs with other rows than the base's. For the arguments see
-    `find_cut`.
+    These are biases that were trained, and embeddings and outputs whose number of rows differs from the base's. For
+    the arguments see `find_misfits`.
 
     Source: peft 0.21, tuners/tuners_utils.py (_get_learnable_bias_state_dict), utils/save_and_load.py.
     """
@@ -312,12 +322,12 @@ def names_beside(
         is_trained = ends is not None and f".{name}".endswith(ends)
         has_rows = (is_embedding(name_in_base) or is_output(name_in_base)) and name_in_base in base
         if is_trained or (has_rows and shapes.get(name, base[name_in_base]) != base[name_in_base]):
-            targets[name] = _in_file(name)
+            targets[name] = _name_in_file(name)
     return {name: target for name, target in targets.items() if name not in peft.adapter_names}
 
 
 def _base_names(parts: list[_AdapterName], plain: list[str]) -> dict[str, str]:
-    names = {name: _plain(_without_prefix(split(name))) for name in plain}
+    names = {name: _plain_name(_without_prefix(split(name))) for name in plain}
     replaced = {(*part.module, *part.rest) for part in parts if part.marker == _SAVED}
     for part in parts:
         path = tuple(segment for segment in (*part.module, *part.rest) if segment != _BASE)
@@ -331,7 +341,7 @@ def _modules(parts: list[_AdapterName], plain: list[str]) -> tuple[LoraModule, .
     wrapped = dict[Segments, list[str]]()
     for path, name in by_path.items():
         if path[-2:-1] == (_BASE,):
-            wrapped.setdefault(_unwrapped(path[:-1]), []).append(name)
+            wrapped.setdefault(_innermost_path(path[:-1]), []).append(name)
     tensors_of: dict[Segments, dict[str, str]] = {}
     embeddings = set[Segments]()
     for part in parts:
@@ -346,7 +356,7 @@ def _modules(parts: list[_AdapterName], plain: list[str]) -> tuple[LoraModule, .
             by_path.get((*path, _BASE, leaf)) or by_path.get((*path, leaf)) for leaf in ("weight", "bias")
         )
         fields = {field: tensors.get(field) for field in ("a", "b", "magnitude", "b_bias")}
-        parameters = () if base else tuple(wrapped.get(_unwrapped(path), ()))
+        parameters = () if base else tuple(wrapped.get(_innermost_path(path), ()))
         modules.append(
             LoraModule(
                 join(path), base, base_bias, is_embedding=path in embeddings, parameters=parameters, **fields
@@ -355,8 +365,8 @@ def _modules(parts: list[_AdapterName], plain: list[str]) -> tuple[LoraModule, .
     return tuple(modules)
 
 
-def _unwrapped(path: Segments) -> Segments:
-    """Return the path of what wrappers of parameters wrap, one around the other."""
+def _innermost_path(path: Segments) -> Segments:
+    """Return the path of the innermost module in nested wrappers of parameters."""
     while path[-1:] == (_BASE,):
         path = path[:-1]
     return path
@@ -371,7 +381,7 @@ def _tokens(parts: list[_AdapterName], plain: list[str]) -> Iterator[TrainedToke
 
 
 def pattern_problems(patterns: object) -> Iterator[str]:
-    """Yield why patterns of module names, such as `rank_pattern`, cannot be used."""
+    """Yield the reasons why a setting with patterns of module names, such as `rank_pattern`, cannot be used."""
     if patterns is None:
         return
     if not isinstance(patterns, Mapping):
@@ -381,7 +391,7 @@ def pattern_problems(patterns: object) -> Iterator[str]:
         shown = escape(str(pattern))
         if type(value) not in (int, float):
             yield f"{shown}: its value is not a number"
-        # A pattern comes from a file, and a repeated group can take exponentially long to match.
+        # Anyone may have written the pattern, and a repeated group can take exponentially long to match.
         if _REPEATED.search(str(pattern)) or len(str(pattern)) > _MAX_PATTERN:
             yield f"{shown}: too costly to match"
             continue
@@ -392,28 +402,28 @@ def pattern_problems(patterns: object) -> Iterator[str]:
 
 
 def pattern_value(patterns: Mapping[str, float] | None, path: str, default: Any) -> Any:
-    """Return the value of the pattern that matches the path's end, as PEFT matches it."""
+    """Return the value of the first pattern that matches the path's end, as PEFT matches it, or the default."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", path):
             return value
     return default
 
 
-def find_cut(
+def find_misfits(
     peft: PeftNames,
     shapes: Mapping[str, tuple[int, ...]],
     settings: Mapping[str, Any],
     base: Mapping[str, tuple[int, ...]],
 ) -> list[str]:
-    """Return a line for each module of a plain LoRA whose shapes are not those that its settings and its base call for.
+    """Return a line for each module of a plain LoRA whose shapes do not fit its settings and its base.
 
-    Other kinds of adapters have other shapes, and nothing is said of them.
+    Other kinds of adapters have other shapes and are not checked.
 
     Args:
-        peft: as names tell.
-        shapes: by the names in `peft`.
-        settings: of `adapter_config.json`.
-        base: shapes by the base's names, as far as they are known. A vocabulary may have grown since.
+        peft: the sorted names.
+        shapes: name in `peft` -> shape.
+        settings: the content of `adapter_config.json`.
+        base: name in the base -> shape, as far as known. A vocabulary may have grown since.
 
     Source: peft 0.21, tuners/lora/layer.py (update_layer of Linear, Embedding, _ConvNd and ParamWrapper).
     """
@@ -422,26 +432,26 @@ def find_cut(
     is_plain = is_plain and not any(".lora_" in name for name in peft.unmergeable)
     if not is_plain or any(map(settings.get, keys)) or any(pattern_problems(settings.get("rank_pattern"))):
         return []
-    lines = (_cut_of(module, shapes, settings, base) for module in peft.modules)
+    lines = (_misfit_line(module, shapes, settings, base) for module in peft.modules)
     return [line for line in lines if line is not None]
 
 
-def _cut_of(
+def _misfit_line(
     module: LoraModule,
     shapes: Mapping[str, tuple[int, ...]],
     settings: Mapping[str, Any],
     base: Mapping[str, tuple[int, ...]],
 ) -> str | None:
-    path = _plain(split(module.path))
+    path = _plain_name(split(module.path))
     rank = pattern_value(settings.get("rank_pattern"), path, settings.get("r"))
     if module.a is None or module.b is None or type(rank) is not int or rank < 1:
         return None
     a, b = shapes[module.a], shapes[module.b]
     if len(a) < 2 or len(a) != len(b):
         return None
-    if settings.get("target_parameters") and settings.get("rank_pattern"):  # which names parameters
+    if settings.get("target_parameters") and settings.get("rank_pattern"):  # it names parameters
         return None
-    weight, experts = _adapted(module, path, shapes, settings, base)
+    weight, experts = _adapted_shape(module, path, shapes, settings, base)
     rows = rank * experts if experts is not None else max(a[0] - a[0] % rank, rank)
     is_conv = len(a) > 2  # with groups, lora_B has fewer columns
     need_a, need_b = (rows, *a[1:]), b if is_conv else (b[0], rows)
@@ -455,14 +465,14 @@ def _cut_of(
     return f"{escape(path)}: lora_A {list(a)}, lora_B {list(b)}; r={rank}{of_base} need {list(need_a)}, {list(need_b)}"
 
 
-def _adapted(
+def _adapted_shape(
     module: LoraModule,
     path: str,
     shapes: Mapping[str, tuple[int, ...]],
     settings: Mapping[str, Any],
     base: Mapping[str, tuple[int, ...]],
 ) -> tuple[tuple[int, ...] | None, int | None]:
-    """Return the shape of what a module adapts, if it is known, and how many experts share its rows; None if it is not."""
+    """Return (shape of the weight that a module adapts, number of experts that share its rows); None for unknown."""
     targets = settings.get("target_parameters")
     leaves = [
         leaf

@@ -1,11 +1,12 @@
-"""A model's names in memory <-> its base's names. Prefixes that differ are found from names and shapes.
+"""Rename a model's names in memory to its base's names, by changes of prefixes that are found from names and shapes.
 
 For a vision model, transformers builds `model.language_model.layers.0...` and `model.visual...`, and the Hub
-stores `model.layers.0...` and `visual...`. The search looks at the names that differ as a tree, from the top.
-A level is one rule if the base has all its tensors below one other prefix. If not, the search looks at each
-part of the level by itself. A rule keeps the ends of names, their numbers and the shapes.
+stores `model.layers.0...` and `visual...`. The search treats the names as a tree and starts at the top. A *level* is
+the set of names below one prefix. If the base has all tensors of a level below one other prefix, this is one rule. If
+not, each part of the level is searched separately. A rule changes neither the ends of names nor their numbers, and
+shapes must be equal.
 
-Names that both sides have are taken for the same tensors. If several renamings fit, none is used.
+Names that both sides have are assumed to be the same tensors. If several renamings fit, none is used.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shardkit.core.regions import Shape
 from shardkit.keys.names import Segments, is_number, join, natural, split
 from shardkit.keys.ties import tied_names
 
-# Buffers that today's models compute and no file needs: rotary frequencies, positions, causal masks,
+# Buffers that today's models compute and files need not have: rotary frequencies, positions, causal masks,
 # sinusoids. Files of transformers before 4.3x have them, some once for each layer.
 _COMPUTED = re.compile(
     r"(?:^|\.)(?:rotary_emb\.inv_freq|position_ids|masked_bias|causal_mask|embed_positions\.weights)$"
@@ -28,7 +29,7 @@ _MASK = re.compile(r"(?:^|\.)(?:attn|attention|self_attention)\.bias$")
 _MASK_NDIM = 4
 _MODERN = {"gamma": "weight", "beta": "bias"}
 
-_MAX_TRIES = 1_000_000  # candidates to look at; real models need a few hundred
+_MAX_TRIES = 1_000_000  # candidates to compare; real models need a few hundred
 
 
 def is_computed(name: str, shape: Shape) -> bool:
@@ -37,7 +38,7 @@ def is_computed(name: str, shape: Shape) -> bool:
 
 
 def modern_name(name: str) -> str:
-    """Return a name as transformers reads it: gamma and beta of the first BERTs are weight and bias.
+    """Return the name as which transformers reads an old name: the first BERTs' gamma and beta are weight and bias.
 
     Source: transformers 5.23, conversion_mapping, "legacy".
     """
@@ -45,14 +46,14 @@ def modern_name(name: str) -> str:
 
 
 class KeyRule(NamedTuple):
-    """A prefix that becomes another prefix."""
+    """A change of names: one prefix is replaced by another, e.g. "model.visual." by "visual."."""
 
     old: str
-    """What names begin with: with its dot, or empty. Without a dot at the end it is one whole name."""
+    """The prefix, with a dot at its end, or empty. Without a dot at the end it is one whole name."""
     new: str
-    """What takes its place, in the same form."""
+    """The replacement, in the same form."""
     num_names: int
-    """How many names it changes."""
+    """Number of names that the rule changes."""
 
 
 class _PrefixGroup(NamedTuple):
@@ -62,29 +63,29 @@ class _PrefixGroup(NamedTuple):
     old: Segments
     targets: list[Segments]
     is_copy: bool
-    """It holds only copies of tied tensors, which the base may lack."""
+    """The names are all of copies of tied tensors, which the base may lack."""
 
 
-class _NoWay(Exception):
+class _NoRenaming(Exception):
     """No renaming by prefixes fits."""
 
 
 def rename_to_base(
     shapes: Mapping[str, Shape], base: Mapping[str, Shape], *, is_part: bool = False
 ) -> dict[str, str] | None:
-    """Find out how a model's names become those of its base, one to one and with equal shapes.
+    """Find the renaming that turns a model's names into those of its base, one to one and with equal shapes.
 
     Either side may lack a copy of a tied tensor.
 
     Args:
-        shapes: shape by name in the model.
-        base: shape by name in the base.
-        is_part: the base may have more tensors, as the model may be a part of it: below one other prefix. Names that it
-            shares with the base stay.
+        shapes: name in the model -> shape.
+        base: name in the base -> shape.
+        is_part: the model may be a part of the base, below one other prefix. The base then has further tensors. Names
+            that both have stay.
 
     Returns:
-        Name -> the base's name, for names that change: none if both sides are equal, or no prefixes fit. None if several
-        renamings fit.
+        Name -> the base's name, for names that change. It is empty if both sides are equal or no prefixes fit, and None
+        if several renamings fit.
     """
     sides = _NamesOfSides(shapes, base)
     if not sides.may_fit(is_part=is_part):
@@ -94,7 +95,7 @@ def rename_to_base(
         if is_part and (len(groups) != 1 or len(groups[0].names) == 1):  # one tensor may fit anywhere
             return {}
         chosen = _choose(sides, groups)
-    except _NoWay:
+    except _NoRenaming:
         return {}
     if chosen is None:
         return None
@@ -107,18 +108,18 @@ def rename_to_base(
 
 
 def find_rules(names: Mapping[str, str]) -> tuple[KeyRule, ...]:
-    """Return changes of names as rules from which exactly these changes follow.
+    """Return rules that make exactly the given changes of names.
 
     Args:
-        names: name -> what it becomes, including names that stay as they are.
+        names: old name -> new name, including names that do not change.
 
     Returns:
-        No rules where no name changes. No name has the prefixes of two rules.
+        Rules in natural order. At most one rule applies to each name.
     """
     rules = list[KeyRule]()
 
     def whole(level: list[Segments], depth: int) -> bool:
-        prefixes = {_put_before(path[depth:], split(names[join(path)])) for path in level}
+        prefixes = {_new_prefix(path[depth:], split(names[join(path)])) for path in level}
         new = prefixes.pop()
         if prefixes or new is None:
             return False
@@ -131,17 +132,17 @@ def find_rules(names: Mapping[str, str]) -> tuple[KeyRule, ...]:
         if names[name] != name:
             rules.append(KeyRule(name, names[name], 1))
 
-    if not any(name.endswith(".") for name in names):  # a name that looks like a prefix
+    if not any(name.endswith(".") for name in names):  # such a name would look like a prefix
         _walk(map(split, names), whole, single)
     return tuple(sorted(rules, key=lambda rule: natural(rule.old)))
 
 
 def apply_key_rules(rules: Iterable[KeyRule], names: Mapping[str, str]) -> dict[str, str]:
-    """Return names as rules make them; as they are if one would become empty or equal to another.
+    """Return names changed by rules, or unchanged if a name would become empty or equal to another.
 
     Args:
-        rules: as `find_rules` gives them.
-        names: a model's names, by anything.
+        rules: rules from `find_rules`.
+        names: any key -> name in a model.
     """
     by_prefix, changed = {rule.old: rule.new for rule in rules}, dict(names)
     for key, name in names.items():
@@ -155,7 +156,7 @@ def apply_key_rules(rules: Iterable[KeyRule], names: Mapping[str, str]) -> dict[
 
 
 class _NamesOfSides:
-    """The names of both sides, and those of the base by what a renaming keeps."""
+    """The names of both sides of a renaming, with an index of the base's names by `_kind`."""
 
     def __init__(self, shapes: Mapping[str, Shape], base: Mapping[str, Shape]) -> None:
         self.shapes, self.base = shapes, base
@@ -170,7 +171,10 @@ class _NamesOfSides:
             self._by_kind.setdefault(kind, []).append(split(name))
 
     def may_fit(self, *, is_part: bool) -> bool:
-        """True if as many tensors of each kind need a name as the base has to give, or fewer for a part; quick."""
+        """True if both sides have equally many unmatched tensors of each kind, or the model fewer if it is a part.
+
+        This quick check comes before the search.
+        """
         if not self.unmatched or not self.free or any(name.endswith(".") for name in self.unmatched):
             return False
         if any(
@@ -182,14 +186,19 @@ class _NamesOfSides:
         return kinds == base_kinds or (is_part and kinds <= base_kinds)
 
     def targets(self, level: Sequence[Segments], depth: int) -> list[Segments]:
-        """Return every prefix of the base that has all these names below it, without their own prefix."""
+        """Return each prefix of the base below which it has all names of a level.
+
+        Args:
+            level: the model's names, which share a prefix.
+            depth: number of segments of that prefix.
+        """
         first = next((path for path in level if join(path) not in self.our_copies), level[0])
         name, rest = join(first), first[depth:]
         fitting = []
         for candidate in self._by_kind.get(_kind(name, self.shapes[name], name in self.our_copies), ()):
             self._tries += 1
             if self._tries > _MAX_TRIES:
-                raise _NoWay
+                raise _NoRenaming
             if candidate[len(candidate) - len(rest) :] == rest:
                 new = candidate[: len(candidate) - len(rest)]
                 if all(self._fits(path, (*new, *path[depth:])) for path in level):
@@ -205,16 +214,16 @@ class _NamesOfSides:
 
 
 def _kind(name: str, shape: Shape, is_copy: bool) -> object:
-    """Return the key that no renaming changes: the end of a name, its numbers and the shape."""
+    """Return the properties of a tensor that no renaming changes: end of the name, its numbers, shape, `is_copy`."""
     path = split(name)
     return path[-1], tuple(filter(is_number, path)), tuple(shape), is_copy
 
 
 def _groups(sides: _NamesOfSides) -> list[_PrefixGroup]:
-    """Divide the names that change into the largest parts that one prefix each can move.
+    """Divide the names that change into the largest groups that can be renamed by one change of prefix each.
 
     Raises:
-        _NoWay: nothing can move a tensor.
+        _NoWay: no change of prefix fits one of the tensors.
     """
     groups = list[_PrefixGroup]()
 
@@ -234,7 +243,7 @@ def _groups(sides: _NamesOfSides) -> list[_PrefixGroup]:
             return
         targets, is_copy = sides.targets([path], len(path) - 1), name in sides.our_copies
         if not targets and not is_copy:
-            raise _NoWay
+            raise _NoRenaming
         groups.append(_PrefixGroup((path,), path[:-1], targets, is_copy))
 
     _walk(map(split, sides.shapes), whole, single)
@@ -244,13 +253,13 @@ def _groups(sides: _NamesOfSides) -> list[_PrefixGroup]:
 def _choose(
     sides: _NamesOfSides, groups: Sequence[_PrefixGroup]
 ) -> list[tuple[_PrefixGroup, Segments]] | None:
-    """Give each group the one place that is left for it; None if several places are left.
+    """Choose the new prefix of each group, by elimination; return None if several choices remain.
 
     Raises:
-        _NoWay: two groups have only one place.
+        _NoWay: two groups would need the same names of the base.
     """
     taken_places, chosen = set[str](), list[tuple[_PrefixGroup, Segments]]()
-    for of_copies in (False, True):  # copies take what the others leave
+    for of_copies in (False, True):  # copies get the names that the others leave
         pending = [group for group in groups if group.is_copy == of_copies]
         while pending:
             waiting = []
@@ -259,7 +268,7 @@ def _choose(
                     new for new in group.targets if taken_places.isdisjoint(_places(sides, group, new))
                 ]
                 if not open_to and not of_copies:
-                    raise _NoWay
+                    raise _NoRenaming
                 if len(open_to) > 1:
                     waiting.append(group)
                 elif open_to:
@@ -272,7 +281,7 @@ def _choose(
 
 
 def _places(sides: _NamesOfSides, group: _PrefixGroup, new: Segments) -> set[str]:
-    """Return the base's names that a group would take."""
+    """Return the unmatched names of the base that a group would get with a new prefix."""
     return {join((*new, *path[len(group.old) :])) for path in group.names} & sides.free
 
 
@@ -281,12 +290,13 @@ def _walk(
     whole: Callable[[list[Segments], int], bool],
     single: Callable[[Segments], None],
 ) -> None:
-    """Visit names as a tree: each level as a whole, and its parts where the whole is not settled.
+    """Visit names as a tree from the top: first each level as a whole, then its parts if necessary.
 
     Args:
         paths: names in segments.
-        whole: gets the names of a level and the length of their prefix; returns True if that settles them.
-        single: gets each tensor that lies directly on an unsettled level.
+        whole: called with the names of a level and the length of their prefix; returns True if the level's parts need
+            no visit.
+        single: called with each tensor that lies directly on a level for which `whole` returned False.
     """
     stack = [(sorted(paths), 0)]
     while stack:
@@ -302,8 +312,8 @@ def _walk(
         stack.extend((part, depth + 1) for part in parts.values())
 
 
-def _put_before(rest: Segments, new: Segments) -> Segments | None:
-    """Return the prefix that makes `new` of the end of a name; None if `new` ends otherwise."""
+def _new_prefix(rest: Segments, new: Segments) -> Segments | None:
+    """Return the prefix that turns the end `rest` of a name into the name `new`; None if `new` has another end."""
     start = len(new) - len(rest)
     return new[:start] if start >= 0 and new[start:] == rest else None
 
@@ -313,12 +323,12 @@ def _prefix(path: Segments) -> str:
 
 
 class HubNames(NamedTuple):
-    """The names that a model's tensors get."""
+    """The names of a model's tensors on the Hub."""
 
     names: dict[str, str]
     """Stored name -> name on the Hub."""
     rules: tuple[KeyRule, ...]
-    """What changed."""
+    """The changes from names in memory to names on the Hub."""
     warnings: tuple[str, ...] = ()
 
 
@@ -334,16 +344,16 @@ def name_as_hub(
 
     Args:
         live: stored name -> name in memory.
-        shapes: by stored name, of all tensors.
+        shapes: stored name -> shape, for all tensors.
         key_rules: recorded rules, or None.
-        base: shape by name in the base, or None.
+        base: name in the base -> shape, or None.
         is_part: the model may be a part of the base.
     """
     names, is_ambiguous = dict(live), False
-    if len(set(names.values())) == len(names):  # else it will be refused
+    if len(set(names.values())) == len(names):  # else the caller refuses the names
         names = apply_key_rules(key_rules or (), names)
         if base is not None:
-            names, is_ambiguous = _as_base(names, shapes, base, is_part=is_part)
+            names, is_ambiguous = _rename_as_base(names, shapes, base, is_part=is_part)
     warning = (
         "the names are not the base's, and several renamings of prefixes would make them so: they were left as they "
         "are; choose one with --rename"
@@ -358,27 +368,30 @@ def name_as_hub(
 def name_part(
     names: Mapping[str, str], shapes: Mapping[str, Shape], wholes: Iterable[Mapping[str, Shape]]
 ) -> dict[str, str]:
-    """Return the names that a part's tensors have in the first of several models that has them in one place.
+    """Return the names that tensors have in the first of several models that contains all of them below one prefix.
 
     Args:
-        names: by anything; they stay where no model has them.
-        shapes: by the same.
-        wholes: shape by name in each model.
+        names: any key -> name. The names are returned unchanged if no model contains them.
+        shapes: the same key -> shape.
+        wholes: for each model, name -> shape.
     """
     answers = (name_as_hub(names, shapes, None, whole, is_part=True) for whole in wholes)
     return next((answer.names for answer in answers if answer.rules), dict(names))
 
 
-def _as_base(
+def _rename_as_base(
     names: Mapping[str, str], shapes: Mapping[str, Shape], base: Mapping[str, Shape], *, is_part: bool
 ) -> tuple[dict[str, str], bool]:
-    """Return the base's names where only prefixes or its age differ, and whether several renamings fit."""
+    """Return (stored name -> the base's name, whether several renamings fit).
+
+    Names may differ in their prefixes, and by old spellings and computed buffers in the base.
+    """
     spelled = {modern_name(name): name for name in base}
     modern = {stored: modern_name(name) for stored, name in names.items()}
     modern_base = {name: base[old] for name, old in spelled.items()}
     modern_shapes = {name: shapes[stored] for stored, name in modern.items()}
     fit = rename_to_base(modern_shapes, modern_base, is_part=is_part) or rename_to_base(
-        _needed(modern_shapes), _needed(modern_base), is_part=is_part
+        _without_computed(modern_shapes), _without_computed(modern_base), is_part=is_part
     )
 
     def name_of(stored: str) -> str:
@@ -388,6 +401,6 @@ def _as_base(
     return {stored: name_of(stored) for stored in names}, fit is None
 
 
-def _needed(base: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return tensors without the buffers of old files that no model needs."""
+def _without_computed(base: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the tensors without the buffers of old files that models compute themselves."""
     return {name: shape for name, shape in base.items() if not is_computed(name, shape)}

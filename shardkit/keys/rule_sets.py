@@ -1,7 +1,8 @@
-"""The rule sets of people and of shardkit: which one knows a checkpoint's names, and in which form. Pure, but for files.
+"""Load rule sets, and choose the shipped one that fits a checkpoint's names.
 
-A set is written for one form of a trainer's names. A checkpoint may have another: layers one by one in place of stacks,
-or a vocabulary that is padded to other rows. `in_form` rewrites a set accordingly.
+A rule set (see `rules`) is a file of the user's, or one of those that are *shipped* with shardkit. It is written for
+one form of a trainer's names. A checkpoint may have another form: layers one by one instead of stacks, or a vocabulary
+padded to another number of rows. `in_form` rewrites a set accordingly.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ from shardkit.keys.ties import text_part
 from shardkit.keys.tokens import paddings
 
 AUTO, NONE = "auto", "none"
-"""What `--keys` may be besides a set's name or a file: the shipped set that knows all names, or no set."""
+"""Values of `--keys` besides a set's name and a file: the shipped set that knows all names, and no set."""
 _MAX_BYTES = 4 << 20
-_NEAR = 2  # a set is near if it knows more than one name of so many
+_NEAR = 2  # a set is near if it knows more than one of this many names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """What is known of a vocabulary that a trainer padded."""
+    """The sizes of a vocabulary that a trainer padded, as far as they are known."""
 
     rows: int | None = None
-    """As the checkpoint's arguments count them, padding included."""
+    """Number of rows with padding, by the checkpoint's arguments."""
     multiple: int | None = None
-    """The rows are a multiple of this, by the checkpoint's arguments."""
+    """The number of rows is a multiple of this, by the checkpoint's arguments."""
     used: int | None = None
-    """Tokens that training used, by the checkpoint's arguments."""
+    """Number of tokens that training used, by the checkpoint's arguments."""
     tokens: int | None = None
-    """Tokens of the tokenizer that a person named."""
+    """Number of tokens of the tokenizer that the user named."""
 
 
 def bind_in_form(
@@ -63,12 +64,12 @@ def bind_in_form(
     padding: Padding | None = None,
     model_names: Iterable[str] = (),
 ) -> AppliedRules:
-    """Do what `bind_names` does, with a rule set in the form that the model's names have.
+    """Call `bind_names` with a rule set that is rewritten for the form of the model's names.
 
     Args:
         rules, shapes, config, side: as for `bind_names`.
-        padding: what is known of a padded vocabulary.
-        model_names: names of the model that is to be filled, where they are known.
+        padding: the sizes of a padded vocabulary, or None.
+        model_names: names of the model to fill, if known.
 
     Raises:
         UsageError, LayoutError: as for `bind_names`.
@@ -82,17 +83,17 @@ def bind_in_form(
 def in_form(
     rules: RuleSet, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, padding: Padding | None
 ) -> tuple[RuleSet, tuple[str, ...]]:
-    """Return a rule set in the form that a model's names and shapes have, and what to tell about it.
+    """Return a rule set rewritten for the form of a model's names and shapes, and notes for the user.
 
     Args:
         rules: the set.
-        shapes: by name in the model.
-        config: config.json, for numbers; None if there is none.
-        padding: of the vocabulary, as far as it is known.
+        shapes: name in the model -> shape.
+        config: the content of config.json, for numbers; or None.
+        padding: the sizes of a padded vocabulary, or None.
     """
     rules, cut = _one_by_one(rules, shapes), set[tuple[int, int]]()
     numbers = ConfigNumbers(rules.numbers, config)
-    changed = tuple(_padded(rule, shapes, numbers, padding, cut) for rule in rules.rules)
+    changed = tuple(_with_padding(rule, shapes, numbers, padding, cut) for rule in rules.rules)
     notes = (
         f"{count(rows - kept, 'row')} of padding cut: {kept} of {rows} are tokens"
         for rows, kept in sorted(cut)
@@ -101,7 +102,10 @@ def in_form(
 
 
 def _one_by_one(rules: RuleSet, names: Iterable[str]) -> RuleSet:
-    """Return a set for layers one by one, if the names have them: the last step, which stacks them, falls away."""
+    """Return a set for layers one by one if the names have them, else the same set.
+
+    The rules are for stacked layers. Their last step, which stacks, is removed, and `{i}` is put into their names.
+    """
     stem = re.escape(rules.numbered)
     if not stem or not any(re.match(rf"{stem}\.[0-9]+\.", name) for name in names):
         return rules
@@ -124,14 +128,14 @@ def _one_by_one(rules: RuleSet, names: Iterable[str]) -> RuleSet:
     )
 
 
-def _padded(
+def _with_padding(
     rule: Rule,
     shapes: Mapping[str, Shape],
     numbers: ConfigNumbers,
     padding: Padding | None,
     cut: set[tuple[int, int]],
 ) -> Rule:
-    """Return a rule with the rows of its model in steps that pad; note in `cut` rows and tokens where these are fewer."""
+    """Return a rule whose `pad` steps have the model's number of rows; add (rows, tokens) to `cut` if these differ."""
 
     def with_rows(step: Step) -> Step:
         matched = [shape for name, shape in shapes.items() if any(map(_matching(name), rule.model))]
@@ -139,8 +143,8 @@ def _padded(
             return step
         rows = matched[0][step.value]
         try:
-            kept = _kept(rows, numbers.value(step.options["of"]), padding or Padding())
-        except ValueError:  # whoever applies the rule says so
+            kept = _num_tokens(rows, numbers.value(step.options["of"]), padding or Padding())
+        except ValueError:  # reported when the rule is applied
             return step
         if kept < rows:
             cut.add((rows, kept))
@@ -153,16 +157,16 @@ def _matching(name: str) -> Any:
     return lambda pattern: regex_of(pattern).fullmatch(name)
 
 
-def _kept(rows: int, counted: int, padding: Padding) -> int:
-    """Return how many of a model's rows are tokens.
+def _num_tokens(rows: int, counted: int, padding: Padding) -> int:
+    """Return the number of a model's rows that are tokens, not padding.
 
     Args:
-        rows: with padding, if there is any.
-        counted: tokens, by the config.
-        padding: what else is known.
+        rows: number of rows, perhaps with padding.
+        counted: number of tokens, by the config.
+        padding: other sizes that are known.
     """
     tokens = max(counted, padding.tokens or 0)
-    if tokens == counted and (padding.used or 0) > counted:  # tokens were added: which, nothing tells
+    if tokens == counted and (padding.used or 0) > counted:  # tokens were added, but which is not known
         return rows
     multiple = padding.multiple if padding.rows == rows else None
     fitting = paddings(tokens) if multiple is None else {-(-tokens // multiple) * multiple}
@@ -170,8 +174,8 @@ def _kept(rows: int, counted: int, padding: Padding) -> int:
 
 
 @cache
-def shipped() -> tuple[RuleSet, ...]:
-    """Return the rule sets that shardkit brings along."""
+def shipped_sets() -> tuple[RuleSet, ...]:
+    """Return the rule sets that are shipped with shardkit."""
     folder, sets = os.path.join(os.path.dirname(__file__), "shipped"), list[RuleSet]()
     for name in sorted(os.listdir(folder)):
         with open(os.path.join(folder, name), "rb") as file:
@@ -180,18 +184,18 @@ def shipped() -> tuple[RuleSet, ...]:
 
 
 def find_shipped(name: str) -> RuleSet | None:
-    """Return the shipped rule set of a name; None if there is none."""
-    return next((rules for rules in shipped() if rules.name == name), None)
+    """Return the shipped rule set with a name, or None."""
+    return next((rules for rules in shipped_sets() if rules.name == name), None)
 
 
 def load_rules(name_or_path: str | os.PathLike[str]) -> RuleSet:
-    """Return a rule set: a file's, or one that shardkit brings along.
+    """Return the rule set in a file, or a shipped one.
 
     Args:
         name_or_path: path of a TOML file, or the name of a shipped set.
 
     Raises:
-        UsageError: there is neither, or the file has mistakes; lists all.
+        UsageError: there is neither, or the file has mistakes; the error lists all of them.
         SourceError, ResourceError: the file cannot be read.
     """
     name = os.fspath(name_or_path)
@@ -199,22 +203,22 @@ def load_rules(name_or_path: str | os.PathLike[str]) -> RuleSet:
         rule_set = find_shipped(name)
         if rule_set is not None:
             return rule_set
-        shipped_names = [rules.name for rules in shipped()]
+        shipped_names = [rules.name for rules in shipped_sets()]
         raise UsageError(
             f"{escape(name)}: no such file, and no rule set of that name{suggestion(name, shipped_names)}",
-            problems=[f"{rules.name}: {rules.title}" for rules in shipped()],
+            problems=[f"{rules.name}: {rules.title}" for rules in shipped_sets()],
             hint=f"give the path of a TOML file ({page('keys.md')}), or one of these names",
         )
     return parse_rules(read_small(name, os.path.basename(name), _MAX_BYTES), os.path.basename(name))
 
 
 class Choice(NamedTuple):
-    """The shipped rule sets that fit some names."""
+    """The shipped rule sets for a checkpoint's names."""
 
     fitting: tuple[tuple[RuleSet, AppliedRules], ...]
-    """Those that can be applied."""
+    """(set, its result) for each set that can be applied."""
     reasons: tuple[str, ...]
-    """Why others that know all of the names, or most, cannot be."""
+    """Why other sets that know all of the names, or most, cannot be applied."""
 
 
 def choose_shipped(
@@ -224,27 +228,27 @@ def choose_shipped(
     side: RuleSide,
     padding: Padding | None = None,
 ) -> Choice:
-    """Return the shipped rule sets that know all of some names.
+    """Return the shipped rule sets that know all names of a checkpoint and can be applied to them.
 
     Args:
-        shapes: by name.
-        config: config.json; None if there is none.
-        side: which side the names are of.
-        padding: what is known of a padded vocabulary.
+        shapes: name -> shape.
+        config: the content of config.json, or None.
+        side: the side that the names belong to.
+        padding: the sizes of a padded vocabulary, or None.
     """
     fitting, reasons = list[tuple[RuleSet, AppliedRules]](), list[str]()
     model_type = (config or {}).get("model_type")
-    forms = [_one_by_one(rules, shapes) if side == "model" else rules for rules in shipped()]
+    forms = [_one_by_one(rules, shapes) if side == "model" else rules for rules in shipped_sets()]
     candidates = [rules for rules in forms if _knows_all(rules, shapes, side)]
     if not candidates:
-        return Choice((), tuple(_near(forms, shapes, model_type)) if side == "model" else ())
+        return Choice((), tuple(_near_misses(forms, shapes, model_type)) if side == "model" else ())
     config = config_for(candidates, config)
     model_type = (config or {}).get("model_type")
     if model_type is None and len(candidates) > 1:
         titles = " and ".join(rules.title for rules in candidates)
         return Choice((), (f"{titles} have these names: a config.json tells which it is",))
     for rules in _for_type(candidates, model_type):
-        if foreign := _foreign(rules, model_type):
+        if foreign := _why_foreign(rules, model_type):
             reasons.append(foreign)
             continue
         try:
@@ -255,29 +259,31 @@ def choose_shipped(
 
 
 def config_for(sets: Iterable[RuleSet], config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the config that rule sets are for: that of the language model in a larger one's, or the config itself."""
+    """Return the config whose `model_type` fits the rule sets: the config itself, or that of its language model."""
     part, all_sets = text_part(config), list(sets)
     types = [(side or {}).get("model_type") for side in (config, part)]
-    is_whole, is_part = (any(not _foreign(rules, model_type) for rules in all_sets) for model_type in types)
+    is_whole, is_part = (
+        any(not _why_foreign(rules, model_type) for rules in all_sets) for model_type in types
+    )
     return part if part and types[1] is not None and is_part and not is_whole else config
 
 
 def _for_type(sets: list[RuleSet], model_type: object) -> list[RuleSet]:
-    """Return the sets that may be for a type of model; all if none is."""
-    return [rules for rules in sets if not _foreign(rules, model_type)] or sets
+    """Return the sets that may be for a type of model, or all sets if none of them may."""
+    return [rules for rules in sets if not _why_foreign(rules, model_type)] or sets
 
 
-def _foreign(rules: RuleSet, model_type: object) -> str:
-    """Return why a set is not for a type of model; empty if it may be."""
+def _why_foreign(rules: RuleSet, model_type: object) -> str:
+    """Return why a set is not for a type of model, or an empty string if it may be for it."""
     if not rules.model_types or model_type is None or model_type in rules.model_types:
         return ""
     return f"{rules.title}: it is for {', '.join(rules.model_types)}, not for {escape(str(model_type))}"
 
 
 def foreign_type(rules: RuleSet, config: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return a warning if rules that a person named were written for another architecture than a config's."""
+    """Return a warning if the user's rules were written for another architecture than the config's."""
     model_type = (config_for([rules], config) or {}).get("model_type")
-    if not _foreign(rules, model_type):
+    if not _why_foreign(rules, model_type):
         return ()
     return (
         f"the key rules of {escape(rules.title)} are for {', '.join(map(escape, rules.model_types))}, and {escape(str(model_type))} "
@@ -296,7 +302,7 @@ def _knows_all(rules: RuleSet, names: Iterable[str], side: RuleSide) -> bool:
 
 
 def known_names(rules: RuleSet, names: Collection[str]) -> frozenset[str]:
-    """Return those of a model's names that some rule of a set is about."""
+    """Return the names of a model that a rule of a set matches."""
     patterns = _patterns_of(_one_by_one(rules, names), "model")
     return frozenset(name for name in names if any(p.fullmatch(name) for p in patterns))
 
@@ -311,9 +317,9 @@ def _has_required(rules: RuleSet, names: Iterable[str]) -> bool:
     return all(any(map(regex_of(pattern).fullmatch, all_names)) for pattern in rules.requires)
 
 
-def _near(forms: Sequence[RuleSet], names: Iterable[str], model_type: object) -> list[str]:
-    """Return the reasons why the sets that fit most of a model's names are not taken."""
-    alike = dict[str, str]()  # one of the names that differ in their numbers alone: there may be 100,000
+def _near_misses(forms: Sequence[RuleSet], names: Iterable[str], model_type: object) -> list[str]:
+    """Return the reasons why the sets that know most of a model's names cannot be applied."""
+    alike = dict[str, str]()  # one name for all that differ only in numbers, of which there may be 100,000
     for name in names:
         alike.setdefault(NUMBER.sub("{i}", name), name)
     lacking = dict[str, list[str]]()
@@ -327,7 +333,7 @@ def _near(forms: Sequence[RuleSet], names: Iterable[str], model_type: object) ->
         return []
     near = [rules for rules in forms if len(lacking.get(rules.name, alike)) == least]
     return [
-        _foreign(rules, model_type)
+        _why_foreign(rules, model_type)
         or f"{rules.title} ({rules.name}): no rule is about {listed(lacking[rules.name])}"
         for rules in _for_type(near, model_type)
     ]

@@ -1,7 +1,8 @@
-"""Rules that say what a trainer's own tensors are on the Hub, and the other way round. Pure: names and shapes.
+"""Convert between a trainer's own tensors and the Hub's by rules. Pure: names and shapes.
 
-A rule set is a TOML file, for people's own models and for trainers whose names no class of transformers knows. A rule
-names tensors on both sides, with `{i}` for numbers, and the steps from the Hub's to the model's:
+A rule set is a TOML file, for users' own models and for trainers whose names no class of transformers knows. It has two
+sides: "hub", and "model" for the trainer's names. A rule names tensors on both sides, with `{i}` for numbers, and the
+steps that turn the Hub's tensors into the model's:
 
     [[rule]]
     hub = "model.layers.{i}.self_attn.q_proj.weight"
@@ -13,10 +14,10 @@ names tensors on both sides, with `{i}` for numbers, and the steps from the Hub'
     model = "model.layers.{i}.mlp.experts.gate_up_proj"
     steps = [{ stack = "e" }, { concat = 1 }]
 
-Every step has an inverse, so one set serves both ways (`bind_names`). Applied to the names at hand it gives
-expressions, and proves them: what goes there comes back, or it is said what does not. That is a proof that they can be
-undone, and no more: a mistake in what both ways share passes it, so tests compare each step one way, with numpy.
-docs/keys.md describes the file.
+Every step has an inverse, so `bind_names` applies a set in either direction. It returns expressions, after a check
+that the opposite direction restores every tensor; otherwise it reports those that are not restored. The check proves
+only that the expressions are invertible. It misses a mistake that both directions share, so tests compare each step in
+one direction with numpy. docs/keys.md describes the file.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ RuleSide = Literal["hub", "model"]
 FORMAT = 1
 
 _VARIABLE = re.compile(r"\{([A-Za-z_]\w{0,31})(:any)?\}", re.ASCII)
-_MAX_ROWS = 1 << 40  # no tensor has more
+_MAX_ROWS = 1 << 40  # more than any tensor has
 _PADDED = 128  # Megatron-Core's make_vocab_size_divisible_by
 _STEPS = {
     "stack": ("dim",),
@@ -80,7 +81,7 @@ _TOP_KEYS = (
     "numbered",
     "rule",
 )
-NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # which patterns mostly call `{i}`
+NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a number between dots; `{i}` in most patterns
 _MAX_RULES, _MAX_SUGGESTIONS = 4096, 3
 
 NamedNumbers = Mapping[str, int | str | tuple[str, ...]]
@@ -88,40 +89,44 @@ NamedNumbers = Mapping[str, int | str | tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step from one side to the other."""
+    """One operation on the way from one side to the other, such as `{ stack = "e", dim = 1 }`."""
 
     kind: str
+    """A key of `_STEPS`, such as "stack"."""
     value: Any
+    """The value of that key, such as "e"."""
     options: Mapping[str, Any]
+    """The other keys, such as {"dim": 1}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What some tensors are on the other side."""
+    """The conversion of one kind of tensors between the two sides."""
 
     number: int
-    """Its place in the file, from 1."""
+    """Position in the file, from 1."""
     hub: tuple[str, ...]
-    """Patterns of names on the Hub; none where the model alone has such tensors."""
+    """Patterns of names on the Hub; empty if only the model has such tensors."""
     model: tuple[str, ...]
-    """Patterns of names in the model; none where the Hub alone has such tensors."""
+    """Patterns of names in the model; empty if only the Hub has such tensors."""
     steps: tuple[Step, ...] = ()
     steps_from: RuleSide = "hub"
-    """The side that the steps begin on. It may have several patterns, the other has one."""
+    """The side on which the steps begin. This side may have several patterns, the other side has one."""
     is_optional: bool = False
-    """It may match nothing."""
+    """True if the rule may match nothing."""
     is_to_hub_only: bool = False
-    """A checkpoint may have these names in place of another rule's; none is made of them from the Hub's."""
+    """True if the rule is used only from the model to the Hub, for names that some checkpoints have instead of another
+    rule's."""
     tie: str | None = None
-    """The name on the Hub that stands for `hub` where that is missing."""
+    """The name on the Hub that is used in place of `hub` if `hub` is missing."""
 
     @property
     def drops(self) -> bool:
-        """True if one side alone has such tensors."""
+        """True if the tensors are left out, as only one side has them."""
         return not (self.hub and self.model)
 
     def patterns(self, side: RuleSide) -> tuple[str, ...]:
-        """Return the patterns of names on a side."""
+        """Return the patterns of one side."""
         return self.hub if side == "hub" else self.model
 
     def __str__(self) -> str:
@@ -137,25 +142,25 @@ class RuleSet:
     title: str
     rules: tuple[Rule, ...]
     numbers: NamedNumbers = field(default_factory=dict)
-    """What steps call by name: a number, a key of config.json or arithmetic on them, or several to try in turn."""
+    """Name that steps may use -> a number, a key of config.json, arithmetic on them, or several to try in turn."""
     model_types: tuple[str, ...] = ()
     """`model_type` of the configs that the set is for; empty for any."""
     requires: tuple[str, ...] = ()
-    """Patterns of names in the model of which each must be there for the set to be chosen by itself."""
+    """Patterns that must each match a name in the model for the set to be chosen automatically."""
     keeps_others: bool = False
-    """Tensors that no rule is about are the same on both sides."""
+    """True if tensors that no rule matches are the same on both sides."""
     numbered: str = ""
-    """Where names in the model may have a number, in place of a stack of the tensors of all numbers."""
+    """Prefix of stacked layers in the model. In another form of the names, a number follows it: one name per layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedRules:
-    """Rules applied to the tensors at hand."""
+    """The result of applying rules to the tensors of one side."""
 
     expressions: Mapping[str, Expression]
-    """Name on the other side -> what it is made of."""
+    """Name on the other side -> expression of these tensors."""
     dropped: tuple[str, ...] = ()
-    """Names that rules leave out."""
+    """Names of tensors that rules leave out."""
     notes: tuple[str, ...] = ()
 
 
@@ -163,11 +168,11 @@ def parse_rules(data: bytes, name: str) -> RuleSet:
     """Return the rule set in a TOML file.
 
     Args:
-        data: all of the file.
-        name: its name, for messages.
+        data: the content of the file.
+        name: the file's name, for messages.
 
     Raises:
-        UsageError: it is not such a file; lists every problem.
+        UsageError: the file is not a valid rule set; the error lists every problem.
     """
     content = _load(data, name)
     problems = [
@@ -221,7 +226,7 @@ def _load(data: bytes, name: str) -> dict[str, Any]:
 
 
 class _BadRule(Exception):
-    """What is wrong with a rule."""
+    """A rule in a file is not valid; `problems` has all reasons."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
@@ -312,7 +317,7 @@ def _steps(value: Any, problems: list[str]) -> tuple[Step, ...]:
 
 
 def _is_step_value(kind: str, value: Any) -> bool:
-    """True if a value may be that of a step of a kind, whatever the shapes and the config."""
+    """True if a value has the right type for a kind of step. Shapes and config are not considered."""
     if kind == "permute":
         are_dims = isinstance(value, list) and all(type(dim) is int for dim in value)
         return are_dims and sorted(dim + len(value) * (dim < 0) for dim in value) == [*range(len(value))]
@@ -320,7 +325,7 @@ def _is_step_value(kind: str, value: Any) -> bool:
 
 
 def _are_places(value: Any, length: int) -> bool:
-    """True if a value lists places in a list of some length."""
+    """True if a value is a list of valid indexes into a list of some length."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -329,7 +334,7 @@ def _are_places(value: Any, length: int) -> bool:
 
 
 def _number_problems(numbers: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the numbers of a file, also with those that no step calls."""
+    """Yield the problems of a file's numbers, including numbers that no step uses."""
     for key, value in numbers.items():
         if not _is_number(value):
             yield f"numbers.{escape(key)}: expected a number, a key of config.json, or a list of them"
@@ -342,8 +347,8 @@ def _number_problems(numbers: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_number(formula: int | str) -> None:
-    """Raise ValueError for what is no number, name or arithmetic on them."""
-    nodes: list[ast.expr] = [] if isinstance(formula, int) else [_parsed(formula)]
+    """Raise ValueError unless a formula is a number, a name or arithmetic on them."""
+    nodes: list[ast.expr] = [] if isinstance(formula, int) else [_parse_formula(formula)]
     while nodes:
         match nodes.pop():
             case ast.BinOp(a, operator, b) if type(operator) in _ARITHMETIC:
@@ -369,7 +374,10 @@ def _variables(patterns: Iterable[str]) -> set[str]:
 
 @cache
 def regex_of(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of a pattern; a variable that comes twice has one value."""
+    r"""Return the regular expression for a pattern. A variable that occurs twice must have one value.
+
+    For example, "layers.{i}.weight" becomes `layers\.(?P<i>[0-9]+)\.weight`.
+    """
     text, stop, seen = "", 0, set[str]()
     for variable in _VARIABLE.finditer(pattern):
         text += re.escape(pattern[stop : variable.start()])
@@ -380,16 +388,16 @@ def regex_of(pattern: str) -> re.Pattern[str]:
     return re.compile(text + re.escape(pattern[stop:]))
 
 
-def _filled(pattern: str, values: Mapping[str, str]) -> str:
+def _fill_pattern(pattern: str, values: Mapping[str, str]) -> str:
     return _VARIABLE.sub(lambda variable: values.get(variable[1], variable[0]), pattern)
 
 
 class ConfigNumbers:
-    """The numbers that steps call by name.
+    """Evaluates the numbers that steps use by name.
 
     Args:
-        numbers: of a rule set.
-        config: config.json; None if there is none.
+        numbers: the numbers of a rule set.
+        config: the content of config.json, or None.
     """
 
     def __init__(self, numbers: NamedNumbers, config: Mapping[str, Any] | None) -> None:
@@ -397,36 +405,36 @@ class ConfigNumbers:
         self._busy: set[str] = set()
 
     def value(self, formula: Any) -> int:
-        """Return a number that is given as such, by name, or as arithmetic.
+        """Return the value of a formula: a number, a name, or arithmetic on them, such as "hidden_size // heads".
 
         Raises:
-            ValueError: nothing tells it.
+            ValueError: the formula is not valid, or a name is not known.
         """
         if isinstance(formula, int) and not isinstance(formula, bool):
             return formula
         if not isinstance(formula, str):
             raise ValueError(f"{escape(str(formula))} is not a number")
-        return self._of(_parsed(formula), formula)
+        return self._evaluate(_parse_formula(formula), formula)
 
-    def _of(self, node: ast.expr, formula: str) -> int:
+    def _evaluate(self, node: ast.expr, formula: str) -> int:
         match node:
             case ast.Constant(value=int() as number) if not isinstance(number, bool):
                 return number
             case ast.BinOp(first, operator, second) if type(operator) in _ARITHMETIC:
-                a, b = self._of(first, formula), self._of(second, formula)
+                a, b = self._evaluate(first, formula), self._evaluate(second, formula)
                 if type(operator) in (ast.FloorDiv, ast.Mod) and b == 0:
                     raise ValueError(f"{escape(formula)} divides by zero")
                 return int(_ARITHMETIC[type(operator)](a, b))
             case ast.Name() | ast.Attribute():
-                return self._named(ast.unparse(node))
+                return self._value_of(ast.unparse(node))
         raise ValueError(_not_a_number(formula))
 
-    def _named(self, name: str) -> int:
+    def _value_of(self, name: str) -> int:
         if name in self._numbers and name not in self._busy:
             tried = self._numbers[name]
             self._busy.add(name)
             try:
-                return self._first(name, tried if isinstance(tried, tuple) else (tried,))
+                return self._first_known(name, tried if isinstance(tried, tuple) else (tried,))
             finally:
                 self._busy.discard(name)
         value: Any = self._config
@@ -437,7 +445,7 @@ class ConfigNumbers:
         where = "there is no config.json" if self._config is None else "config.json does not have it"
         raise ValueError(f"the number {escape(name)} is not known: {where}")
 
-    def _first(self, name: str, tried: Sequence[int | str]) -> int:
+    def _first_known(self, name: str, tried: Sequence[int | str]) -> int:
         error = ValueError(f"the number {escape(name)} is not known")
         for candidate in tried:
             try:
@@ -457,7 +465,7 @@ _ARITHMETIC: Mapping[type, Any] = {
 
 
 @cache
-def _parsed(formula: str) -> ast.expr:
+def _parse_formula(formula: str) -> ast.expr:
     if len(formula) > 200:
         raise ValueError("a number of more than 200 characters")
     try:
@@ -467,7 +475,7 @@ def _parsed(formula: str) -> ast.expr:
 
 
 def _sizes(formulas: Sequence[Any], total: int, env: ConfigNumbers) -> list[int]:
-    """Return sizes whose product is `total`; one of them may be -1."""
+    """Return the values of formulas for sizes; -1 becomes the size with which their product is `total`."""
     sizes = [-1 if formula == -1 else env.value(formula) for formula in formulas]
     product = prod(size for size in sizes if size != -1)
     return [total // max(product, 1) if size == -1 else size for size in sizes]
@@ -480,7 +488,7 @@ def _dim(value: Any, shape: Shape) -> int:
 
 
 def _per_head(of: Expression, num_heads: int, *, to_pairs: bool) -> Expression:
-    """Reorder the rows of each head: halves, as on the Hub, to pairs (re, im), or back."""
+    """Reorder the rows of each head for rotary embeddings: from halves, as on the Hub, to pairs (re, im), or back."""
     rows = of.shape[0]
     if num_heads < 1 or rows % (2 * num_heads):
         raise ValueError(f"{rows} rows are not {num_heads} heads of an even size")
@@ -489,15 +497,24 @@ def _per_head(of: Expression, num_heads: int, *, to_pairs: bool) -> Expression:
 
 
 _PartsByKey = list[dict[tuple[int, ...], Expression]]
-"""For each pattern: the tensors by the values of the variables that are still to be stacked."""
+"""For each pattern: values of the variables that are not stacked yet -> tensor."""
 
 
-def _forward(steps: Sequence[Step], parts: _PartsByKey, stacked: list[str], env: ConfigNumbers) -> Expression:
-    """Carry out steps on the tensors of each pattern, and return the one tensor that they become."""
+def _apply_steps(
+    steps: Sequence[Step], parts: _PartsByKey, stacked: list[str], env: ConfigNumbers
+) -> Expression:
+    """Apply steps to the tensors of all patterns, and return the one tensor that results.
+
+    Args:
+        steps: the steps of a rule.
+        parts: the tensors.
+        stacked: names of the variables in the keys of `parts`, in their order. The list is emptied.
+        env: numbers that steps use.
+    """
     for step in steps:
         if step.kind == "stack":
             place = stacked.index(step.value)
-            parts = [_stacked(part, place, step.options.get("dim", 0), step.value) for part in parts]
+            parts = [_stack_parts(part, place, step.options.get("dim", 0), step.value) for part in parts]
             stacked.remove(step.value)
         elif step.kind == "concat":
             keys = parts[0].keys()
@@ -506,7 +523,7 @@ def _forward(steps: Sequence[Step], parts: _PartsByKey, stacked: list[str], env:
             parts = [{key: concat([part[key] for part in parts], int(step.value)) for key in parts[0]}]
         else:
             parts = [
-                {key: _one(step, tensor, env) for key, tensor in part.items()}
+                {key: _apply_step(step, tensor, env) for key, tensor in part.items()}
                 if _is_for_place(step, place)
                 else part
                 for place, part in enumerate(parts)
@@ -515,7 +532,7 @@ def _forward(steps: Sequence[Step], parts: _PartsByKey, stacked: list[str], env:
     return result
 
 
-def _stacked(
+def _stack_parts(
     part: Mapping[tuple[int, ...], Expression], place: int, dim: int, variable: str
 ) -> dict[tuple[int, ...], Expression]:
     groups: dict[tuple[int, ...], dict[int, Expression]] = {}
@@ -528,8 +545,8 @@ def _stacked(
     return {key: stack([members[n] for n in range(len(members))], dim) for key, members in groups.items()}
 
 
-def _one(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
-    """Carry out a step on one tensor."""
+def _apply_step(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
+    """Apply a step that has one input to a tensor."""
     match step.kind:
         case "permute":
             return permute(of, step.value)
@@ -551,22 +568,22 @@ def _one(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
             dim, size = _dim(step.value, of.shape), env.value(step.options["of"])
             to = env.value(step.options["to"]) if "to" in step.options else -(-size // _PADDED) * _PADDED
             if not size <= to <= _MAX_ROWS:
-                raise ValueError(f"pad: from {size} to {to} is no way to go")
+                raise ValueError(f"pad: cannot pad {size} rows to {to}")
             more = (*of.shape[:dim], to - of.shape[dim], *of.shape[dim + 1 :])
             return of if to <= of.shape[dim] else concat([of, Zeros(more)], dim)
     raise AssertionError(step.kind)
 
 
-def _one_back(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
-    """Undo a step on one tensor."""
+def _undo_step(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
+    """Apply the inverse of a step that has one input to a tensor."""
     match step.kind:
         case "permute":
             dims = [dim % len(step.value) for dim in step.value]
             return permute(of, [dims.index(dim) for dim in range(len(dims))])
         case "unflatten":
-            return _one(Step(kind="flatten", value=step.value, options=step.options), of, env)
+            return _apply_step(Step(kind="flatten", value=step.value, options=step.options), of, env)
         case "flatten":
-            return _one(Step(kind="unflatten", value=step.value, options=step.options), of, env)
+            return _apply_step(Step(kind="unflatten", value=step.value, options=step.options), of, env)
         case "rope":
             return _per_head(of, env.value(step.value), to_pairs=False)
         case "interleave":
@@ -578,8 +595,11 @@ def _one_back(step: Step, of: Expression, env: ConfigNumbers) -> Expression:
     raise AssertionError(step.kind)
 
 
-def _backward(rule: Rule, of: Expression, env: ConfigNumbers) -> _PartsByKey:
-    """Undo the steps of a rule: return the tensors of each pattern, by the numbers of stacked variables in their order."""
+def _undo_steps(rule: Rule, of: Expression, env: ConfigNumbers) -> _PartsByKey:
+    """Apply the inverse of a rule's steps to a tensor, and return the tensors of all patterns.
+
+    The keys have the values of the stacked variables, in the order of the rule's stack steps.
+    """
     parts: _PartsByKey = [{(): of}]
     order = list[str]()
     for step in reversed(rule.steps):
@@ -589,16 +609,16 @@ def _backward(rule: Rule, of: Expression, env: ConfigNumbers) -> _PartsByKey:
                 {
                     (n, *key): tensor
                     for key, whole in part.items()
-                    for n, tensor in enumerate(_unstacked(whole, dim))
+                    for n, tensor in enumerate(_unstack(whole, dim))
                 }
                 for part in parts
             ]
             order.insert(0, step.value)
         elif step.kind == "concat":
-            parts = _taken_apart(parts, step, len(rule.patterns(rule.steps_from)), env)
+            parts = _undo_concat(parts, step, len(rule.patterns(rule.steps_from)), env)
         else:
             parts = [
-                {key: _one_back(step, tensor, env) for key, tensor in part.items()}
+                {key: _undo_step(step, tensor, env) for key, tensor in part.items()}
                 if _is_for_place(step, place)
                 else part
                 for place, part in enumerate(parts)
@@ -607,12 +627,12 @@ def _backward(rule: Rule, of: Expression, env: ConfigNumbers) -> _PartsByKey:
 
 
 def _is_for_place(step: Step, place: int) -> bool:
-    """True unless a step's `only` leaves out this place of the list of names."""
+    """True unless a step has `only`, and it lacks this position in the list of names."""
     only = step.options.get("only")
     return only is None or place in only
 
 
-def _unstacked(of: Expression, dim: int) -> Iterator[Expression]:
+def _unstack(of: Expression, dim: int) -> Iterator[Expression]:
     dim = _dim(dim, of.shape)
     for n in range(of.shape[dim]):
         offsets = tuple(n if d == dim else 0 for d in range(len(of.shape)))
@@ -620,7 +640,7 @@ def _unstacked(of: Expression, dim: int) -> Iterator[Expression]:
         yield reshape(cut(of, Region(offsets, sizes)), (*of.shape[:dim], *of.shape[dim + 1 :]))
 
 
-def _taken_apart(parts: _PartsByKey, step: Step, number: int, env: ConfigNumbers) -> _PartsByKey:
+def _undo_concat(parts: _PartsByKey, step: Step, number: int, env: ConfigNumbers) -> _PartsByKey:
     (part,) = parts
     apart: _PartsByKey = [{} for _ in range(number)]
     for key, whole in part.items():
@@ -643,13 +663,13 @@ def _taken_apart(parts: _PartsByKey, step: Step, number: int, env: ConfigNumbers
 
 
 class _Match(NamedTuple):
-    """Tensors of one side that a rule is about, for one choice of the variables of both sides."""
+    """Tensors of one side that a rule matches, with one set of values for the variables that both sides have."""
 
     rule: Rule
     outer: Mapping[str, str]
-    """Values of variables that are on both sides."""
+    """Values of the variables that both sides have."""
     names: tuple[tuple[str, Mapping[str, str]], ...]
-    """(name, values of all variables), pattern by pattern."""
+    """(name, values of all its variables), pattern by pattern."""
 
 
 def bind_names(
@@ -660,19 +680,19 @@ def bind_names(
     side: RuleSide,
     made_by: Mapping[str, Rule] | None = None,
 ) -> AppliedRules:
-    """Return the other side's tensors as expressions.
+    """Return the tensors of the other side as expressions.
 
     Args:
         rules: the set.
-        shapes: by name.
-        config: config.json, for numbers; None if there is none.
-        side: which side the names are of.
-        made_by: which rule made a name, on the way back of a proof.
+        shapes: name -> shape.
+        config: the content of config.json, for numbers; or None.
+        side: the side that the names belong to.
+        made_by: for the check of the opposite direction: name -> the rule that made it, the only one to apply to it.
 
     Raises:
-        UsageError: rules match nothing; lists everything else too.
-        LayoutError: tensors that no rule is about, two tensors that would be one, numbers that are not known, shapes
-            that do not fit, tensors that do not come back; all of them.
+        UsageError: some rules match nothing; the error lists all other problems too.
+        LayoutError: no rule matches a tensor, two tensors would get one name, a number is not known, shapes do not fit,
+            or the opposite direction does not restore a tensor; the error lists all problems.
     """
     outputs, dropped, problems, sources = dict[str, Expression](), list[str](), list[str](), dict[str, Rule]()
     owners: dict[str, Rule] = {}
@@ -682,12 +702,12 @@ def bind_names(
     other_side: RuleSide = "model" if side == "hub" else "hub"
     for match in matches:
         rule = match.rule
-        used.add(rule.number)  # where a tie stands for its name, it is the owner of none
+        used.add(rule.number)  # a rule that uses its tie owns no name
         if rule.drops:
             dropped += [name for name, _ in match.names]
             continue
         try:
-            expressions = _made(match, shapes, side, other_side, env)
+            expressions = _apply_rule(match, shapes, side, other_side, env)
         except (ValueError, TypeError) as error:
             problems.append(f"{rule}: {escape(match.names[0][0])}: {error}")
             continue
@@ -711,7 +731,7 @@ def bind_names(
         for place, name in enumerate(names_left)
     ]
     if made_by is None and not problems:
-        problems += _lost(rules, outputs, sources, shapes, dropped, config, side)
+        problems += _not_restored(rules, outputs, sources, shapes, dropped, config, side)
     (UsageError if idle else LayoutError).raise_for(
         problems,
         f"the key rules of {escape(rules.title)} do not fit: {count(len(problems), 'problem')}",
@@ -729,7 +749,7 @@ def _matches(
     problems: list[str],
     made_by: Mapping[str, Rule] | None,
 ) -> Iterator[_Match]:
-    """Yield what each rule is about; note which rule has which tensor, and which tensors two rules have."""
+    """Yield the matches of each rule. Record each name's rule in `owners`, and conflicts in `problems`."""
     names = sorted(shapes, key=natural)
     for rule in rules.rules:
         if made_by is None and side == "hub" and rule.is_to_hub_only:
@@ -756,16 +776,16 @@ def _matches(
                 owners[name] = rule
             lacking = [pattern for pattern, matched in zip(patterns, by_pattern, strict=True) if not matched]
             if lacking:
-                shown = [_filled(pattern, common) for pattern in lacking]
+                shown = [_fill_pattern(pattern, common) for pattern in lacking]
                 problems.append(f"{rule}: {listed(shown)} is missing")
             else:
                 yield _Match(rule, common, members)
 
 
-def _made(
+def _apply_rule(
     match: _Match, shapes: Mapping[str, Shape], side: RuleSide, other_side: RuleSide, env: ConfigNumbers
 ) -> dict[str, Expression]:
-    """Apply a rule to the tensors that it is about; return the expressions."""
+    """Apply a rule to the tensors of a match; return name on the other side -> expression."""
     rule = match.rule
     stacked = [step.value for step in rule.steps if step.kind == "stack"]
     if rule.steps_from == side:
@@ -777,17 +797,17 @@ def _made(
             key = tuple(int(values[variable]) for variable in stacked)
             parts[place][key] = Stored(name, tuple(shapes[name]))
         (pattern,) = rule.patterns(other_side)
-        return {_filled(pattern, match.outer): _forward(rule.steps, parts, list(stacked), env)}
+        return {_fill_pattern(pattern, match.outer): _apply_steps(rule.steps, parts, list(stacked), env)}
     ((name, values),) = match.names
-    apart = _backward(rule, Stored(name, tuple(shapes[name])), env)
+    apart = _undo_steps(rule, Stored(name, tuple(shapes[name])), env)
     return {
-        _filled(pattern, {**values, **dict(zip(stacked, map(str, key), strict=True))}): expression
+        _fill_pattern(pattern, {**values, **dict(zip(stacked, map(str, key), strict=True))}): expression
         for pattern, part in zip(rule.patterns(other_side), apart, strict=True)
         for key, expression in part.items()
     }
 
 
-def _lost(
+def _not_restored(
     rules: RuleSet,
     expressions: Mapping[str, Expression],
     made_by: Mapping[str, Rule],
@@ -796,7 +816,7 @@ def _lost(
     config: Mapping[str, Any] | None,
     side: RuleSide,
 ) -> Iterator[str]:
-    """Yield a line for each tensor that does not come back when the rules are applied the other way."""
+    """Yield a line for each tensor that the opposite direction does not restore."""
     other_side: RuleSide = "model" if side == "hub" else "hub"
     made_shapes = {name: expression.shape for name, expression in expressions.items()}
     try:

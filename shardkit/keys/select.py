@@ -1,4 +1,12 @@
-"""From the stored names of a checkpoint to the names that its model has on the Hub."""
+"""Select the model's tensors in a checkpoint, and translate their stored names into those on the Hub.
+
+A tensor passes through these names:
+
+    stored name     "state_dict.model._orig_mod.layers.0.weight", in the checkpoint
+    name in memory  "layers.0.weight", below the root, without the segments of wrappers
+    name on the Hub "layers.0.weight" or another one, by recorded rules or by the base's names
+    output name     the name on the Hub, after the user's --strip-prefix, --add-prefix and --rename
+"""
 
 from __future__ import annotations
 
@@ -42,43 +50,43 @@ from shardkit.keys.roots import (
 )
 from shardkit.keys.trainer_state import is_averaged, object_kind, optimizer_path
 
-_MAX_SHOWN = 3  # of the tensors that one name would be given to
+_MAX_SHOWN = 3  # tensors that an error lists for one name
 
 _WEIGHTS = ("averaged weights", "other weights", "model")  # kinds of skipped parts that `--root` may choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
-    """What a person asks for: which tensors, and under which names."""
+    """The user's options for tensors and their names."""
 
     weights: str = "model"
-    """"model", "ema", or the name of some other part."""
+    """"model", "ema", or the name of another part."""
     root: str | None = None
-    """Dotted. Takes everything below it and guesses nothing; empty for the top."""
+    """Dotted path. All tensors below it are selected, without any guess. An empty string is the top."""
     strip_prefix: tuple[str, ...] = ()
     """Dotted prefixes to remove from names, instead of a guessed root. A trailing dot makes no difference."""
     add_prefix: str = ""
-    """Put before every name. A trailing dot makes no difference."""
+    """Prefix to put before every name. A trailing dot makes no difference."""
     rename: tuple[str, ...] = ()
-    """REGEX=REPL in Python's syntax, applied in order. The last `=` divides: look-aheads need no escape."""
+    """REGEX=REPL in Python's syntax, applied in order. The last `=` is the separator, so look-aheads need no escape."""
     include: tuple[str, ...] = ()
-    """Globs over names of the output, where `*` matches dots too. Only these are taken; empty for all."""
+    """Globs over output names, where `*` matches dots too. Only matching tensors are written; empty for all."""
     exclude: tuple[str, ...] = ()
-    """Globs of the same kind. These are left out, even if `include` matches them."""
+    """Globs of the same kind. Matching tensors are left out, even if `include` matches them."""
 
     @property
     def chooses_part(self) -> bool:
-        """True if a person asks for a part of the model."""
+        """True if the options select a part of the model."""
         return bool(self.include or self.exclude or self.root)
 
     @property
     def changes_names(self) -> bool:
-        """True if a person says what becomes of names."""
+        """True if the options change names."""
         return bool(self.strip_prefix or self.add_prefix.strip(".") or self.rename)
 
     @property
     def chooses_names(self) -> bool:
-        """True if a person says which tensors are written, or what becomes of their names."""
+        """True if the options select tensors or change names."""
         return bool(self.include or self.exclude or self.root is not None or self.changes_names)
 
 
@@ -86,11 +94,12 @@ _ANY = Naming()
 
 
 class Stripped(NamedTuple):
-    """Something that was removed from names."""
+    """A prefix or segment that was removed from names."""
 
     text: str
-    """A prefix with its dot, or a segment."""
+    """A prefix with a dot at its end, or a segment."""
     num_names: int
+    """Number of names that had it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +110,7 @@ class Skipped:
     """"optimizer", "scheduler", "random state", "trainer state", "averaged weights", "other weights",
     "model", "not a tensor" or "excluded"."""
     path: str
-    """What its names begin with; empty for entries in many places."""
+    """The common prefix of its names; empty for entries in many places."""
     num_tensors: int
     num_objects: int
     """Entries that are not tensors."""
@@ -109,38 +118,38 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which tensors get which names, and everything that was decided on the way."""
+    """The selected tensors with their output names, and all decisions that led to them."""
 
     names: dict[str, str]
     """Stored name -> output name, in the order of the output."""
     root: str
-    """Where the model begins, dotted; empty for the top."""
+    """The model's root, dotted; empty for the top."""
     stripped: tuple[Stripped, ...]
-    """What was removed from names."""
+    """The prefixes and segments that were removed from names."""
     skipped: tuple[Skipped, ...]
-    """What was left out."""
+    """The parts of the checkpoint that were left out."""
     candidates: tuple[str, ...]
     """Other roots with weights of their own, for `--root`."""
     renamed: tuple[KeyRule, ...] = ()
-    """Changes from the model's names in memory to the Hub's."""
+    """Changes from the model's names in memory to those on the Hub."""
     live: Mapping[str, str] = field(default_factory=dict)
     """Stored name -> name in memory, below the root."""
     are_hubs: bool = False
-    """Recorded rules gave the Hub's names."""
+    """True if the names are the Hub's by recorded rules."""
     notes: tuple[str, ...] = ()
-    """What a person should know."""
+    """Remarks to be shown to the user."""
     warnings: tuple[str, ...] = ()
-    """What may be wrong with the result."""
+    """Possible problems of the selection."""
     renaming: tuple[str, ...] = ()
-    """What may be wrong with its names."""
+    """Possible problems of the change to the Hub's names."""
     unloadable: tuple[str, ...] = ()
-    """Why `from_pretrained` would not find weights under these names."""
+    """Reasons why `from_pretrained` would not find weights under the output names."""
 
     def only(self, stored: Container[str]) -> Selection:
-        """Return the same selection without what is not written because of `include` and `exclude`.
+        """Return the selection without the tensors that `include` and `exclude` leave out.
 
         Args:
-            stored: names of what is written, or of which something is made.
+            stored: stored names of the tensors that are written, or that written tensors are made of.
         """
         names = {stored_name: name for stored_name, name in self.names.items() if stored_name in stored}
         parts = [part for part in self.skipped if part.kind != "excluded"]
@@ -154,18 +163,24 @@ class Selection:
             skipped=tuple(sorted(parts, key=lambda part: (natural(part.path), part.kind))),
         )
 
-    def written_as(
+    def for_written_names(
         self, names: Collection[str], base: Collection[str] | None, model_type: object
     ) -> Selection:
-        """Return the same selection, with what is said of its names about those that are written in the end."""
+        """Return the selection with `unloadable` for the names that are written in the end.
+
+        Args:
+            names: the names that are written.
+            base: the base's names; None if they are not known.
+            model_type: `model_type` in the model's config, or None.
+        """
         right = names if base is None and self.are_hubs else base
         return replace(self, unloadable=own_names_warnings(names, right, model_type))
 
-    def in_memory(self, names: Collection[str], base: Collection[str] | None) -> tuple[str, ...]:
-        """Return warnings about names that transformers uses in memory only.
+    def in_memory_warnings(self, names: Collection[str], base: Collection[str] | None) -> tuple[str, ...]:
+        """Return warnings about names that transformers uses only in memory.
 
         Args:
-            names: what is written in the end: tensors may have been taken apart.
+            names: the names that are written in the end, after tensors were taken apart.
             base: the base's names; None if they are not known.
         """
         return in_memory_warnings(names, names if base is None and self.are_hubs else base)
@@ -182,27 +197,27 @@ def select_model(
     base_shapes: Mapping[str, Shape] | None = None,
     key_rules: Sequence[KeyRule] | None = None,
 ) -> Selection:
-    """Choose the tensors of a checkpoint that are the model's, and name them as the Hub does.
+    """Select the model's tensors of a checkpoint, and give them the names that they have on the Hub.
 
     Args:
-        tensors: everything that is stored, by its stored name.
+        tensors: stored name -> entry, for all tensors.
         objects: names of entries that are not tensors.
-        paths: path of each name in the state dict that was saved (DCP's planner_data), where known.
-        roots: paths that the format itself gives a meaning ("model", "optimizer", "ema").
-        naming: what a person asks for; `include` and `exclude` are not applied.
-        base_names: names of the base model. The output follows their order, unless they are a set.
-        base_shapes: shape by name in the base, instead of `base_names`. Then names that differ from the
-            base's by prefixes alone become the base's, unless `naming` changes names.
-        key_rules: rules that give the Hub's names, as training recorded them; None if they are not known.
+        paths: stored name -> path in the state dict that was saved (DCP's planner_data), where known.
+        roots: meaning ("model", "optimizer", "ema") -> path that has it in the checkpoint's format.
+        naming: the user's options; `include` and `exclude` are not applied here.
+        base_names: names of the base model. The output has their order, unless they are a set.
+        base_shapes: name in the base -> shape, instead of `base_names`. Names that differ from the base's only in
+            prefixes then become the base's, unless `naming` changes names.
+        key_rules: rules that lead to the Hub's names, as training recorded them; None if they are not known.
 
     Raises:
-        UsageError: an option cannot be read or does not fit the names, or makes one name of two.
-        SourceError: nothing is left, two names become one, or the weights cannot be named.
+        UsageError: an option cannot be parsed, does not fit the names, or gives two tensors one name.
+        SourceError: no tensor is left, two tensors get one name, or the weights cannot be named.
     """
     rules = parse_rules(naming)
     base = base_names if base_shapes is None else base_shapes
     if base is not None and not isinstance(base, (set, frozenset)):
-        base = dict.fromkeys(base)  # quick to search, and keeps the order
+        base = dict.fromkeys(base)  # for quick lookups in the same order
     source = read_source(tensors, objects, paths, roots or {})
     located = _locate(
         source, naming, rules, base_shapes if base_shapes is not None else dict.fromkeys(base or ())
@@ -219,12 +234,12 @@ def select_model(
     names, notes = apply_rules(rules, hub.names)
     _refuse_bad_names(names, naming)
     by_output = {name: stored for stored, name in names.items()}
-    skipped = _skipped(source, objects, located)
+    skipped = _group_skipped(source, objects, located)
     right = by_output if base is None and key_rules is not None else base
     return Selection(
         names={by_output[name]: name for name in in_order(by_output, base)},
         root=join(located.root),
-        stripped=_stripped(located, names, modules, rules),
+        stripped=_list_stripped(located, names, modules, rules),
         skipped=skipped,
         candidates=tuple(part.path for part in skipped if part.kind in _WEIGHTS and part.num_tensors > 1),
         renamed=hub.rules,
@@ -278,11 +293,11 @@ def _refuse_flat_parameters(located: Located) -> None:
 
 
 def _without_modules(located: Located, base: Collection[str] | None, *, may_guess: bool) -> int:
-    """Remove `module` from the middle of names where it is a wrapper; return from how many names.
+    """Remove `module` from the middle of names where a wrapper added it; return the number of names that changed.
 
-    It is a wrapper if the base has the name without it, or if every entry of a numbered list, and of its kin in a list
-    around it, holds a `module` and nothing else: the list was wrapped layer by layer. LeViT has lists of which some
-    entries do so: there it is the model's own word.
+    A wrapper added it if the base has the name without it. This is also assumed if every entry of a numbered list has
+    `module` as its only child, which means that the list was wrapped layer by layer. If an outer list contains the list
+    several times, this must be so in all of them. In LeViT only some entries are like that, as the name is its own.
     """
     paths = located.names.values()
     if not any(MODULE in path[:-1] for path in paths):
@@ -310,7 +325,7 @@ def _without_modules(located: Located, base: Collection[str] | None, *, may_gues
 
 
 def _kind_of(path: Segments) -> Segments:
-    """Return a path that is the same for all entries of a list, and of its kin in other entries of a list around it."""
+    """Return a path with `*` for numbers, so that it is the same for all entries of a list."""
     return tuple("*" if is_number(segment) else segment for segment in path)
 
 
@@ -332,7 +347,9 @@ def _refuse_bad_names(names: Mapping[str, str], naming: Naming) -> None:
         )
 
 
-def _stripped(located: Located, names: Mapping[str, str], modules: int, rules: Rules) -> tuple[Stripped, ...]:
+def _list_stripped(
+    located: Located, names: Mapping[str, str], modules: int, rules: Rules
+) -> tuple[Stripped, ...]:
     stripped = [Stripped(join(located.root) + ".", len(names))] if located.root else []
     wrappers = Counter[str]()
     for stored in names:
@@ -346,8 +363,8 @@ def _stripped(located: Located, names: Mapping[str, str], modules: int, rules: R
     return tuple(stripped)
 
 
-def _skipped(source: SortedNames, objects: Sequence[str], located: Located) -> tuple[Skipped, ...]:
-    """Sort everything that was left out into groups, by kind and by where the names begin."""
+def _group_skipped(source: SortedNames, objects: Sequence[str], located: Located) -> tuple[Skipped, ...]:
+    """Return the parts that were left out: entries grouped by kind and by the beginning of the name."""
     counts: dict[tuple[str, Segments], list[int]] = {}
     for name in source.tensors:
         if name not in located.names:
@@ -368,13 +385,13 @@ def _group(source: SortedNames, located: Located, name: str) -> tuple[str, Segme
     for depth in range(1, len(segments) + 1):
         if segments[:depth] in located.aside:
             return located.aside[segments[:depth]], segments[:depth]
-    path = _leaving(segments, located.root)
+    path = _branch_path(segments, located.root)
     return (object_kind(path[-1]) or ("averaged weights" if is_averaged(path[-1]) else "other weights")), path
 
 
 def _object_group(located: Located, name: str) -> tuple[str, Segments]:
     segments = clean(name)
-    path = _leaving(segments, located.root)
+    path = _branch_path(segments, located.root)
     kind = object_kind(path[-1])
     if kind is None and path[: len(located.root)] == located.root:
         return "not a tensor", located.root
@@ -383,44 +400,47 @@ def _object_group(located: Located, name: str) -> tuple[str, Segments]:
     return kind or ("averaged weights" if is_averaged(path[-1]) else "not a tensor"), path
 
 
-def _leaving(segments: Segments, root: Segments) -> Segments:
-    """Return the path where a name leaves the way to the root, or its first segment below the root."""
+def _branch_path(segments: Segments, root: Segments) -> Segments:
+    """Return the beginning of a name, up to the first segment that differs from the root's or is below the root.
+
+    With root ("a", "b"): ("a", "c", "d") gives ("a", "c"), and ("a", "b", "x", "y") gives ("a", "b", "x").
+    """
     for depth, segment in enumerate(root):
         if segments[depth : depth + 1] != (segment,):
             return segments[: depth + 1]
     return segments[: len(root) + 1]
 
 
-# No name is so long, and Python takes gigabytes to repeat nothing.
+# Such a regex matches no real name, and Python needs gigabytes for it.
 _MANY_TIMES = re.compile(r"\{(?:\d*,)?\d{4,}")
 
 
 class Globs(NamedTuple):
-    """`--include` and `--exclude`: globs over the names of the output."""
+    """`--include` and `--exclude`: globs over output names."""
 
     include: tuple[str, ...]
     exclude: tuple[str, ...]
 
-    def take(self, name: str) -> bool:
+    def selects(self, name: str) -> bool:
         """True if a tensor is written."""
-        return (not self.include or _matches(self.include, name)) and not self.leave_out(name)
+        return (not self.include or _matches(self.include, name)) and not self.excludes(name)
 
-    def leave_out(self, name: str) -> bool:
+    def excludes(self, name: str) -> bool:
         """True if `exclude` matches a tensor."""
         return _matches(self.exclude, name)
 
     def check(self, names: Collection[str]) -> None:
-        """Refuse globs that match none of the names, or leave none of them.
+        """Raise an error for globs that match no name, or that leave out all names.
 
         Raises:
-            UsageError: lists the globs, and names that are like them.
+            UsageError: lists the globs, and names similar to them.
         """
         globs = (*self.include, *self.exclude)
         idle = [glob for glob in globs if not any(_matches((glob,), name) for name in names)]
         if idle:
             what = match_nothing("--include and --exclude", len(idle), "no name")
             raise UsageError(what, problems=unmatched(idle, names), hint=GLOBS_HINT)
-        if globs and not any(map(self.take, names)):
+        if globs and not any(map(self.selects, names)):
             problem = f"--include and --exclude leave none of {count(len(names), 'tensor')}"
             raise UsageError(problem, hint=GLOBS_HINT)
 
@@ -431,21 +451,21 @@ def _matches(globs: Iterable[str], name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a person asks of names, parsed. Applied in the order of the fields."""
+    """The user's changes of names, parsed. They are applied in the order of the fields."""
 
     strip_prefix: tuple[str, ...]
-    """Without the dot at the end. The first one that a name begins with goes."""
+    """Prefixes without a dot at the end. Of each name the first one that fits is removed."""
     add_prefix: str
-    """With its dot, or empty."""
+    """A prefix with a dot at its end, or empty."""
     rename: tuple[tuple[str, re.Pattern[str], str], ...]
-    """(as it was given, pattern, replacement). Each is applied to the result of the one before it."""
+    """(the user's text, pattern, replacement). Each is applied to the result of the one before it."""
 
 
 def parse_rules(naming: Naming) -> Rules:
-    """Return the rules for names that the options describe.
+    """Return the changes of names that the user's options describe.
 
     Raises:
-        UsageError: lists every rename and every prefix that cannot be read.
+        UsageError: lists every rename and every prefix that cannot be parsed.
     """
     problems: list[str] = []
     renames = [parsed for text in naming.rename if (parsed := _rename(text, problems)) is not None]
@@ -480,16 +500,16 @@ def _rename(text: str, problems: list[str]) -> tuple[str, re.Pattern[str], str] 
 
 
 def apply_rules(rules: Rules, names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return output names by stored name, and a note for each rename that changed nothing.
+    """Return (stored name -> output name, a note for each rename that changed nothing).
 
     Args:
-        rules: the overrides.
-        names: stored name -> output name so far.
+        rules: the user's changes of names.
+        names: stored name -> name before these changes.
 
     Raises:
         UsageError: no name has a prefix to strip, or a rename leaves a name empty.
     """
-    unnamed = {stored for stored, name in names.items() if not name}  # saved like that: odd, but allowed
+    unnamed = {stored for stored, name in names.items() if not name}  # saved so, which is allowed
     names, notes = _strip(rules.strip_prefix, names), list[str]()
     names = {stored: rules.add_prefix + name for stored, name in names.items()}
     for text, pattern, replacement in rules.rename:

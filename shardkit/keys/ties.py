@@ -1,7 +1,10 @@
-"""Tied weights by name: the one table of what models tie. It needs no model.
+"""Find tied weights by their names and the config, without a model. This is the only table of ties in shardkit.
 
-It tells which modules may be one parameter, what each type of model calls its output layer, and whether a
-config ties the two. A test compares it with the installed transformers.
+The table lists the modules whose weights may be one parameter, the name of the output layer in each type of model, and
+the types whose config ties it to the embedding. A test compares the table with the installed transformers.
+
+For example, "model.embed_tokens.weight" and "lm_head.weight" of a Gemma 2 are one parameter, and its files have only
+the first.
 
 Source: transformers 5.23, `_tied_weights_keys` of every model, `tie_word_embeddings` of every config.
 """
@@ -14,8 +17,8 @@ from shardkit.core.regions import Shape
 
 _SHARED, _EMBEDDING, _HEAD = range(3)
 
-# The last segment of a module that owns an embedding. `shared` (T5, BART) is also the source of the
-# embeddings of encoder and decoder.
+# Last segments of the paths of modules with an embedding. `shared` (T5, BART) is also tied to the embeddings of
+# encoder and decoder.
 _SHARED_MODULES = frozenset({"shared"})
 _EMBEDDING_MODULES = frozenset(
     "embed_tokens wte word_embeddings word_embedding embed_in embeddings tok_embeddings tokens_embed embed"
@@ -23,7 +26,7 @@ _EMBEDDING_MODULES = frozenset(
 )
 _EMBEDDING_PATHS = frozenset({"transformer.w"})  # ctrl
 
-# What a type of model calls its output layer, where that is not `lm_head`. Types are written with `_`.
+# Path of the output layer, where it is not `lm_head` -> types of models. Types are written with `_`.
 _HEADS = {
     "cls.predictions.decoder": "bert big_bird deberta deberta_v2 ernie fnet layoutlm lxmert megatron_bert mobilebert"
     " mra nomic_bert nystromformer roc_bert roformer squeezebert tapas visual_bert yoso",
@@ -54,15 +57,15 @@ _DEFAULT_HEAD = "lm_head"
 _HEAD_MODULES = frozenset(
     {_DEFAULT_HEAD, "output_layer", *(path for path in _HEADS if "." not in path)} - {"decoder", "head"}
 )
-# What files of Cohere's ASR call the output.
+# Includes the output layers in the files of Cohere's ASR.
 _HEAD_PATHS = tuple(
     f".{path}" for path in (*_HEADS, "lm_head.lm_head", "log_softmax.mlp.layer0") if "." in path
 )
-_TOP_HEADS = frozenset({"decoder", "head"})  # a common name for modules; at the top it is the output layer
-# BERT and RoBERTa keep the bias of the head outside its decoder.
+_TOP_HEADS = frozenset({"decoder", "head"})  # common names; at the top they are the output layer
+# BERT and RoBERTa have the bias of the head outside its decoder.
 _BIASES = (("predictions.bias", "predictions.decoder.bias"), ("lm_head.bias", "lm_head.decoder.bias"))
 
-# Types whose config ties where it does not mention `tie_word_embeddings`.
+# Types that are tied if their config does not mention `tie_word_embeddings`.
 _TIED_BY_DEFAULT = frozenset(
     "albert aya_vision bart bert bert_generation big_bird bigbird_pegasus biogpt blenderbot blenderbot_small blip"
     " blip_text_model bloom camembert canary cohere cohere2 cohere2_moe cohere2_vision convbert cpmant ctrl"
@@ -75,7 +78,7 @@ _TIED_BY_DEFAULT = frozenset(
     " roberta roberta_prelayernorm roc_bert roformer seamless_m4t seamless_m4t_v2 smollm3 speech_to_text speecht5"
     " squeezebert starcoder2 switch_transformers t5gemma t5gemma2 tapas trocr vaultgemma visual_bert whisper xglm"
     " xlm xlm_roberta xlm_roberta_xl xlnet xmod yoso youtu zamba zamba2"
-    # Rarer ones, and parts of others.
+    # Rarer types, and parts of other models.
     " cohere_compass_text deepseek_vl deepseek_vl_hybrid ernie4_5_vl_moe_text fun_asr_nano gemma4_assistant"
     " gemma4_unified gemma4_unified_assistant gemma4_unified_text glmasr granite_docling_text granite_speech_plus"
     " granite_swa hunyuan_vl hunyuan_vl_text hyperclovax_vision_v2 kimi_k25 kosmos_2.5 kosmos_2_5_text_model"
@@ -83,25 +86,24 @@ _TIED_BY_DEFAULT = frozenset(
     " paddleocr_vl paddleocr_vl_text pp_chart2table prophetnet qwen2_5_omni_text qwen3_asr qwen3_vl_moe_text"
     " t5_gemma_module t5gemma2_decoder t5gemma2_encoder t5gemma2_text voxtral_realtime zaya".split()
 )
-# Types that tie whatever their config says: for T5, `tie_word_embeddings: false` is about scales.
+# Types that are tied regardless of their config: for T5, `tie_word_embeddings: false` changes scales instead.
 _ALWAYS_TIED = frozenset("longt5 mt5 t5 udop umt5 vilt".split())
-# Types whose setting is about other names: Luke ties its entities by it, Pop2Piano its towers. Neither ties
-# its output.
+# Types whose setting ties other weights: Luke's entities, Pop2Piano's towers. Neither ties its output.
 _TIE_OTHER_NAMES = frozenset({"luke", "pop2piano"})
-# Types whose classes tie no output, whatever their config says.
+# Types whose classes tie no output, regardless of their config.
 _NEVER_TIED = frozenset(
     "audioflamingo3 bailing_hybrid blt_patcher cosmos3_edge esmc glm_image inkling2 inkling2_text inkling_mm_model"
     " inkling_text kimi_linear mllama mllama_text_model molmo2 moshi muse_spark musicflamingo nemotron3_5_transcribe"
     " nemotron_h pp_formulanet qwen2_audio rembert vibevoice_asr voxtral xlstm".split()
 )
-# Classes that tie no output, beside others of their type that do.
+# Classes that tie no output, while other classes of their type do.
 _NEVER_TIED_CLASSES = frozenset({"BigBirdPegasusForCausalLM", "CpmAntForCausalLM"})
-# Types that tie where their own config or that of their text part says so.
+# Types that are tied if their own config or that of their text part ties.
 _TEXT_MAY_TIE = frozenset(
     "blip fast_vlm glm4v glm4v_moe glm_ocr hunyuan_vl kosmos_2 llava llava_next_video llava_onevision minimax_m3_vl"
     " paddleocr_vl perception_lm qwen2_5_vl qwen2_vl shieldgemma2 video_llama_3".split()
 )
-# Types whose output layer lies in a part with a config of its own, which decides.
+# Types whose output layer is in a part with a config of its own, which decides.
 _PART_TIES = frozenset(
     "blip_2 encoder_decoder instructblip instructblipvideo kosmos_2.5 llama4 rag speech_encoder_decoder"
     " vision_encoder_decoder".split()
@@ -116,18 +118,18 @@ _LANGUAGE_MODELS = (
 
 
 def model_type_of(config: Mapping[str, object] | None) -> str:
-    """Return a config's type of model as the table writes it; empty where there is none."""
+    """Return the `model_type` of a config, with `_` for `-`; empty if there is none."""
     model_type = config.get("model_type") if config else None
     return model_type.replace("-", "_") if isinstance(model_type, str) else ""
 
 
 def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
-    """Return whether a model with this config ties its embeddings to its output; None if nothing tells.
+    """Return whether a model with this config ties its embeddings to its output; None if that is not known.
 
     Args:
-        config: config.json, or None.
+        config: the content of config.json, or None.
     """
-    model_type, setting, part = model_type_of(config), _said(config), text_part(config)
+    model_type, setting, part = model_type_of(config), _tie_setting(config), text_part(config)
     if model_type in _ALWAYS_TIED:
         return True
     if model_type in _TIE_OTHER_NAMES:
@@ -142,12 +144,12 @@ def ties_embeddings(config: Mapping[str, object] | None) -> bool | None:
 
 
 def text_part(config: Mapping[str, object] | None) -> Mapping[str, object] | None:
-    """Return the config of the language model in the config of a larger one; None if there is none."""
+    """Return the config of the language model within the config of a larger model, or None."""
     return next((part for key in _PARTS if (part := _part(config, key)) is not None), None)
 
 
 def may_be_untied(config: Mapping[str, object] | None) -> bool:
-    """True if a config can say that embeddings are not tied, and means nothing else by that setting."""
+    """True if setting `tie_word_embeddings` to false in a config unties the embeddings, and has no other meaning."""
     return model_type_of(config) not in _ALWAYS_TIED | _TIE_OTHER_NAMES
 
 
@@ -156,7 +158,7 @@ def _classes(config: Mapping[str, object] | None) -> tuple[str, ...]:
     return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
 
 
-def _said(config: Mapping[str, object] | None) -> bool | None:
+def _tie_setting(config: Mapping[str, object] | None) -> bool | None:
     value = config.get(_TIE) if config else None
     return value if isinstance(value, bool) else None
 
@@ -167,10 +169,10 @@ def _part(config: Mapping[str, object] | None, key: str) -> Mapping[str, object]
 
 
 def tied_names(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, tuple[str, ...], bool]]:
-    """Yield the modules that models tie: (name, names of which it may be a copy, is it an output layer).
+    """Yield (name, names of the tensors that it may be a copy of, whether it is an output layer) for weights in ties.
 
     Args:
-        shapes: by name in the model.
+        shapes: name in the model -> shape.
     """
     roles = {name: role for name in shapes if (role := _role_of(name)) is not None}
     for name, role in roles.items():
@@ -179,7 +181,7 @@ def tied_names(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, tuple[str, ..
             for candidate, other_role in roles.items()
             if other_role < role and shapes[candidate] == shapes[name]
         ]
-        if keepers:  # an embedding is tied to a shared one only, an output layer to any
+        if keepers:  # an embedding is tied only to a shared one, an output layer to any embedding
             yield (
                 name,
                 tuple(candidate for _, candidate in sorted(keepers, key=lambda keeper: keeper[0])),
@@ -201,7 +203,7 @@ def tie_groups(names: Collection[str]) -> list[tuple[str, ...]]:
     """Return the groups of names that may be one parameter in a model with tied embeddings.
 
     Args:
-        names: names of one model, of any kind.
+        names: all names of one model.
     """
     groups = [tuple(name for name in names if _role_of(name) is not None)]
     return [*groups, *((kept, copy) for copy, kept in _tied_biases(names))]
@@ -210,13 +212,13 @@ def tie_groups(names: Collection[str]) -> list[tuple[str, ...]]:
 def stored_ties(
     shapes: Mapping[str, Shape], config: Mapping[str, object] | None
 ) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of names that are one parameter in the model of these files, the stored name first.
+    """Return the groups of names that are one parameter in the model of some files; a stored name comes first.
 
     The groups include names that the files lack, because a live model's state dict has them.
 
     Args:
-        shapes: by name in the files.
-        config: config.json; None tells of no tie.
+        shapes: name in the files -> shape.
+        config: the content of config.json; no ties are found with None.
     """
     first, kept = next(iter(_classes(config)), ""), _kept_embedding(shapes)
     if kept is None:
@@ -227,14 +229,14 @@ def stored_ties(
         head = _HEAD_OF.get(model_type_of(config), _DEFAULT_HEAD)
         group.append(f"{head}.weight")
         biases = [(one, copy) for copy, one in _tied_biases({**dict.fromkeys(shapes), f"{head}.bias": None})]
-        # Where the config does not tell, the output's absence from the files does.
+        # If the config does not decide, the output is tied if the files lack it.
         tied = f"{head}.weight" not in shapes if tied is None else tied
     fitting = tuple(name for name in group if name not in shapes or shapes[name] == shapes[kept])
     return tuple(same for same in (fitting, *biases) if len(same) > 1) if tied else ()
 
 
 def _kept_embedding(shapes: Mapping[str, Shape]) -> str | None:
-    """Return the source of the ties: a shared embedding, else the least nested embedding."""
+    """Return the name under which tied weights are stored: a shared embedding, else the least nested embedding."""
     for role in (_SHARED, _EMBEDDING):
         embeddings = [name for name in shapes if _role_of(name) == role]
         if embeddings:
@@ -261,9 +263,9 @@ def is_embedding(name: str) -> bool:
 
 
 def is_output_bias(name: str) -> bool:
-    """True for what an output layer adds to the logits: a bias of its own, or one that is kept beside it."""
+    """True for a bias that is added to the logits, whether it belongs to the output layer or is stored outside it."""
     path, _, leaf = name.rpartition(".")
-    if leaf == "final_logits_bias":  # of BART
+    if leaf == "final_logits_bias":  # BART's
         return True
     ends = {end for pair in _BIASES for end in pair}
     return leaf == "bias" and (
@@ -272,7 +274,7 @@ def is_output_bias(name: str) -> bool:
 
 
 def _role_of(name: str) -> int | None:
-    """Return the role of a weight: shared embedding, embedding or output layer; None for any other."""
+    """Return the role of a weight: `_SHARED`, `_EMBEDDING` or `_HEAD`; None for any other weight."""
     path, _, leaf = name.rpartition(".")
     segments = path.split(".")
     if leaf != "weight":
@@ -281,7 +283,7 @@ def _role_of(name: str) -> int | None:
         return _SHARED
     if segments[-1] in _EMBEDDING_MODULES or path in _EMBEDDING_PATHS:
         return _EMBEDDING
-    if any(segment.isdigit() for segment in segments):  # part of a layer, whatever it is called
+    if any(segment.isdigit() for segment in segments):  # part of a numbered layer
         return None
     is_head = segments[-1] in _HEAD_MODULES or f".{path}".endswith(_HEAD_PATHS) or path in _TOP_HEADS
     return _HEAD if is_head else None

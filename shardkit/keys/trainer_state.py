@@ -1,8 +1,8 @@
-"""What trainers keep beside a model's weights: optimizer, scheduler, random states, counters, averages of the weights.
+"""Recognise what trainers save besides a model's weights: optimizer, scheduler, random states, counters, averages.
 
-Optimizers are known by the leaves that they keep for each parameter, and by their `param_groups`. Everything else goes by
-the names that trainers give to what they save: the tables here are the only ones. Such a name counts beside or above
-the model, never for a module inside it.
+A name's last segment is its *leaf*. Optimizers are recognised by the leaves of a parameter's state (`exp_avg`), and by
+their `param_groups`. Everything else is recognised by the names that trainers use for it, which only the tables here
+list. Such a name counts only next to or above the model, never for a module inside it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardkit.keys.names import Segments, clean
 
 Kind = Literal["optimizer", "scheduler", "random state", "trainer state", "averaged weights"]
 
-# What one parameter's state is made of: torch.optim, torchao, bitsandbytes, Shampoo, Muon, DeepSpeed.
+# Leaves of a parameter's state in torch.optim, torchao, bitsandbytes, Shampoo, Muon, DeepSpeed.
 _STATE = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_diff", "exp_inf"}
     | {"momentum_buffer", "second_momentum_buffer", "square_avg", "grad_avg", "acc_delta", "exp_avg_slow"}
@@ -33,7 +33,7 @@ _LEAF_FIRST = re.compile(
 )
 _OPTIMIZER_WORD = re.compile(r"optim(?:izer)?s?(?:states?)?")
 _BOTH = frozenset({"and", "model", "models", "weights"})
-# They say of a name neither whose it is nor which.
+# Words that do not help to match an optimizer's name with its model's.
 _FILLERS = frozenset(
     "model models weights params parameters state states dict ckpt ckpts checkpoint checkpoints".split()
     + "dcp dist distcp distributed fsdp shard shards sharded".split()
@@ -53,15 +53,16 @@ _AVERAGED = re.compile(
 )
 # torch.get_rng_state() is 5056 bytes (5048 before 1.9), CUDA's is 16 (816 before 1.13).
 _RANDOM_BYTES = frozenset({5056, 5048, 816, 16})
-_MAX_NESTED = 8  # segments of one name in a path
+_MAX_NESTED = 8  # occurrences of one segment in a path
 
 
 def optimizer_names(entries: Iterable[TensorEntry], objects: Iterable[str]) -> set[str]:
-    """Return the names of tensors that are an optimizer's state for some parameter, by `param_groups` or their leaves.
+    """Return the names of tensors that are an optimizer's state for a parameter.
 
-    What stands in `state` beside `param_groups` is an optimizer's, whatever that is called and keeps. Elsewhere
-    leaves tell. One of them is not enough, because averaging modules have buffers of such names too. It takes two,
-    or one beside a step count, or one below a name of optimizers. Megatron-Core's stand between these two.
+    Tensors below `state` are an optimizer's if `param_groups` is next to it, whatever their names. Other tensors are
+    recognised by their leaves. One such leaf is not enough, because averaging modules have buffers of these names too:
+    two are needed, or one and a step count, or one below a name of optimizers. In Megatron-Core's names the leaf comes
+    before the parameter.
 
     Args:
         entries: all tensors.
@@ -81,21 +82,21 @@ def optimizer_names(entries: Iterable[TensorEntry], objects: Iterable[str]) -> s
             states.update(f"{parent}.{leaf}" if parent else leaf for leaf in leaves)
     names = [entry.fqn for entry in entries]
     states.update(filter(_LEAF_FIRST.fullmatch, names))
-    grouped = {above for name in (*objects, *names) for above in _above("param_groups", name)}
+    grouped = {above for name in (*objects, *names) for above in _prefixes_before("param_groups", name)}
     if grouped:
-        states.update(name for name in names if not grouped.isdisjoint(_above("state", name)))
+        states.update(name for name in names if not grouped.isdisjoint(_prefixes_before("state", name)))
     return states
 
 
-def _above(segment: str, name: str) -> list[str]:
-    """Return the prefixes of a name that end before a segment of this kind."""
+def _prefixes_before(segment: str, name: str) -> list[str]:
+    """Return the prefixes of a name that end before this segment: for "state" in "a.state.b", "a"."""
     segments = name.split(".") if segment in name else []
     places = [place for place, part in enumerate(segments) if part == segment]
     return [".".join(segments[:place]) for place in places[:_MAX_NESTED]]
 
 
 def optimizer_path(name: str) -> Segments:
-    """Return the path of the optimizer that a state belongs to, as far as the name tells."""
+    """Return the path of the optimizer that a state's name contains, as well as it can be found."""
     segments = clean(name)
     for place, segment in enumerate(segments):
         if _OPTIMIZER.fullmatch(segment):
@@ -103,20 +104,21 @@ def optimizer_path(name: str) -> Segments:
     return segments[: segments.index("state")] if "state" in segments else segments[:1]
 
 
-def is_optimizers(name: str) -> bool:
-    """True for a name that people give to the file or directory of an optimizer (`optim_ckpt`), and of nothing else."""
+def is_optimizer_name(name: str) -> bool:
+    """True for the name of a file or directory that has only an optimizer, such as `optim_ckpt`."""
     words = _words(name)
     is_one = _OPTIMIZER.fullmatch(name) is not None or any(map(_OPTIMIZER_WORD.fullmatch, words))
     return is_one and _BOTH.isdisjoint(words)  # not model_and_optim
 
 
 def is_optimizer_of(name: str, model: str, *, is_only: bool) -> bool:
-    """True if a directory of an optimizer belongs to that of a model, going by their names.
+    """True if, by their names, the directory of an optimizer belongs to the directory of a model.
 
     Args:
-        name: of the optimizer's: `optim_ckpt`, `generator_optim`, `optim_step20`.
-        model: of the model's: `model_ckpt`, `generator`, `model_step20`.
-        is_only: no other model lies beside the two. An optimizer's name that says nothing else fits any model then.
+        name: name of the optimizer's directory: `optim_ckpt`, `generator_optim`, `optim_step20`.
+        model: name of the model's directory: `model_ckpt`, `generator`, `model_step20`.
+        is_only: there is no other model next to the two. An optimizer's name without a word of its own then fits any
+            model with the same numbers.
     """
     words, model_words = (
         [word for word in _words(text) if word not in _FILLERS and not _OPTIMIZER_WORD.fullmatch(word)]
@@ -131,7 +133,7 @@ def _words(name: str) -> list[str]:
 
 
 def object_kind(segment: str) -> Kind | None:
-    """Return the kind of an entry that is not a tensor, by a segment beside or above the model."""
+    """Return the kind of trainer state that a segment next to or above the model names, or None."""
     for pattern, kind in _BY_NAME:
         if pattern.fullmatch(segment):
             return kind
@@ -147,12 +149,12 @@ _BY_NAME: tuple[tuple[re.Pattern[str], Kind], ...] = (
 
 
 def leaf_kind(name: str, entry: TensorEntry, *, has_trainers_name: bool) -> Kind | None:
-    """Return the kind of a tensor that stands by itself where a trainer keeps more than the model; None if it may be the model's.
+    """Return the kind of a single tensor next to the model's entry; None if it may be one of the model's.
 
     Args:
-        name: its last segment.
+        name: the last segment of its name.
         entry: the tensor.
-        has_trainers_name: only such a name tells, because the tensor may as well be a parameter.
+        has_trainers_name: require a trainer's name for it, because the tensor may also be a parameter.
     """
     if entry.dtype.name == "uint8" and len(entry.shape) == 1:
         is_random = _RANDOM.fullmatch(name) if has_trainers_name else entry.num_elements in _RANDOM_BYTES

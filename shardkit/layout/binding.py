@@ -1,17 +1,23 @@
-"""What tensors are on the other side: one function for every verb and for training, and who decided each name.
+"""Find the names and forms that tensors have on the other side, for every verb and for training.
 
-`bind` is given the providers of a verb, in this order:
+The sides are "model" (the names of a model in memory) and "hub" (the names in files on the Hub). Tensors whose names
+are known are *at hand*; the other side is wanted. A *binding* maps each name on the other side to an expression of
+the tensors at hand, and records who decided it:
 
-    person      rules that a person gave; they fit all names, or are refused
-    manifest    what tensors were made of when they were read from the Hub's files
-    shipped     the one set of rules that knows all names of a model in memory
-    class_says  what the class of a config makes of the names in its files, or a live model of names in its source
-    part_of     names and shapes of a larger model, of which this one is a part
+    at hand, side "model"     {"model.layers.0.mlp.experts.down_proj": (8, 64, 32)}
+    binding, side "hub"       {"model.layers.0.mlp.experts.0.down_proj.weight": rows 0 of that tensor, ...}
 
-Before that, `keys.select` names tensors by a person's prefixes, by recorded rules, and by the names and shapes of a
-base. Each provider begins with the binding of the one before. After rules, only class and base are left to say
-something. Where it is known which names are wanted, the next one is asked only if some of them are missing, and its answer
-is taken only if more of them are there with it.
+`bind` calls providers in this order. Each starts from the binding of the one before and returns a better one:
+
+    person_provider     the user's rules; they must fit all names
+    manifest_provider   the expressions by which tensors in memory were made of the Hub's files
+    shipped_provider    the set of shipped rules that fits all names, if exactly one does
+    class_provider      the class of a config, for names in its files; or a live model, for names in its source
+    whole_provider      the names and shapes of a larger model, which contains this one
+
+Before that, `keys.select` has named the tensors by the user's prefixes, by recorded rules, and by the names and shapes
+of a base. Once rules have decided, only `class_provider` and `whole_provider` can still change names. If the wanted names are
+known, the next provider is called only while some of them are missing, and its answer counts only if it has more.
 """
 
 from __future__ import annotations
@@ -28,10 +34,10 @@ from shardkit.keys.expressions import (
     Expression,
     Stored,
     Zeros,
+    computed_name,
     concat,
     from_json,
     leaves,
-    made_name,
     substitute,
     to_json,
 )
@@ -41,46 +47,49 @@ from shardkit.keys.rule_sets import Padding, bind_in_form, choose_shipped, confi
 from shardkit.keys.rules import RuleSet, RuleSide
 
 Decider = Literal["selection", "person", "manifest", "shipped", "class", "base"]
-"""Who decided what a tensor is on the other side; "selection" where it has the name that it was given."""
+"""Who decided the name and form of a tensor on the other side; "selection" if the name from `keys.select` stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassNames:
-    """What a model says of the names in files: a live one, or one that was built of a config."""
+    """How a model assigns tensors in files to its own. The model is live, or was built from a config.
+
+    An FQN is a tensor's name in the model.
+    """
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """FQN -> name in the files, for all that were found."""
+    """FQN -> name in the files, for each tensor that the files have in the model's form."""
     converted: Mapping[str, Expression] = field(default_factory=dict)
-    """FQN -> what it is made of, where the model holds tensors of the files in another form."""
+    """FQN -> expression of the files' tensors, where the model has them in another form."""
     unused: Mapping[str, Shape] = field(default_factory=dict)
-    """Shape by name in the files of tensors for which the model has no place."""
+    """Name in the files -> shape, for tensors that have no place in the model."""
     fused: Mapping[str, str] = field(default_factory=dict)
-    """Name in the files -> the FQN that it is a part of, where it is not known how the FQN is made."""
+    """Name in the files -> FQN of which the tensor is a part, where the conversion to the FQN is not known."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """FQN of `fused` -> why."""
+    """FQN in `fused` -> why the conversion is not known."""
     ignored: Collection[str] = ()
     """Names in the files of tensors that the model computes itself, or leaves out as `from_pretrained` does."""
     computed_fqns: Collection[str] = ()
-    """FQNs that the files lack and the model makes itself, according to its class."""
+    """FQNs that the files lack and the model computes itself, according to its class."""
     unsaved: Collection[str] = ()
-    """FQNs that `save_pretrained` leaves out, because the model makes them itself."""
+    """FQNs that `save_pretrained` leaves out, because the model computes them itself."""
     ties: Collection[tuple[str, ...]] = ()
-    """Groups of names that are one parameter: the files' names, else the model's."""
+    """Groups of names of one parameter: names in the files, or FQNs that the files lack."""
     missing: Collection[str] = ()
     """FQNs of weights that `from_pretrained` would initialise at random."""
     misfits: Collection[tuple[str, str]] = ()
-    """(FQN, why) of weights that it could not load and for which it would refuse the files."""
+    """(FQN, reason) of weights that `from_pretrained` could not load and because of which it would refuse the files."""
     is_transformers: bool = False
-    """The model is one of transformers, or holds one."""
+    """The model is a transformers model or contains one."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the object as plain data."""
         plain = {part.name: getattr(self, part.name) for part in fields(self)}
         return plain | {"converted": {fqn: to_json(expression) for fqn, expression in self.converted.items()}}
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> ClassNames:
-        """Return what `to_json` made plain data of."""
+        """Return the object that `to_json` turned into plain data."""
         return cls(
             **{
                 **plain,
@@ -94,72 +103,74 @@ class ClassNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """What tensors are on the other side."""
+    """The names and forms of tensors on the other side."""
 
     expressions: Mapping[str, Expression]
-    """Name on the other side -> what it is made of, by the names at hand."""
+    """Name on the other side -> expression of the tensors at hand."""
     by: Mapping[str, Decider]
-    """The same names -> who decided."""
+    """Name on the other side -> who decided it."""
     rules: RuleSet | None = None
-    """Those that decided."""
+    """The rules that decided, if rules did."""
     dropped: tuple[str, ...] = ()
-    """Names at hand that rules or the class leave out."""
-    apart: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Name on the other side -> names at hand of what it is a part of, or made of."""
+    """Names at hand that the rules or the class leave out."""
+    made_from: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Name on the other side -> names of the tensors at hand that were taken apart to make it."""
     padded: Mapping[str, int] = field(default_factory=dict)
-    """Name on the other side -> rows at its end that the model drops, and that are zeros."""
+    """Name on the other side -> number of rows at its end that are zeros, because the model does not have them."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     candidates: tuple[RuleSet, ...] = ()
-    """Shipped sets of which each would fit; none of several is taken."""
+    """The shipped sets of rules that fit. If there are several, none is applied."""
     why_not: tuple[str, ...] = ()
-    """Why other shipped sets that know all names, or most, do not fit."""
+    """Why other shipped sets do not fit that know all names, or most."""
     class_names: ClassNames | None = None
-    """What the class said, if it was asked."""
-    twice: tuple[str, ...] = ()
-    """Names that tensors at hand have, and parts of others too: then nothing is decided."""
+    """The class's answer, if `class_provider` was called."""
+    clashing_names: tuple[str, ...] = ()
+    """Names that both a tensor at hand and a part of another one would get. Nothing is decided then."""
 
     @property
-    def gone(self) -> frozenset[str]:
-        """Names at hand of tensors that were taken apart."""
-        return frozenset[str]().union(*self.apart.values())
+    def names_taken_apart(self) -> frozenset[str]:
+        """Names at hand of the tensors that were taken apart."""
+        return frozenset[str]().union(*self.made_from.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorsAtHand:
-    """Tensors whose names on the other side are looked for."""
+    """The tensors that `bind` looks up on the other side."""
 
     shapes: Mapping[str, Shape]
-    """By name: on the Hub, or below the root of a model in memory."""
+    """Name -> shape. Names are those on the Hub, or those below the root of a model in memory."""
     side: RuleSide | None = "model"
-    """Which side these names are of. None leaves that to a person's rules: it is the side that they know; if they know
-    both, that of which the other one is wanted. Then the class is that of a live model, whose tensors are the other
-    side."""
+    """The side that the names belong to. None lets the user's rules decide: it is the side that the rules know, or, if
+    they know both, the side whose translation has wanted names. The class is then that of a live model, and its tensors
+    are the other side."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Name at hand -> name that `keys.select` gave; what is absent keeps its name."""
+    """Name at hand -> name that `keys.select` gave it. Tensors that are not listed keep their names."""
     config: Mapping[str, Any] | None = None
-    """config.json, for numbers and the type of the model; None if there is none."""
+    """The content of config.json, for sizes and the type of the model; or None."""
     padding: Padding | None = None
-    """What is known of a padded vocabulary."""
+    """The padding of the vocabulary, if known."""
 
 
 WantedShapes = Mapping[str, Shape | None]
-"""Shape by name on the other side, None for one that is not known."""
+"""Wanted name on the other side -> shape; None for an unknown shape."""
 Provider = Callable[[TensorsAtHand, WantedShapes, Binding], Binding]
-"""Returns a binding with what it knows; nothing is wanted where the names do not matter."""
+"""Returns the binding with its own knowledge added. The wanted shapes are empty if any names will do."""
 
 
 def bind(have: TensorsAtHand, want: WantedShapes | None, providers: Iterable[Provider]) -> Binding:
-    """Return what tensors are on the other side; what nobody knows keeps the name that it was given.
+    """Return the names and forms of tensors on the other side.
+
+    A tensor that no provider knows keeps the name from `keys.select`.
 
     Args:
         have: the tensors at hand.
-        want: what is wanted of the other side; None if it does not matter.
-        providers: those who may know, in the order of this module.
+        want: the wanted tensors of the other side; None if any names will do.
+        providers: providers in the order of this module.
 
     Raises:
-        UsageError: some of a person's rules match nothing; lists every problem.
-        LayoutError: a person's rules do not fit; lists every problem.
+        UsageError: some of the user's rules match nothing; the error lists every problem.
+        LayoutError: the user's rules do not fit; the error lists every problem.
     """
     goal = want if have.side == "model" else None
     expressions = {
@@ -171,15 +182,15 @@ def bind(have: TensorsAtHand, want: WantedShapes | None, providers: Iterable[Pro
         if goal is not None and goal.items() <= _shapes(binding).items():
             break
         answer = provider(have, want or {}, binding)
-        if answer.twice:
-            return replace(unchanged, twice=answer.twice)
+        if answer.clashing_names:
+            return replace(unchanged, clashing_names=answer.clashing_names)
         if goal is None or _num_wanted(answer, goal) > _num_wanted(binding, goal):
             binding = answer
     return binding
 
 
-def person(rules: RuleSet) -> Provider:
-    """Return the provider of what a person asks for."""
+def person_provider(rules: RuleSet) -> Provider:
+    """Return the provider that applies the user's rules."""
 
     def provide(have: TensorsAtHand, want: WantedShapes, binding: Binding) -> Binding:
         config = config_for([rules], have.config)
@@ -208,41 +219,50 @@ def person(rules: RuleSet) -> Provider:
     return provide
 
 
-def manifest(derived: Mapping[str, Expression]) -> Provider:
-    """Return the provider of what a manifest says that names in memory were made of."""
+def manifest_provider(derived: Mapping[str, Expression]) -> Provider:
+    """Return the provider that reverses a manifest's expressions: name in memory -> expression of the Hub's tensors."""
     return lambda have, want, binding: (
-        _taken_apart(binding, derived, "manifest") if binding.rules is None else binding
+        _take_apart(binding, derived, "manifest") if binding.rules is None else binding
     )
 
 
-def shipped(have: TensorsAtHand, _: WantedShapes, binding: Binding) -> Binding:
-    """Have a shipped set decide, if it is the only one that fits; a `Provider`."""
-    return _by_shipped(binding, have) if binding.rules is None else binding
+def shipped_provider(have: TensorsAtHand, _: WantedShapes, binding: Binding) -> Binding:
+    """Apply the set of shipped rules that fits, if exactly one does. This is a `Provider`."""
+    return _apply_shipped_rules(binding, have) if binding.rules is None else binding
 
 
-def class_says(
+def class_provider(
     ask: Callable[[Mapping[str, Shape]], ClassNames | None], unchanged_names: Collection[str] = ()
 ) -> Provider:
-    """Return the provider of what a class says.
+    """Return the provider that asks a model's class.
 
     Args:
-        ask: asks the class about shapes by the names so far, which may take seconds; it may return None.
-        unchanged_names: names of the other side that the class does not change; none are those that are wanted.
+        ask: asks the class about shapes, by the names of the binding so far. It may take seconds and may return None.
+        unchanged_names: names of the other side that the class must not change; by default the wanted names.
     """
 
     def provide(have: TensorsAtHand, want: WantedShapes, binding: Binding) -> Binding:
         reply = ask(_shapes(binding))
-        return binding if reply is None else _by_class(binding, have.side, reply, unchanged_names or want)
+        return (
+            binding
+            if reply is None
+            else _apply_class_names(binding, have.side, reply, unchanged_names or want)
+        )
 
     return provide
 
 
-def part_of(wholes: Collection[Mapping[str, Shape]]) -> Provider:
-    """Return the provider of names in larger models, each as shape by name: the first that has all in one place counts."""
+def whole_provider(wholes: Collection[Mapping[str, Shape]]) -> Provider:
+    """Return the provider that names a part of a larger model as the larger model does.
+
+    Args:
+        wholes: candidates for the larger model, each as name -> shape. The first one counts that has all tensors in
+            one place.
+    """
 
     def provide(_: TensorsAtHand, want: WantedShapes, binding: Binding) -> Binding:
         same = dict(zip(binding.expressions, binding.expressions, strict=True))
-        return _renamed(binding, name_part(same, _shapes(binding), wholes), "base")
+        return _rename(binding, name_part(same, _shapes(binding), wholes), "base")
 
     return provide
 
@@ -258,26 +278,33 @@ def _num_wanted(binding: Binding, goal: Mapping[str, Shape | None]) -> int:
     )
 
 
-def _at_hand(binding: Binding) -> dict[str, str]:
-    """Return the names by which others know tensors: in memory, or on the Hub where one is made -> its name so far."""
+def _names_at_hand(binding: Binding) -> dict[str, str]:
+    """Return name at hand -> name in the binding; for a tensor made of others, its name in the binding is both."""
     return {
         expression.name if isinstance(expression, Stored) else name: name
         for name, expression in binding.expressions.items()
     }
 
 
-def _taken_apart(binding: Binding, derived: Mapping[str, Expression], by: Decider) -> Binding:
-    """Make the Hub's tensors of those that a model in memory holds in another form.
+def _take_apart(binding: Binding, derived: Mapping[str, Expression], by: Decider) -> Binding:
+    """Turn tensors in memory back into the Hub's tensors that they were made of.
 
-    A tensor of another shape than it was made with, or of which a part is missing, is left as it is.
+    A tensor stays as it is if its shape has changed since, or if not all of its parts can be recovered.
+
+    Args:
+        binding: the binding so far.
+        derived: name in memory -> expression of the Hub's tensors.
+        by: who knows the expressions.
     """
-    at_hand = {name_at_hand: binding.expressions[name] for name_at_hand, name in _at_hand(binding).items()}
+    at_hand = {
+        name_at_hand: binding.expressions[name] for name_at_hand, name in _names_at_hand(binding).items()
+    }
     intact = {
         fqn: expression
         for fqn, expression in derived.items()
         if fqn in at_hand and at_hand[fqn].shape == expression.shape
     }
-    padded = dict(_padded(intact))
+    padded = dict(_padded_expressions(intact))
     back = {**padded, **invert(intact)}
     whole = {
         fqn for fqn, expression in intact.items() if all(leaf.name in back for leaf in leaves(expression))
@@ -291,15 +318,15 @@ def _taken_apart(binding: Binding, derived: Mapping[str, Expression], by: Decide
         return binding
     kept = {
         name: binding.expressions[name]
-        for name_at_hand, name in _at_hand(binding).items()
+        for name_at_hand, name in _names_at_hand(binding).items()
         if name_at_hand not in whole
     }
     return replace(
         binding,
-        twice=tuple(sorted(kept.keys() & parts.keys())),
+        clashing_names=tuple(sorted(kept.keys() & parts.keys())),
         expressions=kept | {name: substitute(expression, at_hand) for name, expression in parts.items()},
         by={name: binding.by[name] for name in kept} | dict.fromkeys(parts, by),
-        apart={
+        made_from={
             name: frozenset(leaf.name for leaf in leaves(expression)) for name, expression in parts.items()
         },
         padded={
@@ -310,11 +337,11 @@ def _taken_apart(binding: Binding, derived: Mapping[str, Expression], by: Decide
     )
 
 
-def _padded(expressions: Mapping[str, Expression]) -> Iterator[tuple[str, Expression]]:
-    """Yield the tensors of which a model has the first rows alone, with zeros for the others.
+def _padded_expressions(expressions: Mapping[str, Expression]) -> Iterator[tuple[str, Expression]]:
+    """Yield (name on the Hub, expression) of each tensor of which the model has only the first rows.
 
-    Inkling 2 has a head of `unpadded_vocab_size` rows, and `save_pretrained` of transformers 5.24 writes the rest of the
-    `vocab_size` as zeros.
+    In the expression, zeros fill the other rows. For example, Inkling 2 has a head of `unpadded_vocab_size` rows, and
+    `save_pretrained` of transformers 5.24 writes zeros for the rest of the `vocab_size`.
     """
     users = Counter(leaf.name for expression in expressions.values() for leaf in leaves(expression))
     for fqn, expression in expressions.items():
@@ -324,8 +351,10 @@ def _padded(expressions: Mapping[str, Expression]) -> Iterator[tuple[str, Expres
                     yield name, concat([Stored(fqn, expression.shape), Zeros((rows - first, *row_shape))], 0)
 
 
-def _by_shipped(binding: Binding, have: TensorsAtHand) -> Binding:
-    at_hand = {name_at_hand: binding.expressions[name] for name_at_hand, name in _at_hand(binding).items()}
+def _apply_shipped_rules(binding: Binding, have: TensorsAtHand) -> Binding:
+    at_hand = {
+        name_at_hand: binding.expressions[name] for name_at_hand, name in _names_at_hand(binding).items()
+    }
     shapes = {name_at_hand: expression.shape for name_at_hand, expression in at_hand.items()}
     side = have.side or "model"
     choice = choose_shipped(shapes, have.config, side=side, padding=have.padding)
@@ -347,7 +376,7 @@ def _by_shipped(binding: Binding, have: TensorsAtHand) -> Binding:
     )
 
 
-def _by_class(
+def _apply_class_names(
     binding: Binding, side: RuleSide | None, reply: ClassNames, unchanged_names: Collection[str]
 ) -> Binding:
     if side != "model":
@@ -361,18 +390,18 @@ def _by_class(
             dropped=dropped,
             class_names=reply,
         )
-    answered = replace(_taken_apart(binding, reply.converted, "class"), class_names=reply)
+    answered = replace(_take_apart(binding, reply.converted, "class"), class_names=reply)
     changed = {
         name: name
         if name in unchanged_names
         else reply.names.get(name) or reply.names.get(name_at_hand, name)
-        for name_at_hand, name in _at_hand(answered).items()
+        for name_at_hand, name in _names_at_hand(answered).items()
     }
-    return _renamed(answered, changed, "class")
+    return _rename(answered, changed, "class")
 
 
-def _renamed(binding: Binding, names: Mapping[str, str], by: Decider) -> Binding:
-    """Give tensors other names on the other side, unless two would have one."""
+def _rename(binding: Binding, names: Mapping[str, str], by: Decider) -> Binding:
+    """Rename tensors of a binding (old -> new), unless two of them would get the same name."""
     if len(set(names.values())) < len(names):
         return binding
     return replace(
@@ -382,17 +411,22 @@ def _renamed(binding: Binding, names: Mapping[str, str], by: Decider) -> Binding
     )
 
 
-def as_tensors(
+def name_in_catalog(
     expressions: Mapping[str, Expression], stored: Collection[str]
 ) -> tuple[dict[str, str], dict[str, Expression]]:
-    """Return the name in a catalog of what is made, and what those are made of that are no stored tensors themselves.
+    """Give every expression a name in a catalog.
+
+    A stored tensor has a name already. Any other expression gets a new name, which the caller adds to the catalog.
 
     Args:
-        expressions: name -> what it is made of, by names in the catalog.
+        expressions: name -> expression of tensors in the catalog.
         stored: all names in the catalog.
+
+    Returns:
+        (name -> name in the catalog, new name in the catalog -> its expression).
     """
     names = {
-        name: expression.name if isinstance(expression, Stored) else made_name(name, stored)
+        name: expression.name if isinstance(expression, Stored) else computed_name(name, stored)
         for name, expression in expressions.items()
     }
     return names, {

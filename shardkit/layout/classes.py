@@ -1,17 +1,16 @@
-"""What the classes of transformers know: the model of a config, the dtype of each tensor, the ties.
+"""Get from the classes of transformers: the model of a config, the dtype of each tensor, the ties.
 
-Models are built on the meta device: every name and shape, and no memory for weights.
+Models are built on the meta device, so they have every name and shape, but use no memory for weights.
 
 Dtypes are those that `from_pretrained` gives for a wanted dtype. It builds the class with the wanted dtype as
-torch's default, so whatever the class makes fp32 by itself (a router, a bias) stays fp32. A class also lists
+torch's default, so a tensor that the class itself makes in fp32 (a router, a bias) stays fp32. A class also lists
 modules that half precision would harm.
 
-Ties break in silence. transformers 5.0 builds on meta without them. `init_empty_weights` and `.to("meta")`
-make two parameters of one, and so do `fully_shard` and `parallelize_module` if each name is wrapped by
-itself. The two are filled with the same values and then train apart. The class still knows the tie.
+Ties can break without an error. transformers 5.0 builds on meta without them. `init_empty_weights` and `.to("meta")`
+turn one parameter into two, and so do `fully_shard` and `parallelize_module` if each name is wrapped separately.
+The two are filled with the same values and then diverge in training. The class still declares the tie.
 
-prepare, wrap, preshard and consolidate all ask here. Importing this module imports torch, but not
-transformers.
+prepare, wrap, preshard and consolidate all use this module. Importing it imports torch, but not transformers.
 
 Source: transformers 5.23, PreTrainedModel.from_pretrained, _get_dtype_plan, and core_model_loading,
 convert_and_load_state_dict_in_model.
@@ -40,7 +39,7 @@ from shardkit.keys.peft import without_base_layers, without_peft_modules
 from shardkit.layout.layout import CannotBuildError
 from shardkit.layout.wrap_policy import no_split_names
 
-# `_keep_in_fp32_modules` is about fp16 only, the strict ones are about bf16 too.
+# `_keep_in_fp32_modules` applies to fp16 only, `_keep_in_fp32_modules_strict` to bf16 too.
 _KEPT = {
     torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
     torch.bfloat16: ("_keep_in_fp32_modules_strict",),
@@ -49,15 +48,16 @@ _KEPT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassDtypes:
-    """What a model's class makes of a wanted dtype."""
+    """The dtypes that a model's class gives its tensors when one dtype is wanted for all."""
 
     default_dtype: torch.dtype
+    """The wanted dtype."""
     kept: re.Pattern[str] | None = None
-    """Matches names of tensors that stay fp32; None if there are none."""
+    """Matches the names of tensors that the class keeps in fp32; None if it keeps none."""
     parameters: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """FQN -> dtype, for floating parameters that the class makes in another dtype than the wanted one."""
+    """FQN -> dtype, for floating parameters that the class creates in another dtype than the wanted one."""
     buffers: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """FQN -> dtype that the class makes, for floating buffers."""
+    """FQN -> dtype, for floating buffers that the class creates."""
 
     def of(self, fqn: str) -> torch.dtype:
         """Return the dtype of a floating tensor, by its name in the model."""
@@ -66,7 +66,7 @@ class ClassDtypes:
         return self.parameters.get(without_peft_modules(fqn), self.default_dtype)
 
     def of_stored(self, name: str) -> torch.dtype:
-        """Return the dtype of a floating tensor by its name in a file, which may lack outer modules."""
+        """Return the dtype of a floating tensor, by its name in a file, which may lack names of outer modules."""
         by_name = self.of(name)
         if by_name is not self.default_dtype or not self.parameters:
             return by_name
@@ -79,19 +79,19 @@ class ClassDtypes:
 
 
 def is_transformers(module: object) -> bool:
-    """True for a model of transformers. Does not import transformers."""
+    """True for a transformers model. transformers is not imported."""
     return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
 
 def transformers_model(model: nn.Module | None) -> Any:
-    """Return the outermost transformers model in a model; None if there is none."""
+    """Return the outermost transformers model in a model, or None."""
     return next(
         (module for module in (model.modules() if model is not None else ()) if is_transformers(module)), None
     )
 
 
 def is_transformers_layer(module: nn.Module) -> bool:
-    """True for a layer that transformers can checkpoint itself, which keeps caches out of it."""
+    """True for a layer with transformers' own activation checkpointing, which keeps caches out of the recomputation."""
     return any(
         base.__name__ == "GradientCheckpointingLayer" and base.__module__.startswith("transformers.")
         for base in type(module).__mro__
@@ -102,16 +102,16 @@ def built_dtypes(model: nn.Module, default_dtype: torch.dtype) -> ClassDtypes:
     """Return the dtypes of a class's tensors, from a model that was built with `default_dtype` as torch's default."""
     return ClassDtypes(
         default_dtype=default_dtype,
-        kept=_kept(model, default_dtype),
-        parameters=dict(_made(model, default_dtype)),
+        kept=_fp32_pattern(model, default_dtype),
+        parameters=dict(_own_dtypes(model, default_dtype)),
     )
 
 
 def class_dtypes(model: nn.Module, default_dtype: torch.dtype) -> ClassDtypes:
     """Return the dtypes that the classes of a live model give its tensors, whatever dtype the model was built in.
 
-    Each model of transformers in it is built once more, on meta. A class that cannot be built, because it
-    takes more than a config, is judged by its list of modules alone.
+    Each transformers model in it is built once more, on meta. If a class cannot be built, because it needs more than
+    a config, only its list of fp32 modules counts.
 
     Args:
         model: any model. Wrappers around it and adapters in it do not matter.
@@ -122,43 +122,45 @@ def class_dtypes(model: nn.Module, default_dtype: torch.dtype) -> ClassDtypes:
     for prefix, twin in meta_twins(model, default_dtype):
         holds_any = True
         if twin is not None:
-            parameters |= {prefix + fqn: dtype for fqn, dtype in _made(twin, default_dtype)}
+            parameters |= {prefix + fqn: dtype for fqn, dtype in _own_dtypes(twin, default_dtype)}
             buffers |= {prefix + fqn: x.dtype for fqn, x in twin.named_buffers() if x.is_floating_point()}
-    kept = _kept(model, default_dtype) if holds_any else None
+    kept = _fp32_pattern(model, default_dtype) if holds_any else None
     return ClassDtypes(default_dtype=default_dtype, kept=kept, parameters=parameters, buffers=buffers)
 
 
-def _kept(model: nn.Module, default_dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Join the patterns, regular expressions that match anywhere in a name; `*` stands for anything."""
+def _fp32_pattern(model: nn.Module, default_dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Return one regular expression for all tensors that the classes keep in fp32, or None.
+
+    transformers' patterns are regular expressions that match anywhere in a name, and `*` stands for any text.
+    """
     patterns = {
         pattern for attribute in _KEPT.get(default_dtype, ()) for pattern in collect(model, attribute)
     }
     return re.compile("|".join(f"(?:{p.replace('*', '.*')})" for p in sorted(patterns))) if patterns else None
 
 
-def _made(model: nn.Module, default_dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
+def _own_dtypes(model: nn.Module, default_dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_floating_point() and parameter.dtype != default_dtype:
             yield fqn, parameter.dtype
 
 
 def meta_twins(model: nn.Module, default_dtype: torch.dtype | None) -> Iterator[tuple[str, nn.Module | None]]:
-    """Build each outermost model of transformers in a live model once more, on meta.
+    """Build each outermost transformers model in a live model once more, on meta.
 
     Args:
         model: any model. Wrappers around it and adapters in it do not matter.
-        default_dtype: a floating dtype; None is the config's.
+        default_dtype: a floating dtype; None for the config's.
 
     Yields:
-        (what precedes the twin's names in the model, the twin). The twin is None if the class
-        cannot be built.
+        (prefix that the twin's names have in the model, the twin). The twin is None if the class cannot be built.
     """
     for path, module in _outermost(model):
         yield without_peft_modules(path), _twin(module, default_dtype)
 
 
 def _outermost(model: nn.Module, method: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path with its dot, module) of each outermost model of transformers that has this method."""
+    """Yield (path with a dot at its end, module) of each outermost transformers model that has this method."""
     prefixes: list[str] = []
     for path, module in model.named_modules():
         is_inside = any(f"{path}.".startswith(outer) for outer in prefixes)
@@ -183,7 +185,7 @@ def _twin(model: Any, default_dtype: torch.dtype | None) -> nn.Module | None:
 
 @contextlib.contextmanager
 def safe_creation() -> Iterator[None]:
-    """Do as `from_pretrained` does: code that reads a `torch.linspace` while building gets real numbers."""
+    """Give code that reads the values of a `torch.linspace` real numbers while it builds, as `from_pretrained` does."""
     try:
         from transformers.initialization import meta_device_safe_creation_ops
     except ImportError:  # transformers 5.0 lacks it
@@ -197,20 +199,21 @@ _TRUST = "--trust-remote-code lets the model's own code run; read it first"
 
 
 def build_model(directory: str, *, trust_remote_code: bool, dtype: torch.dtype | None = None) -> nn.Module:
-    """Build the model that `from_pretrained` would, without weights, on the meta device.
+    """Build the model that `from_pretrained` would build, without weights, on the meta device.
 
     Args:
-        directory: holds config.json.
-        dtype: the wanted dtype; None is the config's.
+        directory: the directory with config.json.
+        dtype: the wanted dtype; None for the config's.
         trust_remote_code: whether code in the directory may be imported.
 
     Raises:
-        CannotBuildError: there is no config or no architecture, or it is not known or may not run.
+        CannotBuildError: the config is missing or names no architecture, transformers lacks the architecture, or its
+            code may not run.
     """
     model_class, config = find_class(directory, trust_remote_code=trust_remote_code)
     try:
         with torch.device("meta"), safe_creation():
-            # The implementation of attention owns no parameters, and the fast ones need packages.
+            # No implementation of attention has parameters, and the fast ones need further packages.
             options = {} if dtype is None else {"dtype": dtype}
             model = model_class._from_config(config, attn_implementation="eager", **options)
     except ImportError as error:
@@ -218,21 +221,21 @@ def build_model(directory: str, *, trust_remote_code: bool, dtype: torch.dtype |
             f"{model_class.__name__} needs a package that is not here: {escape(str(error))}"
         ) from error
     assert isinstance(model, nn.Module)
-    tie(model)
+    mend_ties(model)
     return model
 
 
 def find_class(directory: str, *, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Return the class of the model that a directory's config describes, and the config. Nothing is built.
+    """Return (class, config) of the model that a directory's config describes. Nothing is built.
 
     Args:
-        directory: holds config.json.
+        directory: the directory with config.json.
         trust_remote_code: whether code in the directory may be imported.
 
     Raises:
         CannotBuildError: as `build_model`.
     """
-    import transformers  # takes seconds; questions about a live model need not cost that
+    import transformers  # takes seconds, and functions for live models need no import
 
     directory = storage.local_config(directory)
     raw = _read_config(directory)
@@ -280,7 +283,7 @@ def _find_class(raw: dict[str, Any], directory: str, trust_remote_code: bool) ->
 
 
 def _remote_reference(auto_map: object, name: str) -> str | None:
-    """Return the auto_map's "module.Class" whose class is `name`."""
+    """Return the reference "module.Class" in a config's auto_map whose class is `name`, or None."""
     if not isinstance(auto_map, dict):
         return None
     references = (value for value in auto_map.values() if isinstance(value, str))
@@ -288,7 +291,7 @@ def _remote_reference(auto_map: object, name: str) -> str | None:
 
 
 def ignored_patterns(model: nn.Module) -> tuple[str, ...]:
-    """Return the patterns of source names that `from_pretrained` leaves out in silence.
+    """Return the patterns of source names that `from_pretrained` skips without a warning.
 
     These are the class's own patterns, and two for buffers that used to be persistent.
 
@@ -304,43 +307,44 @@ def ignored_patterns(model: nn.Module) -> tuple[str, ...]:
 
 
 class BrokenTie(NamedTuple):
-    """Two parameters of a model that are one in its class."""
+    """Two parameters of a model that its class declares to be one."""
 
     kept: str
     """FQN of the parameter that the class ties the other to."""
     alias: str
-    """FQN of the other."""
+    """FQN of the other parameter."""
 
 
 class _ModelParameter(NamedTuple):
-    """Where a parameter is."""
+    """A parameter and its place in the model."""
 
     fqn: str
     module: nn.Module
+    """The module that has the parameter."""
     name: str
-    """In the module."""
+    """Name of its attribute in the module."""
     parameter: nn.Parameter
 
 
 def broken_ties(model: nn.Module) -> list[BrokenTie]:
-    """Return the ties that a model's classes and configs declare and that are several parameters in the model.
+    """Return the ties that a model's classes and configs declare, but that are two parameters in the model.
 
     Args:
-        model: wrapped or not. Only models of transformers, or models that hold one, can have known ties.
+        model: any model, wrapped or not. Only transformers models, and models that contain one, declare ties.
 
     Source: transformers 5.23, PreTrainedModel.tie_weights and get_expanded_tied_weights_keys.
     """
-    return [BrokenTie(kept.fqn, alias.fqn) for kept, alias in _broken(model)]
+    return [BrokenTie(kept.fqn, alias.fqn) for kept, alias in _broken_pairs(model)]
 
 
-def tie(model: nn.Module) -> list[BrokenTie]:
-    """Tie what a model's classes tie, where both parameters are on meta and unsharded; return what was tied.
+def mend_ties(model: nn.Module) -> list[BrokenTie]:
+    """Mend broken ties where both parameters are on meta and not sharded; return the ties that were mended.
 
     Args:
-        model: not wrapped.
+        model: a model that is not wrapped.
     """
     done = []
-    for kept, alias in _broken(model):
+    for kept, alias in _broken_pairs(model):
         if _is_free(kept.parameter) and _is_free(alias.parameter) and _are_alike(kept, alias):
             setattr(alias.module, alias.name, getattr(kept.module, kept.name))
             done.append(BrokenTie(kept.fqn, alias.fqn))
@@ -356,8 +360,8 @@ def _are_alike(kept: _ModelParameter, alias: _ModelParameter) -> bool:
     return one.dtype == two.dtype and one.requires_grad == two.requires_grad
 
 
-def _broken(model: nn.Module) -> Iterator[tuple[_ModelParameter, _ModelParameter]]:
-    declared = dict(_declared(model))
+def _broken_pairs(model: nn.Module) -> Iterator[tuple[_ModelParameter, _ModelParameter]]:
+    declared = dict(_declared_ties(model))
     if not declared:
         return
     places: dict[str, _ModelParameter] = {}
@@ -372,18 +376,17 @@ def _broken(model: nn.Module) -> Iterator[tuple[_ModelParameter, _ModelParameter
                 yield one, two
 
 
-def _declared(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield (name, what it is tied to) for ties that the outermost models have now and had when built.
+def _declared_ties(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield (alias, kept name) of the ties that the outermost models declare now and also had when they were built.
 
-    Both are needed: a config may have changed since, and what `from_pretrained` found to differ in a file is
-    no longer tied.
+    Both are needed: a config may have changed since, and `from_pretrained` unties parameters that differ in a file.
     """
     for path, module in _outermost(model, "get_expanded_tied_weights_keys"):
         before = without_base_layers(f".{clean_name(path.removesuffix('.'))}.").lstrip(".")
         built = getattr(module, "all_tied_weights_keys", None)
         try:
             now = module.get_expanded_tied_weights_keys(all_submodels=True)  # type: ignore[operator]
-        except ValueError:  # patterns match nothing, because wrappers changed names or modules are gone
+        except ValueError:  # patterns match nothing, because wrappers changed names or modules were removed
             now = built
         if isinstance(built, dict) and isinstance(now, dict):
             named = ((clean_name(alias), clean_name(kept)) for alias, kept in now.items())
@@ -391,10 +394,10 @@ def _declared(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def collect(model: nn.Module, attribute: str) -> tuple[str, ...]:
-    """Return the strings of a class attribute over all modules. It may be a str, list, set or None.
+    """Return the strings in a class attribute of all modules. The attribute may be a str, list, set or None.
 
-    transformers 5 puts a `set()` of the attribute on each instance, which turns a str into single letters. So
-    this asks the class as well, and ignores single letters.
+    transformers 5 puts a `set()` of the attribute on each instance, which turns a str into single letters. So the
+    attribute of the class is read too, and single letters are ignored.
     """
     values = (getattr(holder, attribute, None) for part in model.modules() for holder in (type(part), part))
     return tuple(dict.fromkeys(name for value in values for name in no_split_names(value) if len(name) > 1))

@@ -1,14 +1,16 @@
-"""What transformers does to stored tensors on their way into a model, and back: renamings and conversions.
+"""Find out how transformers renames and converts stored tensors on their way into a model, and back.
 
-transformers 5 keeps, for each architecture, a list of renamings and converters. Which of them apply depends on the
-order of the keys, the config and the model. So nothing is read off that list: the converters themselves run, on
-tensors without memory that have the names and shapes of the files, and every operation that they carry out is
-noted. What they make is then known as expressions of the stored tensors, and bytes can be moved accordingly.
+transformers 5 has a list of renamings and converters for each architecture. Which of them apply depends on the
+order of the keys, the config and the model. So the list is not interpreted here. Instead, the converters themselves
+run, on meta tensors with the names and shapes of the files, and `Lowering` records every operation that they execute.
+Their results are then known as expressions of the stored tensors, and bytes can be moved accordingly:
 
-An operation that does more than cut, put together and reorder is not known here. What it makes is opaque: the
-converter itself makes it, of whole real tensors (`carry_out`).
+    a converter stacks two stored experts (64, 32)  ->  "experts.down_proj" = stack([Stored(...), Stored(...)], 0)
 
-This module alone knows transformers' own interfaces for it: get_model_conversion_mapping (5.0 to 5.23),
+Only operations that cut, join and reorder tensors can be expressed. The result of any other operation is `Opaque`:
+when bytes move, the converter itself computes it from whole real tensors (`convert_values`).
+
+Only this module uses transformers' interfaces for conversions: get_model_conversion_mapping (5.0 to 5.23),
 WeightRenaming and WeightConverter.
 
 Source: transformers 5.23, core_model_loading.convert_and_load_state_dict_in_model and revert_weight_conversion.
@@ -37,23 +39,23 @@ from shardkit.layout.classes import meta_twins
 
 
 class Lowering(DispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what operations on tensors without memory do, as expressions of the tensors that it made."""
+    """A context that records operations on meta tensors: each result as an expression of the tensors from `stored`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.unknown: list[str] = []
-        """Names of operations that are not known."""
+        """Names of the executed operations that cannot be expressed."""
         self._kept: dict[int, torch.Tensor] = {}
         self._expressions: dict[int, Expression] = {}
 
     def stored(self, name: str, shape: Shape) -> torch.Tensor:
-        """Return a tensor on meta that stands for a stored one."""
+        """Return a meta tensor that represents a stored one."""
         tensor = torch.empty(shape, device="meta")
         self._note(tensor, Stored(name, tuple(shape)))
         return tensor
 
     def expression(self, tensor: torch.Tensor) -> Expression | None:
-        """Return the expression that makes a tensor; None if an operation is not known."""
+        """Return the expression of a tensor; None if an operation that made it cannot be expressed."""
         return self._expressions.get(id(tensor))
 
     def _note(self, tensor: torch.Tensor, expression: Expression | None) -> None:
@@ -64,10 +66,10 @@ class Lowering(DispatchMode):  # type: ignore[no-untyped-call]
             self._expressions[id(tensor)] = expression
 
     def on_operation(self, name: str, inputs: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
-        """Note what an operation made."""
+        """Record the result of an operation, if an input is known."""
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         tensors = [value for value in results if isinstance(value, torch.Tensor)]
-        input_tensors = [value for value in _flat(inputs) if isinstance(value, torch.Tensor)]
+        input_tensors = [value for value in _flatten(inputs) if isinstance(value, torch.Tensor)]
         if not any(id(value) in self._expressions for value in input_tensors):
             return
         expressions: list[Expression] | None = None
@@ -88,46 +90,46 @@ class Lowering(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 _HARMLESS = frozenset({"memory_format", "dtype", "layout", "device", "pin_memory", "non_blocking"})
-"""Options that change no element, or only its dtype."""
+"""Options of operations that leave the elements as they are, or change only their dtype."""
 
 
-def _flat(values: Any) -> Iterator[Any]:
+def _flatten(values: Any) -> Iterator[Any]:
     for value in values:
         if isinstance(value, (list, tuple)):
-            yield from _flat(value)
+            yield from _flatten(value)
         else:
             yield value
 
 
 class _Arguments(NamedTuple):
-    """Arguments of an operation, tensors as expressions."""
+    """The positional arguments of an operation, with tensors as expressions."""
 
     expressions: Mapping[int, Expression]
     values: tuple[Any, ...]
 
     def tensor(self) -> Expression:
-        """Return the first argument."""
+        """Return the first argument, a tensor."""
         return self.expressions[id(self.values[0])]
 
     def tensors(self) -> list[Expression]:
-        """Return the first argument, a list."""
+        """Return the first argument, a list of tensors."""
         return [self.expressions[id(tensor)] for tensor in self.values[0]]
 
     def get(self, index: int, default: Any = None) -> Any:
-        """Return an argument by its place."""
+        """Return the argument at an index, or the default if there are fewer arguments."""
         return self.values[index] if index < len(self.values) else default
 
     def dim(self, index: int) -> int:
-        """Return a dim of the first argument."""
+        """Return the argument at an index as a dim of the first argument, counted from the front."""
         return int(self.get(index, 0)) % len(self.tensor().shape)
 
 
-def _range(of: Expression, dim: int, start: int, size: int) -> Expression:
+def _cut_range(of: Expression, dim: int, start: int, size: int) -> Expression:
     offsets = tuple(start if d == dim else 0 for d in range(len(of.shape)))
     return cut(of, Region(offsets, tuple(size if d == dim else n for d, n in enumerate(of.shape))))
 
 
-def _without(of: Expression, dim: int) -> Expression:
+def _drop_dim(of: Expression, dim: int) -> Expression:
     return reshape(of, (*of.shape[:dim], *of.shape[dim + 1 :]))
 
 
@@ -138,7 +140,7 @@ def _split(arguments: _Arguments) -> list[Expression]:
         sizes = [min(sizes, total - start) for start in range(0, total, max(sizes, 1))]
     pieces, start = list[Expression](), 0
     for size in sizes:
-        pieces.append(_range(of, dim, start, int(size)))
+        pieces.append(_cut_range(of, dim, start, int(size)))
         start += int(size)
     return pieces
 
@@ -150,17 +152,17 @@ def _slice(arguments: _Arguments) -> Expression:
     start, stop = slice(start, size if stop is None else stop).indices(size)[:2]
     if step != 1:
         raise ValueError("every n-th element")
-    return _range(of, dim, start, max(stop - start, 0))
+    return _cut_range(of, dim, start, max(stop - start, 0))
 
 
 def _select(arguments: _Arguments) -> Expression:
     of, dim = arguments.tensor(), arguments.dim(1)
-    return _without(_range(of, dim, int(arguments.get(2)) % of.shape[dim], 1), dim)
+    return _drop_dim(_cut_range(of, dim, int(arguments.get(2)) % of.shape[dim], 1), dim)
 
 
 def _unbind(arguments: _Arguments) -> list[Expression]:
     of, dim = arguments.tensor(), arguments.dim(1)
-    return [_without(_range(of, dim, index, 1), dim) for index in range(of.shape[dim])]
+    return [_drop_dim(_cut_range(of, dim, index, 1), dim) for index in range(of.shape[dim])]
 
 
 def _view(arguments: _Arguments) -> Expression:
@@ -204,7 +206,7 @@ def _pad(arguments: _Arguments) -> Expression:
     return of
 
 
-def _same(arguments: _Arguments) -> Expression:
+def _identity(arguments: _Arguments) -> Expression:
     return arguments.tensor()
 
 
@@ -227,23 +229,26 @@ _RULES: Mapping[str, Callable[[_Arguments], Expression | list[Expression]]] = {
     "unsqueeze": _unsqueeze,
     "constant_pad_nd": _pad,
     "new_zeros": lambda arguments: Zeros(tuple(arguments.get(1))),
-    "clone": _same,
-    "detach": _same,
-    "alias": _same,
-    "lift_fresh": _same,
-    "_to_copy": _same,
-    "expand": _same,
+    "clone": _identity,
+    "detach": _identity,
+    "alias": _identity,
+    "lift_fresh": _identity,
+    "_to_copy": _identity,
+    "expand": _identity,
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What stored tensors become that transformers converts."""
+    """The results of transformers' conversions, in either direction.
+
+    The keys are names in the model from `Conversions.convert`, and names in the Hub's files from `revert_conversions`.
+    """
 
     expressions: Mapping[str, Expression] = field(default_factory=dict)
-    """Name in the model -> what it is made of."""
+    """Name -> expression of the inputs."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Name in the model -> why nothing can be said of it, as the end of a sentence."""
+    """Name -> why it has no expression; the end of a sentence whose subject is the name."""
 
 
 class Conversions(NamedTuple):
@@ -254,13 +259,13 @@ class Conversions(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> Conversions | None:
-        """Return the renamings and conversions of a model; None if this transformers has none."""
+        """Return the renamings and converters for a model; None if this transformers is too old to have any."""
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import WeightConverter, WeightRenaming
         except ImportError:
             return None
-        with own_classes(module):
+        with original_classes(module):
             transforms = get_model_conversion_mapping(module)
         return cls(
             [transform for transform in transforms if isinstance(transform, WeightRenaming)],
@@ -269,11 +274,11 @@ class Conversions(NamedTuple):
 
     @property
     def keep_names(self) -> bool:
-        """True if a tensor may be converted and keep its name, so that names alone do not show that it has to be."""
+        """True if some converter keeps a name, so that names alone do not show whether tensors need converting."""
         return any(set(c.source_patterns) & set(c.target_patterns) for c in self.converters)
 
     def rename(self, name: str) -> tuple[str, str | None]:
-        """Return a stored tensor's name in the model, and the pattern of its converter, if it has one."""
+        """Return a stored tensor's name in the model, and its converter's pattern or None."""
         from transformers.core_model_loading import rename_source_key
 
         renamed: tuple[str, str | None] = rename_source_key(name, self.renamings, self.converters)
@@ -285,10 +290,10 @@ class Conversions(NamedTuple):
         """Return the model's tensors as expressions of stored ones, under the model's own names.
 
         Args:
-            model: the model of transformers that they are for, wrapped or not.
-            groups: name in the model -> stored name -> the name that the converters see, for the first target of
-                each group of tensors that are converted together.
-            shapes: by stored name.
+            model: the transformers model that receives the tensors, wrapped or not.
+            groups: the groups of tensors that are converted together. Name in the model of a group's first result
+                -> stored name -> the name that the converters see.
+            shapes: stored name -> shape.
         """
         converted, failed = dict[str, Expression](), dict[str, str]()
         for fqn, names in groups.items():
@@ -303,7 +308,7 @@ class Conversions(NamedTuple):
                     values = self.make(model, fqn, seen, tensors)
                     expressions = {target: lowering.expression(tensor) for target, tensor in values.items()}
                     opaque = [target for target, expression in expressions.items() if expression is None]
-                    changed = self._of_other_dtype(model, fqn, parts) if opaque else set()
+                    changed = self._dtype_changing_targets(model, fqn, parts) if opaque else set()
                 except Exception as error:  # an operation may raise anything for tensors that do not fit
                     failed[fqn] = (
                         f"cannot be made of what is there: {escape(str(error).partition(chr(10))[0])}"
@@ -321,13 +326,13 @@ class Conversions(NamedTuple):
     def make(
         self, model: nn.Module, group: str, names: Sequence[str], tensors: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Run the converter of a group; return what it makes, by name in the model.
+        """Run the converter of a group; return name in the model -> resulting tensor.
 
         Args:
-            model: of transformers.
-            group: name in the model of the first tensor that it makes.
-            names: of the tensors, as the converter sees them, in natural order.
-            tensors: of these names.
+            model: a transformers model.
+            group: name in the model of the group's first result.
+            names: names of the input tensors, as the converter sees them, in natural order.
+            tensors: the input tensors, in the order of the names.
 
         Raises:
             Exception: anything that an operation may raise.
@@ -343,8 +348,10 @@ class Conversions(NamedTuple):
         values = _run(converter, group, model)
         return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
 
-    def _of_other_dtype(self, model: nn.Module, group: str, parts: Sequence[tuple[str, Stored]]) -> set[str]:
-        """Return the targets that a converter makes in another dtype than that of the tensors it is given."""
+    def _dtype_changing_targets(
+        self, model: nn.Module, group: str, parts: Sequence[tuple[str, Stored]]
+    ) -> set[str]:
+        """Return the results of a converter whose dtype differs from that of its inputs."""
         changed = set[str]()
         for dtype in (torch.float32, torch.bfloat16):
             tensors = [torch.empty(part.shape, device="meta", dtype=dtype) for _, part in parts]
@@ -353,16 +360,18 @@ class Conversions(NamedTuple):
         return changed
 
 
-def carry_out(model: nn.Module, opaque: Opaque, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make the tensors of a group by transformers' own code, as `from_pretrained` does.
+def convert_values(
+    model: nn.Module, opaque: Opaque, values: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Convert real tensors by transformers' own code, as `from_pretrained` does.
 
     Args:
-        model: of transformers; on any device.
-        opaque: one of the group.
-        values: those of its parts, on the CPU.
+        model: a transformers model on any device.
+        opaque: any tensor of the group that the converter makes.
+        values: the stored tensors `opaque.parts`, on the CPU.
 
     Returns:
-        All of the group by name in the model.
+        Name in the model -> tensor, for the whole group.
 
     Raises:
         LayoutError: the converter fails, or this transformers has none.
@@ -380,17 +389,17 @@ def carry_out(model: nn.Module, opaque: Opaque, values: Sequence[torch.Tensor]) 
         ) from error
 
 
-def revert(model: Any, shapes: Mapping[str, Shape]) -> Conversion:
+def revert_conversions(model: Any, shapes: Mapping[str, Shape]) -> Conversion:
     """Return the tensors that `save_pretrained` would write, with the names and forms of the Hub's files.
 
-    Which prefixes a file had is known to a model only if `from_pretrained` made it. This one is told nothing.
+    `from_pretrained` records in a model which prefixes its files had. A model that was built otherwise lacks that.
 
     Args:
-        model: of transformers.
-        shapes: by name in the model.
+        model: a transformers model.
+        shapes: name in the model -> shape.
 
     Raises:
-        LayoutError: this transformers has no such function, or it fails.
+        LayoutError: this transformers cannot revert conversions, or fails to.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -419,7 +428,7 @@ def revert(model: Any, shapes: Mapping[str, Shape]) -> Conversion:
 
 
 def _run(converter: Any, fqn: str, model: nn.Module) -> Mapping[str, Any]:
-    """Run a converter; where wrappers hide the model's parameters, for the same model without them."""
+    """Run a converter. If it fails because wrappers hide the model's parameters, run it with the model's twin."""
     again = copy.copy(converter.collected_tensors)
     config = getattr(model, "config", None)
     try:
@@ -434,8 +443,8 @@ def _run(converter: Any, fqn: str, model: nn.Module) -> Mapping[str, Any]:
 
 
 @contextlib.contextmanager
-def own_classes(model: nn.Module) -> Iterator[None]:
-    """Give modules back the classes that `fully_shard` replaced, for code that goes by their names."""
+def original_classes(model: nn.Module) -> Iterator[None]:
+    """Restore the classes that `fully_shard` replaced while the context lasts, for code that reads class names."""
     changed = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
     try:
         for module in changed:

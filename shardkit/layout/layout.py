@@ -1,8 +1,8 @@
 """Which rank stores which regions of each tensor; and the layout that FSDP2's rule gives without a model.
 
 A layout is a mesh, a placement for each tensor, units and ties. FSDP2 places every parameter as `Shard(0)` on
-the shard axis and replicates buffers. A name does not tell whether a tensor is a buffer, so the rule
-replicates in case of doubt: `dcp.load` reads either way.
+the shard axis and replicates buffers. A name does not show whether a tensor is a buffer. In doubt the rule
+replicates, because `dcp.load` reads a tensor either way.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class TensorLayout:
     """Index into `Layout.units`. Buffers and unsharded parameters belong to their module's unit."""
     is_buffer: bool = False
     mesh: Mesh | None = None
-    """Another view of the ranks than the layout's, such as that of experts; None if it is the layout's."""
+    """The tensor's own mesh over the same ranks, such as the mesh of experts; None for the layout's mesh."""
     stage: int | None = None
-    """The pipeline stage that holds it; None without pipeline parallelism."""
+    """The pipeline stage that stores the tensor; None without pipeline parallelism."""
 
     @property
     def is_sharded(self) -> bool:
@@ -76,17 +76,17 @@ class Layout:
     """Groups of names that are one parameter in the live model. Every name is in its `state_dict()`, and the
     bytes are stored under the first."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """The source's name of every tensor, and of each alias that it has. The model's own may differ."""
+    """Name in the model -> name in the source, for every tensor and for those aliases that the source has too."""
     expressions: Mapping[str, Expression] = field(default_factory=dict)
-    """What a name of `sources` is made of that the source does not have itself, such as fused experts."""
+    """Name in `sources` -> how it is made of stored tensors, where the source lacks it, as with fused experts."""
     omitted: tuple[tuple[str, str], ...] = ()
     """(name, reason) of source tensors that the live model does not load."""
     keep_fp32: frozenset[str] | None = None
     """Names that the model's class keeps in fp32 under a `--dtype` of half precision; None if not known."""
     policy: str = "auto"
-    """The wrap policy as it was given."""
+    """The wrap policy as the user wrote it."""
     notes: tuple[str, ...] = ()
-    """What a person should know about this layout."""
+    """Remarks about this layout, to be shown to the user."""
 
     def owners(self, fqn: str) -> Iterator[tuple[int, Region]]:
         """Yield (lowest rank that holds it, region) of every stored chunk of a tensor."""
@@ -99,7 +99,7 @@ class Layout:
         return self.mesh_of(fqn).held(tensor.shape, tensor.placements, rank)
 
     def not_for_stock(self) -> list[str]:
-        """Return the tensors that stock `dcp.load` does not fill right, as it takes ranks' memory for other regions."""
+        """Return the tensors that stock `dcp.load` would fill wrongly, as it computes other regions for the ranks."""
         return [
             name
             for name, tensor in self.tensors.items()
@@ -107,7 +107,7 @@ class Layout:
         ]
 
     def mesh_of(self, fqn: str) -> Mesh:
-        """Return the mesh that a tensor lies on: the layout's or another view of the ranks, of one stage if it has some."""
+        """Return the mesh that a tensor lies on: its own or the layout's, reduced to the ranks of its stage."""
         tensor = self.tensors[fqn]
         mesh = tensor.mesh or self.mesh
         return mesh if tensor.stage is None else self.mesh.on_stage(tensor.stage, mesh)
@@ -137,7 +137,7 @@ def declare(
         mesh: at most one replicate axis, then one shard axis.
         wrap: `auto` makes a unit of each child of an outermost numbered container ("model.layers.N."), `none`
             makes one unit. Module paths are matched against the tensor names.
-        config: config.json, for ties; None if there is none.
+        config: the content of config.json, for ties; or None.
         reason: why no model was traced, for the note and for errors.
 
     Returns:
@@ -148,7 +148,7 @@ def declare(
     """
     if mesh.pp > 1:
         raise PolicyError(
-            f"--mesh {mesh}: which stage holds what needs the model, and {reason or 'there is no model'}",
+            f"--mesh {mesh}: assigning tensors to pipeline stages needs the model, and {reason or 'there is no model'}",
             hint="pre-shard without pp; stock dcp.load reads that into any stage",
         )
     axes = [axis.name for axis in mesh.axes if axis.role == "tensor"] + ["ep"] * (mesh.ep > 1)
@@ -188,12 +188,12 @@ def _place(entry: TensorEntry, mesh: Mesh, unit: int) -> TensorLayout:
 
 
 def innermost_unit(fqn: str, index: Mapping[str, int]) -> int:
-    """Return the index of the innermost unit that holds a tensor. The root, which holds all, has index 0."""
-    return next((index[path] for path in _around(fqn) if path in index), 0)
+    """Return the index of the innermost unit that contains a tensor. The root contains all and has index 0."""
+    return next((index[path] for path in _enclosing_paths(fqn) if path in index), 0)
 
 
-def _around(path: str) -> Iterator[str]:
-    """Yield the paths around a module or tensor, the innermost first."""
+def _enclosing_paths(path: str) -> Iterator[str]:
+    """Yield the paths that enclose a module or tensor, innermost first: for "a.b.c", "a.b" and then "a"."""
     while path := path.rpartition(".")[0]:
         yield path
 
@@ -249,7 +249,7 @@ def find_containers(fqns: Iterable[str]) -> dict[str, int]:
     whole = {
         path: len(names) for path, names in children.items() if names == set(map(str, range(len(names))))
     }
-    return {path: size for path, size in whole.items() if whole.keys().isdisjoint(_around(path))}
+    return {path: size for path, size in whole.items() if whole.keys().isdisjoint(_enclosing_paths(path))}
 
 
 def _module_paths(fqns: Iterable[str]) -> list[str]:

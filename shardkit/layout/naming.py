@@ -1,4 +1,7 @@
-"""Which stored tensor is which tensor of a model: names differ by wrappers, prefixes, PEFT or renamings."""
+"""Match stored tensors to the tensors of a model. Their names may differ by wrappers, prefixes, PEFT or renamings.
+
+In this module an FQN is a name in the model's state dict, and a base name is an FQN without the modules that PEFT adds.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import is_computed
 from shardkit.layout.binding import ClassNames
 from shardkit.layout.classes import build_model, built_dtypes, collect, ignored_patterns, is_transformers
-from shardkit.layout.conversions import Conversions, revert
+from shardkit.layout.conversions import Conversions, revert_conversions
 
 _Rename = Callable[[str], tuple[str, str | None]]
-"""Returns a new name, and the pattern of transformers' converter where more than the name would change."""
+"""Takes a name; returns the new name, and the pattern of transformers' converter if more than the name changes."""
 
 
 def match_names(
@@ -36,15 +39,15 @@ def match_names(
     """Find the stored tensor for each tensor of a model.
 
     Args:
-        shapes: by name in the files, or below the checkpoint's own root.
+        shapes: stored name, in the files or below the checkpoint's root -> shape.
         model_names: names of all parameters and buffers in the model's state dict, with every name of a tie.
-        computed: names of buffers that are in no state dict.
-        model: its class may know renamings and names to leave out. Not needed for plain modules.
-        as_loaded: guess no prefix that `from_pretrained` would not add or remove.
+        computed: names of buffers that are not in the state dict.
+        model: the model, whose class may have renamings and names to leave out. Not needed for plain modules.
+        as_loaded: change only those prefixes that `from_pretrained` would add or remove; guess no others.
 
     Returns:
-        The match with the most stored tensors: by names as they are, or by names as
-        `from_pretrained` changes them.
+        The better of two matches, by the number of stored tensors that have a place: one for the names as they are,
+        one for the names as `from_pretrained` changes them.
 
     Raises:
         SourceError: several stored tensors would be one of the model's.
@@ -61,7 +64,7 @@ def match_names(
         if len(renamed.unused) < len(matched.unused) or (
             not matched.unused and not renamed.unused and renamed.fused
         ):
-            matched = _converted(renamed, cleaned, targets, root, conversions, shapes)
+            matched = _with_conversions(renamed, cleaned, targets, root, conversions, shapes)
     if root is None:
         return _without_ignored(matched, lambda name: cleaned[name] in computed_names)
     buffers = _Targets(computed_names)
@@ -72,12 +75,14 @@ def match_names(
             buffers.find(cleaned[name], prefixes) or ignored(name) or is_computed(cleaned[name], shapes[name])
         )
 
-    computed_fqns = _made_names(root[1], root[0], [fqn for fqn in targets.fqns if fqn not in matched.names])
+    computed_fqns = _computed_names(
+        root[1], root[0], [fqn for fqn in targets.fqns if fqn not in matched.names]
+    )
     return replace(_without_ignored(matched, is_left_out), computed_fqns=computed_fqns, is_transformers=True)
 
 
 class _Targets:
-    """A model's names, and the other names under which each may be stored."""
+    """A model's FQNs, and the base names under which their tensors may be stored."""
 
     def __init__(self, fqns: Iterable[str]) -> None:
         self.fqns = dict.fromkeys(fqns)
@@ -88,7 +93,7 @@ class _Targets:
                 self.by_base.setdefault(base, []).append(fqn)
 
     def find(self, name: str, prefixes: Iterable[tuple[str, str]]) -> list[str]:
-        """Return the FQNs that a stored tensor of this name fills."""
+        """Return the FQNs that a stored tensor with this name fills; several if PEFT added copies of a module."""
         if name in self.fqns:
             return [name]
         for old, new in (("", ""), *prefixes):
@@ -102,10 +107,10 @@ class _Targets:
 
 
 def transformers_root(model: nn.Module | None) -> tuple[str, nn.Module] | None:
-    """Return the outermost transformers model in a model, and its path there by the base's names."""
+    """Return the outermost transformers model in a model and its path by base names; None if the model has none."""
     for path, module in model.named_modules() if model is not None else ():
         if is_transformers(module):
-            # The name of something inside it shows what PEFT and wrappers add before it.
+            # The base name of something inside the module lacks what PEFT and wrappers add before it.
             inside = base_name(clean_name(f"{path}.x" if path else "x")) or "x"
             return inside.removesuffix("x").removesuffix("."), module
     return None
@@ -114,7 +119,7 @@ def transformers_root(model: nn.Module | None) -> tuple[str, nn.Module] | None:
 def _prefixes(
     stored: Iterable[str], targets: _Targets, root: tuple[str, nn.Module] | None, *, as_loaded: bool
 ) -> list[tuple[str, str]]:
-    """Return (prefix of stored names, its replacement). Those that transformers knows come first."""
+    """Return pairs (prefix of stored names, its replacement). Those from transformers come before guessed ones."""
     prefixes = []
     if root is not None:
         path, module = root
@@ -157,13 +162,13 @@ def _match(
         else:
             for fqn in fqns:
                 names.setdefault(fqn, []).append(key)
-    _refuse_several(names)
+    _refuse_duplicates(names)
     return ClassNames(
         names={fqn: names[fqn][0] for fqn in targets.fqns if fqn in names}, unused=unused, fused=fused
     )
 
 
-def _converted(
+def _with_conversions(
     match: ClassNames,
     cleaned: Mapping[str, str],
     targets: _Targets,
@@ -171,7 +176,7 @@ def _converted(
     conversions: Conversions,
     shapes: Mapping[str, Shape],
 ) -> ClassNames:
-    """Return a match with what its fused tensors are made of."""
+    """Return a match with expressions for its fused tensors, where they can be found."""
     before = f"{root[0]}." if root[0] else ""
     groups: dict[str, dict[str, str]] = {}
     for stored, fqn in match.fused.items():
@@ -187,7 +192,7 @@ def _converted(
                 names.setdefault(fqn, []).append(next(leaf.name for leaf in leaves(expression)))
             else:
                 converted[fqn] = expression
-    _refuse_several(names)
+    _refuse_duplicates(names)
     failed = {fqn: why for home, why in conversion.failed.items() for fqn in targets.find(before + home, ())}
     return replace(
         match,
@@ -198,7 +203,7 @@ def _converted(
     )
 
 
-def _refuse_several(names: Mapping[str, list[str]]) -> None:
+def _refuse_duplicates(names: Mapping[str, list[str]]) -> None:
     problems = [
         f"{escape(fqn)}: {' and '.join(map(escape, keys))}" for fqn, keys in names.items() if len(keys) > 1
     ]
@@ -216,15 +221,15 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def ask_model(model: nn.Module, shapes: Mapping[str, Shape], *, as_loaded: bool = True) -> ClassNames:
-    """Return what a model says of the names in files, and which of its weights `from_pretrained` would not find.
+    """Return how a model matches the names in files, and which of its weights `from_pretrained` would not find.
 
     Args:
-        model: built from its config, tied, on the meta device, and not wrapped.
-        shapes: by name in the files. What a compiled model saved has no place in this one.
+        model: a model that was built from its config on the meta device, is tied, and is not wrapped.
+        shapes: name in the files -> shape. Names with parts that wrappers add (such as `torch.compile`) match nothing.
         as_loaded: as for `match_names`.
 
     Raises:
-        SourceError: several of the tensors would be one of the model's.
+        SourceError: several of the stored tensors would be one of the model's.
     """
     state = tensors_of(model)
     computed = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in state]
@@ -245,24 +250,26 @@ def ask_model(model: nn.Module, shapes: Mapping[str, Shape], *, as_loaded: bool 
         for name, shape_or_reason in have.items()
         if name in state and shape_or_reason != tuple(state[name].shape)
     ]
-    ties = [tuple(dict.fromkeys(match.names.get(fqn, fqn) for fqn in group)) for group in tied(state)]
+    ties = [tuple(dict.fromkeys(match.names.get(fqn, fqn) for fqn in group)) for group in tied_groups(state)]
     unsaved = collect(model, "_keys_to_ignore_on_save")
     return replace(match, unsaved=unsaved, ties=ties, missing=missing, misfits=misfits)
 
 
 def answer_class(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Ask the class that a config names about tensors; return plain data.
+    """Answer a request of `traced.ask_class`: build the model of a config and match its names; return plain data.
 
     Args:
-        request: as `traced.ask_class` makes it. Code beside config.json does not run.
+        request: the request. Code next to config.json does not run.
 
     Returns:
-        model_class, match: what `ask_model` returns, for the given names or for the Hub's form of these.
-        form: of names in memory, see `_hub_form`.
-        fp32: if a dtype is asked for, in the place of these: the names that stay in fp32.
+        A dict with these keys:
+        model_class: name of the class.
+        match: result of `ask_model`, for the requested names or, if they are names in memory, for their Hub's form.
+        form: for names in memory only, see `_hub_form`.
+        fp32: if a dtype is requested, the names that stay in fp32; `match` is then empty and `form` is missing.
 
     Raises:
-        Exception: anything that building a model may raise.
+        Exception: any error of the code that builds the model.
     """
     dtype: torch.dtype | None = getattr(torch, request["dtype"]) if request["dtype"] else None
     model, names = build_model(request["directory"], trust_remote_code=False, dtype=dtype), request["names"]
@@ -276,8 +283,8 @@ def answer_class(request: Mapping[str, Any]) -> dict[str, Any]:
     return answer | {"form": form} | ({} if result is None else {"match": ask_model(model, result).to_json()})
 
 
-def tied(state: Mapping[str, object]) -> list[list[str]]:
-    """Return the groups of names that are one tensor."""
+def tied_groups(state: Mapping[str, object]) -> list[list[str]]:
+    """Return the groups of several names for the same tensor object."""
     groups: dict[int, list[str]] = {}
     for name, tensor in state.items():
         groups.setdefault(id(tensor), []).append(name)
@@ -287,17 +294,20 @@ def tied(state: Mapping[str, object]) -> list[list[str]]:
 def _hub_form(
     model: nn.Module, shapes: Mapping[str, Shape]
 ) -> tuple[dict[str, Any], dict[str, Shape] | None]:
-    """Return the Hub's form of a model's tensors as plain data, and the shapes in it by name.
+    """Return the Hub's form of tensors in memory as plain data, and its shapes: name on the Hub -> shape, or None.
 
     Args:
-        model: built from its config.
-        shapes: by name in the model, as far as they are the model's. All may lack what their names begin with.
+        model: a model that was built from its config.
+        shapes: name in memory -> shape. Some names may be foreign to the model. All names may lack the same prefix.
 
     Returns:
-        made: name on the Hub -> what it is made of; without what the model computes itself. It is None where these are not the model's own names, or where
-            what `from_pretrained` would make of the result is not the same again; `why` says so.
-        is_lost: they are the model's own names, and no form is known that would be loaded as they are.
-        ties: groups of names in the model that are one tensor, first the one that `save_pretrained` keeps.
+        A dict with these keys:
+        made: name on the Hub -> expression of the tensors in memory, without tensors that the model computes itself.
+            None if most of the names are not the model's, or if `from_pretrained` would turn the result into
+            something else than these tensors.
+        why: the reason for None; else empty.
+        is_lost: true if the names are the model's, but loading no known form would give these tensors again.
+        ties: groups of names in memory of one tensor; the name that `save_pretrained` keeps comes first.
     """
     state = {name: tuple(x.shape) for name, x in model.state_dict().items() if isinstance(x, torch.Tensor)}
     before = _lacked_prefix(state, shapes)
@@ -306,10 +316,10 @@ def _hub_form(
         name: stored.shape for name, stored in stored_tensors.items() if state.get(name) == stored.shape
     }
     unsaved = [name for name in collect(model, "_keys_to_ignore_on_save") if name in model_shapes]
-    further = getattr(model, "all_tied_weights_keys", {})  # of transformers: left out -> kept
+    further = getattr(model, "all_tied_weights_keys", {})  # of transformers: name left out -> name kept
     ties = [
         [name.removeprefix(before) for name in sorted(group, key=further.__contains__)]
-        for group in tied(tensors_of(model))
+        for group in tied_groups(tensors_of(model))
     ]
 
     def unknown(why: str, *, is_lost: bool = True) -> tuple[dict[str, Any], None]:
@@ -318,9 +328,11 @@ def _hub_form(
     if 2 * len(model_shapes) < len(shapes):
         return unknown("these are not its names in memory", is_lost=False)
     try:
-        reverted = revert(model, {name: shape for name, shape in model_shapes.items() if name not in unsaved})
+        reverted = revert_conversions(
+            model, {name: shape for name, shape in model_shapes.items() if name not in unsaved}
+        )
     except LayoutError as error:
-        wrong = _not_again(
+        wrong = _changed_by_loading(
             model, model_shapes, {name: Stored(name, shape) for name, shape in model_shapes.items()}
         )
         changes = f"; it would change {listed(wrong)}" if wrong else ""
@@ -336,7 +348,7 @@ def _hub_form(
             if name not in model_shapes
         },
     }
-    wrong = _not_again(model, model_shapes, expressions)
+    wrong = _changed_by_loading(model, model_shapes, expressions)
     if wrong:
         return unknown(f"from_pretrained would make something else of it: {listed(wrong)}")
     plain = {name: to_json(substitute(e, stored_tensors)) for name, e in expressions.items()}
@@ -345,16 +357,22 @@ def _hub_form(
 
 
 def _lacked_prefix(names: Collection[str], stored: Mapping[str, Shape]) -> str:
-    """Return what all stored names lack of a model's, at their beginning, with its dot; empty if that is nothing."""
+    """Return the prefix, with its dot, that turns all stored names into names of the model; or an empty string."""
     prefix = match_prefix([split(name) for name in names], stored)
     before = f"{join(prefix)}." if prefix else ""
     return before if all(before + name in names for name in stored) else ""
 
 
-def _not_again(
+def _changed_by_loading(
     model: nn.Module, model_shapes: Mapping[str, Shape], expressions: Mapping[str, Expression]
 ) -> list[str]:
-    """Return the names in the model of which loading would make something else than was there before."""
+    """Return the FQNs of tensors that saving and loading would change.
+
+    Args:
+        model: a transformers model.
+        model_shapes: FQN -> shape.
+        expressions: name in the files that would be saved -> expression of the model's tensors.
+    """
     shapes = {name: expression.shape for name, expression in expressions.items()}
     matched = match_names(shapes, model_shapes, model=model, as_loaded=True)
     again = {fqn: expressions[stored] for fqn, stored in matched.names.items()}
@@ -362,8 +380,8 @@ def _not_again(
     return [fqn for fqn, expression in again.items() if expression != Stored(fqn, tuple(model_shapes[fqn]))]
 
 
-def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[str, ...]:
-    """Return the names that the files of a model may lack, because the model makes them in silence.
+def _computed_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[str, ...]:
+    """Return those FQNs that files may lack, because the model's class computes them without a warning.
 
     Source: transformers 5.23, PreTrainedModel._adjust_missing_and_unexpected_keys.
     """
@@ -374,14 +392,14 @@ def _made_names(model: nn.Module, path: str, lacking: Iterable[str]) -> tuple[st
 
 
 def _ignored_names(model: nn.Module) -> Callable[[str], object]:
-    """Return a function that is true for names that the model's class leaves out."""
+    """Return a predicate for stored names that the model's class leaves out."""
     patterns = ignored_patterns(model)
     joined = "|".join(f"(?:{pattern})" for pattern in patterns)
     return re.compile(joined).search if patterns else lambda _: None
 
 
 def _without_ignored(match: ClassNames, is_left_out: Callable[[str], bool]) -> ClassNames:
-    """Set aside the tensors that a model computes itself."""
+    """Move the unused tensors that the model leaves out to `ignored`."""
     ignored = {name: None for name in match.unused if is_left_out(name)}
     unused = {name: shape for name, shape in match.unused.items() if name not in ignored}
     return replace(match, unused=unused, ignored=tuple(ignored))

@@ -1,4 +1,4 @@
-"""Runs transformers' own converters on real tensors, where shardkit does not know what they do."""
+"""Run transformers' own converters on real tensors, for conversions that shardkit cannot express itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class OwnCode:
-    """The converters of a model, which is built when they are first needed.
+    """The converters of a model. The model is built at the first call.
 
     Args:
         build: returns the model of transformers, on any device.
@@ -27,25 +27,25 @@ class OwnCode:
         self._model: nn.Module | None = None
 
     def __call__(self, opaque: Opaque, values: list[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the tensors of a group, by name in the model.
+        """Return the tensors that a converter makes of stored ones: name in the model -> tensor.
 
         Args:
-            opaque: one of the group.
-            values: those of its parts, on the CPU.
+            opaque: any tensor of the group that the converter makes.
+            values: the stored tensors `opaque.parts`, on the CPU.
 
         Raises:
             LayoutError: the model cannot be built, or the converter fails.
         """
-        from shardkit.layout.conversions import carry_out
+        from shardkit.layout.conversions import convert_values
 
         with self._lock:
             if self._model is None:
                 self._model = self._build()
-            return carry_out(self._model, opaque, values)
+            return convert_values(self._model, opaque, values)
 
 
-def of_directory(directory: str, *, trust_remote_code: bool) -> OwnCode:
-    """Return the converters for the model of a config; nothing is imported before they are needed.
+def own_code_for(directory: str, *, trust_remote_code: bool) -> OwnCode:
+    """Return the converters for the model that a config describes. Nothing is imported before the first call.
 
     Args:
         directory: holds config.json.

@@ -1,8 +1,8 @@
-"""Tensor and expert parallelism as the model's own class plans it: the same here and in transformers.
+"""Apply tensor and expert parallelism as the model's own class plans it, with the same result as in transformers.
 
 transformers applies a model's `tp_plan` and `ep_plan` when it loads with a `DistributedConfig`. The tracing child and
-`wrap` call the same functions of it on a model that is not wrapped yet; `fully_shard` comes after. transformers puts
-dense weights on (dp_shard, tp), and experts on (efsdp, ep), another view of the same ranks.
+`wrap` call the same functions of transformers on a model that is not wrapped yet; `fully_shard` comes after. Dense
+weights then lie on the axes (dp_shard, tp), and experts on (efsdp, ep), another view of the same ranks.
 
 Only code that has a model imports this module.
 """
@@ -19,35 +19,35 @@ from torch.distributed.tensor import DTensor
 
 from shardkit.core.text import escape
 from shardkit.errors import PolicyError
-from shardkit.layout.units import describe
+from shardkit.layout.units import describe_error
 
 _OLDEST = "5.20"  # of transformers: before it, plans made no DTensors that `fully_shard` takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meshes:
-    """What each part of a model is sharded over; all meshes have the same ranks."""
+    """The meshes that the parts of a model are sharded over. All of them consist of the same ranks."""
 
     data: DeviceMesh | None
-    """Replicate axis and shard axis, or one of them, for `fully_shard`; None if nothing is sharded by it."""
+    """Replicate axis, shard axis or both, for `fully_shard`; None if `fully_shard` is not called."""
     tp: DeviceMesh | None = None
-    """One axis."""
+    """The axis of tensor parallelism."""
     ep: DeviceMesh | None = None
-    """One axis."""
+    """The axis of expert parallelism."""
     expert_data: DeviceMesh | None = None
-    """`data` for the modules on `ep`."""
+    """Used in place of `data` for modules on `ep`."""
 
     @classmethod
     def of(
         cls, mesh: DeviceMesh, data: Sequence[str], tensor: str | None, experts: DeviceMesh | None = None
     ) -> Meshes:
-        """Take a mesh apart.
+        """Split a mesh into its parts.
 
         Args:
-            mesh: with names.
+            mesh: a mesh whose axes have names.
             data: names of its replicate axis and shard axis; neither, one or both.
-            tensor: name of its tensor-parallel axis; None if it has none.
-            experts: another mesh over the same ranks, whose last axis is that of expert parallelism.
+            tensor: name of its tensor-parallel axis, or None.
+            experts: another mesh over the same ranks; its last axis is the one of expert parallelism.
         """
         names = mesh.mesh_dim_names
         spread = mesh if tuple(data) == names else None
@@ -63,7 +63,7 @@ class Meshes:
         return cls(data=spread, tp=tp, ep=experts[last], expert_data=experts[tuple(rest)])
 
     def of_unit(self, is_dispatched: bool) -> DeviceMesh:
-        """Return the mesh for `fully_shard` of a unit, of experts that lie on `ep` or of anything else."""
+        """Return the mesh for a unit's `fully_shard` call; `is_dispatched` if the unit's experts lie on `ep`."""
         mesh = self.expert_data if is_dispatched else self.data
         assert mesh is not None
         return mesh
@@ -75,22 +75,22 @@ def has_plan(model: nn.Module) -> bool:
 
 
 def is_parallel(model: nn.Module) -> bool:
-    """True if tensor or expert parallelism has been applied: a parameter is a DTensor."""
+    """True if tensor or expert parallelism was applied to a model, that is, if it has a DTensor."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def apply_plans(model: nn.Module, meshes: Meshes) -> list[str]:
-    """Parallelise a model in place by its own plans; tied parameters stay tied.
+    """Parallelise a model in place by its own plans. Tied parameters stay tied.
 
     Args:
-        model: not wrapped yet, on meta or with weights; on each rank the same.
-        meshes: axes of size 1 do nothing.
+        model: a model that is not wrapped yet, on meta or with weights; the same one on each rank.
+        meshes: the meshes to use; axes of size 1 have no effect.
 
     Returns:
         Paths of the modules whose parameters lie on the mesh of expert parallelism.
 
     Raises:
-        PolicyError: transformers is too old, the model has no such plan, or transformers refuses it.
+        PolicyError: transformers is too old, the model has no plan for an axis, or transformers refuses the plan.
     """
     tp, ep = meshes.tp, meshes.ep
     tp_size, ep_size = 1 if tp is None else tp.size(), 1 if ep is None else ep.size()
@@ -122,9 +122,9 @@ def apply_plans(model: nn.Module, meshes: Meshes) -> list[str]:
     except (ValueError, AttributeError, OSError) as error:
         raise PolicyError(
             f"transformers cannot apply the {' and '.join(f'{name}_plan' for name in names)} of "
-            f"{type(model).__name__}: {describe(error)}"
+            f"{type(model).__name__}: {describe_error(error)}"
         ) from error
-    _tie_again(model, ties)
+    _restore_ties(model, ties)
     return [
         path
         for path, module in model.named_modules()
@@ -132,14 +132,17 @@ def apply_plans(model: nn.Module, meshes: Meshes) -> list[str]:
     ]
 
 
-def with_units(model: nn.Module, units: Iterable[str], dispatched: Iterable[str]) -> list[str]:
-    """Return units with the modules of experts among them: these lie on another mesh than the rest."""
+def add_dispatched_units(model: nn.Module, units: Iterable[str], dispatched: Iterable[str]) -> list[str]:
+    """Return the paths of units and of dispatched expert modules, in module order.
+
+    Experts need units of their own, because they lie on another mesh than the rest.
+    """
     unit_paths = {*units, *dispatched}
     return [path for path, _ in model.named_modules() if path in unit_paths]
 
 
 def _apply(model: Any, meshes: Meshes, *, tp_size: int, ep_size: int) -> None:
-    """Call what transformers calls in `maybe_distribute_model`, but for FSDP.
+    """Make the calls that transformers makes in `maybe_distribute_model`, except those for FSDP.
 
     Source: transformers 5.20 to 5.23, distributed/mixin.py, tensor_parallel.py, expert_parallel.py.
     """
@@ -165,7 +168,7 @@ def _apply(model: Any, meshes: Meshes, *, tp_size: int, ep_size: int) -> None:
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
-    """Return the places (module, attribute, full name) of each parameter that has several."""
+    """Return the places of each tied parameter, as (module, attribute, full name)."""
     places: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -173,8 +176,8 @@ def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
     return [group for group in places.values() if len(group) > 1]
 
 
-def _tie_again(model: nn.Module, ties: list[list[tuple[nn.Module, str, str]]]) -> None:
-    """Let one parameter stand at all places of a tie: a plan makes a new one at each.
+def _restore_ties(model: nn.Module, ties: list[list[tuple[nn.Module, str, str]]]) -> None:
+    """Put one parameter at all places of a tie again, because a plan makes a new parameter at each place.
 
     Raises:
         PolicyError: the plan cuts the places in different ways, so that they cannot be one parameter.

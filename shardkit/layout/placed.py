@@ -1,4 +1,4 @@
-"""Where a live tensor lies: its placements, and its mesh as a view of all ranks.
+"""Read the placements of a live tensor, and its device mesh as a view of all ranks.
 
 Only code that has a model imports this module. It imports torch, and nothing heavier.
 """
@@ -20,8 +20,8 @@ from shardkit.errors import LayoutError
 _MAX_SHOWN = 8
 
 
-class Placed(NamedTuple):
-    """Placements of a tensor, and the mesh that they are about."""
+class MeshPlacements(NamedTuple):
+    """The placements of a tensor, one for each axis of a mesh."""
 
     placements: Placements
     mesh: Mesh | None
@@ -32,7 +32,7 @@ def placements_of(tensor: DTensor) -> Placements:
     """Return the placements of a tensor on the axes of its own mesh.
 
     Raises:
-        LayoutError: one of them neither copies nor cuts.
+        LayoutError: a placement neither replicates nor shards, such as `Partial`.
     """
     placements = []
     for axis, placement in enumerate(tensor.placements):
@@ -43,32 +43,33 @@ def placements_of(tensor: DTensor) -> Placements:
     return tuple(placements)
 
 
-def placed_on(tensor: torch.Tensor, mesh: Mesh) -> Placed:
-    """Return where a tensor lies, on the axes of a mesh where it can be said so.
+def read_placements(tensor: torch.Tensor, mesh: Mesh) -> MeshPlacements:
+    """Return the placements of a tensor on the axes of the main mesh where possible, else on its own mesh.
 
-    An axis that the tensor's own mesh lacks holds copies; so do all of them for a plain tensor.
+    A tensor is replicated on axes that its own mesh lacks. A plain tensor is replicated on all axes.
 
     Args:
-        tensor: on rank 0, in a world of `mesh.size` ranks.
+        tensor: as seen by rank 0, in a world of `mesh.size` ranks.
         mesh: the main mesh.
 
     Raises:
-        LayoutError: its mesh does not begin at rank 0, is not regular, or cuts over replicas; or as `placements_of`.
+        LayoutError: the tensor's mesh does not begin at rank 0 or is not regular, or it cuts the tensor over
+            ranks that hold copies on the main mesh; or as `placements_of`.
     """
     if not isinstance(tensor, DTensor):
-        return Placed((REPLICATE,) * len(mesh.axes), None)
+        return MeshPlacements((REPLICATE,) * len(mesh.axes), None)
     placements, view = placements_of(tensor), view_of(tensor.device_mesh)
     cutting = [axis for axis, placement in enumerate(placements) if placement.shard_dim is not None]
     highest = sum((size - 1) * stride for axis in cutting for size, stride in view.digits[axis])
     if highest >= mesh.num_shards:
         names = ", ".join(view.names[axis] for axis in cutting)
         raise LayoutError(f"it is cut on mesh axes {names} over ranks that hold copies in --mesh {mesh}")
-    on_main = _on_main(placements, view, mesh)
-    return Placed(placements, view) if on_main is None else Placed(on_main, None)
+    on_main = _on_main_mesh(placements, view, mesh)
+    return MeshPlacements(placements, view) if on_main is None else MeshPlacements(on_main, None)
 
 
-def _on_main(placements: Placements, view: Mesh, mesh: Mesh) -> Placements | None:
-    """Return placements on the axes of the main mesh; None if axes of the tensor's mesh are none of these."""
+def _on_main_mesh(placements: Placements, view: Mesh, mesh: Mesh) -> Placements | None:
+    """Return placements on the axes of the main mesh; None if the tensor is cut over other axes than these."""
     on_main, last = [REPLICATE] * len(mesh.axes), -1
     for axis, digits, placement in zip(view.axes, view.digits, placements, strict=True):
         same = [
@@ -82,7 +83,7 @@ def _on_main(placements: Placements, view: Mesh, mesh: Mesh) -> Placements | Non
         ]
         if not same and (axis.size == 1 or placement.shard_dim is None):
             continue
-        # In another order of axes split factors would mean something else.
+        # In another order of the axes, the split factors would have another meaning.
         if not same or same[0] <= last:
             return None
         on_main[same[0]], last = placement, same[0]
@@ -90,10 +91,10 @@ def _on_main(placements: Placements, view: Mesh, mesh: Mesh) -> Placements | Non
 
 
 def view_of(mesh: DeviceMesh) -> Mesh:
-    """Return a torch mesh, of any submesh or flattened axes, as a view of all ranks.
+    """Return a torch mesh as a view of all ranks. It may be a submesh or have flattened axes.
 
     Raises:
-        LayoutError: it does not begin at rank 0, or its ranks do not lie at regular distances.
+        LayoutError: the mesh does not begin at rank 0, or its ranks do not lie at regular distances.
     """
     ranks = mesh.mesh
     names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(ranks.ndim))
@@ -114,7 +115,10 @@ def view_of(mesh: DeviceMesh) -> Mesh:
 
 
 def _digits(ranks: list[int]) -> Digits:
-    """Return the (size, stride) pairs that generate the ranks along one axis, counted from the first."""
+    """Return the (size, stride) pairs that generate the ranks along one axis, slowest first.
+
+    For example, [0, 1, 4, 5] gives ((2, 4), (2, 1)), and [0, 2, 4] gives ((3, 2),).
+    """
     digits: list[tuple[int, int]] = []
     while len(ranks) > 1:
         stride = ranks[1] - ranks[0]

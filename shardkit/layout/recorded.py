@@ -1,4 +1,7 @@
-"""The layout that a manifest records: a mesh, and the placement of every tensor."""
+"""Read the layout that a manifest records: a mesh, and the placement of every tensor.
+
+Anyone may have written the manifest, so every number is checked before use.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def recorded_layout(content: manifest.Presharded) -> Layout:
     """Return the layout of a pre-sharded directory, without its ties.
 
     Raises:
-        LayoutError: the manifest makes no sense, naming the tensor or the axis.
+        LayoutError: the manifest contradicts itself; the error names the tensor or the axis.
     """
     try:
         mesh = _mesh(content.mesh)
@@ -32,7 +35,7 @@ def recorded_layout(content: manifest.Presharded) -> Layout:
         origin="traced" if content.layout.origin == "traced" else "declared",
         mesh=mesh,
         units=content.units,
-        tensors={fqn: _placed(fqn, tensor, mesh, views) for fqn, tensor in content.tensors.items()},
+        tensors={fqn: _tensor_layout(fqn, tensor, mesh, views) for fqn, tensor in content.tensors.items()},
         policy=content.layout.policy,
     )
 
@@ -44,7 +47,7 @@ def _mesh(record: manifest.RecordedMesh) -> Mesh:
 
 
 def _view(view: manifest.MeshView, mesh: Mesh) -> Mesh:
-    """Return a further mesh; a file may say of it what it likes, as long as its ranks are those of the first."""
+    """Return a further mesh over the same ranks as `mesh`, after checking that it has no others."""
     if not view.axes or any(prod(size for size, _ in axis.steps) != axis.size for axis in view.axes):
         raise LayoutError("meshes: the steps of an axis do not make up its size")
     digits = sorted(step for axis in view.axes for step in axis.steps if step[0] != 1)
@@ -58,7 +61,7 @@ def _view(view: manifest.MeshView, mesh: Mesh) -> Mesh:
     return Mesh(axes, tuple(axis.steps for axis in view.axes))
 
 
-def _placed(fqn: str, tensor: manifest.ShardedTensor, mesh: Mesh, views: list[Mesh]) -> TensorLayout:
+def _tensor_layout(fqn: str, tensor: manifest.ShardedTensor, mesh: Mesh, views: list[Mesh]) -> TensorLayout:
     if len(tensor.shape) > _MAX_DIMS:
         raise LayoutError(f"{escape(fqn)}: {len(tensor.shape)} dims, torch has at most {_MAX_DIMS}")
     if tensor.mesh is not None and tensor.mesh >= len(views):
@@ -89,14 +92,16 @@ def _placements(texts: tuple[str, ...], shape: Shape, mesh: Mesh, fqn: str) -> P
 
 
 def saved_layout(content: manifest.SavedState, tensors: Mapping[str, TensorEntry]) -> Layout | None:
-    """Return the layout of what `shardkit.save` wrote, by stored names, without its ties; None if it is not recorded.
+    """Return the layout of a checkpoint from `shardkit.save`, without its ties; None if its manifest records none.
+
+    The layout has the names in the checkpoint. Optimizer states belong to the unit of their parameter.
 
     Args:
-        content: its manifest.
-        tensors: of its catalog. States of the optimizer belong to the unit of their parameter.
+        content: the checkpoint's manifest.
+        tensors: the tensors of the checkpoint's catalog.
 
     Raises:
-        LayoutError: the manifest makes no sense, naming the tensor or the axis.
+        LayoutError: the manifest contradicts itself; the error names the tensor or the axis.
     """
     if content.layout is None:
         return None
@@ -128,7 +133,7 @@ def saved_mesh(record: manifest.SavedLayout) -> Mesh:
     """Return the mesh of the ranks that saved a training state.
 
     Raises:
-        LayoutError: it has no ranks, or too many.
+        LayoutError: the mesh has no ranks, or too many.
     """
     roles: dict[str, Role] = {"replicate": "replicate", "tensor": "tensor"}
     mesh = Mesh(
@@ -145,7 +150,7 @@ def saved_mesh(record: manifest.SavedLayout) -> Mesh:
 
 
 def record_view(mesh: Mesh) -> manifest.MeshView:
-    """Return a further mesh as manifests have it."""
+    """Return a further mesh in the form that manifests record."""
     axes = zip(mesh.axes, mesh.digits, strict=True)
     return manifest.MeshView(
         axes=tuple(

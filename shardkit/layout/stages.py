@@ -1,9 +1,9 @@
-"""Pipeline parallelism: which stage holds which parts of a model.
+"""Assign the parts of a model to pipeline stages.
 
-    auto            blocks are split evenly, each of the first stages takes one of those that are left over; what stands
-                    before them in the model goes to the first stage, what comes after to the last: the rule of
-                    transformers since 5.24 (until 5.23 the last stage took all that were left over)
-    pkg.mod:fn      fn(model, num_stages) returns the module paths of each stage, as torchtitan's helper does
+    auto            The blocks are split evenly; if some are left over, each of the first stages gets one more.
+                    Tensors before the blocks go to the first stage, tensors after them to the last. transformers
+                    has used this rule since 5.24; until 5.23 the last stage got all blocks that were left over.
+    pkg.mod:fn      fn(model, num_stages) returns the module paths of each stage, as torchtitan's helper does.
 
 Only code that has a model imports this module.
 """
@@ -18,7 +18,7 @@ from torch import nn
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import PolicyError
 from shardkit.layout.layout import find_containers
-from shardkit.layout.units import describe, import_name
+from shardkit.layout.units import describe_error, import_name
 from shardkit.layout.wrap_policy import STAGES, WrapPolicy
 
 
@@ -28,18 +28,22 @@ def find_stages(
     """Return the stages that hold each tensor of a model.
 
     Args:
-        model: not wrapped yet.
-        names: of its state dict, in the model's order.
-        num_stages: at least 2.
+        model: a model that is not wrapped yet.
+        names: names in its state dict, in the model's order.
+        num_stages: number of stages, at least 2.
         policy: the parsed `--stages`.
 
     Returns:
-        Stages by name, ascending: several for a tensor that several stages have a copy of.
+        Name -> its stages, ascending. There are several if several stages have a copy of the tensor.
 
     Raises:
-        PolicyError: the model does not say what its blocks are, the function fails, or a tensor is on no stage.
+        PolicyError: the model's blocks cannot be found, the function fails, or a tensor is on no stage.
     """
-    parts = _even(model, names, num_stages) if policy.function is None else _call(model, num_stages, policy)
+    parts = (
+        _split_evenly(model, names, num_stages)
+        if policy.function is None
+        else _call_function(model, num_stages, policy)
+    )
     stages_of = {
         name: [stage for stage, paths in enumerate(parts) if any(_lies_in(name, path) for path in paths)]
         for name in names
@@ -64,7 +68,7 @@ def _lies_in(name: str, path: str) -> bool:
 
 
 def _is_module(model: nn.Module, path: str) -> bool:
-    """True for modules without tensors too, such as a rotary embedding."""
+    """True if a model has a module with this path, even one without tensors, such as a rotary embedding."""
     try:
         model.get_submodule(path)
     except AttributeError:
@@ -72,7 +76,7 @@ def _is_module(model: nn.Module, path: str) -> bool:
     return True
 
 
-def _even(model: nn.Module, names: Sequence[str], num_stages: int) -> list[list[str]]:
+def _split_evenly(model: nn.Module, names: Sequence[str], num_stages: int) -> list[list[str]]:
     blocks, num_blocks = _blocks(model, names)
     if num_blocks < num_stages:
         raise PolicyError(
@@ -89,7 +93,7 @@ def _even(model: nn.Module, names: Sequence[str], num_stages: int) -> list[list[
 
 
 def _blocks(model: nn.Module, names: Sequence[str]) -> tuple[str, int]:
-    """Return the path of a model's blocks, and how many there are."""
+    """Return the path of the list of a model's blocks, such as "model.layers", and its length."""
     planned = {
         path: len(module)
         for path, module in model.named_modules()
@@ -105,7 +109,7 @@ def _blocks(model: nn.Module, names: Sequence[str]) -> tuple[str, int]:
     return next(iter(containers.items()))
 
 
-def _call(model: nn.Module, num_stages: int, policy: WrapPolicy) -> list[list[str]]:
+def _call_function(model: nn.Module, num_stages: int, policy: WrapPolicy) -> list[list[str]]:
     assert policy.function is not None
     function = import_name(*policy.function, STAGES)
     try:
@@ -113,7 +117,7 @@ def _call(model: nn.Module, num_stages: int, policy: WrapPolicy) -> list[list[st
         stages = [[str(path) for path in paths] for paths in parts]
     except (Exception, SystemExit) as error:
         raise PolicyError(
-            f"--stages {policy.text}: the function failed: {describe(error)}",
+            f"--stages {policy.text}: the function failed: {describe_error(error)}",
             hint="it is called with the model on the meta device and the number of stages, and returns a list of module "
             "paths for each stage",
         ) from error

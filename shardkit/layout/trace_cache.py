@@ -1,7 +1,7 @@
-"""Answers of the tracing child, kept for the same request, config.json and versions.
+"""Cache the answers of the tracing child, by request, config.json and versions.
 
-An answer that depends on other code is not kept: the model's own code, a policy or stages that are imported, an editable
-transformers, a second config that config.json names. Nor are errors.
+An answer is not cached if it depends on other code or files: the model's own code, an imported policy or stage
+function, an editable transformers, a second config that config.json names. Errors are not cached either.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _MAX_CONFIG = 64 << 20
 
 
 def trace_cache() -> Cache | None:
-    """Return the cache of traces; None if the caches are switched off."""
+    """Return the cache of traces, or None if caches are switched off."""
     directory = home()
     return None if directory is None else Cache(os.path.join(directory, _FOLDER))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """The place of one request's answer."""
+    """The place of one request's answer in the cache."""
 
     cache: Cache
     key: str
 
     def find(self, read: Callable[[Mapping[str, Any]], T]) -> T | None:
-        """Return a kept answer as `read` makes it of JSON; None without one.
+        """Return `read(answer)` for the cached answer; None if no usable answer is cached.
 
         Args:
-            read: takes an answer of status "ok".
+            read: converts the JSON of an answer with status "ok".
         """
         data = self.cache.find(self.key)
         if data is None:
@@ -53,20 +53,20 @@ class Slot:
         try:
             answer = json.loads(zlib.decompress(data))
             return read(answer) if answer["status"] == "ok" else None
-        except Exception:  # whoever can write the user's files can write anything: then the child answers
+        except Exception:  # the cached file may contain anything; a child answers instead
             return None
 
     def keep(self, answer: Mapping[str, Any]) -> None:
-        """Keep an answer of status "ok"."""
-        # The names of 880,000 experts are 190 MB, and a twentieth of that packed.
+        """Cache an answer with status "ok"."""
+        # The names of 880,000 experts are 190 MB, and a twentieth of that when compressed.
         self.cache.keep(self.key, zlib.compress(json.dumps(answer).encode(), 1))
 
 
 def slot_for(request: Mapping[str, Any]) -> Slot | None:
-    """Return the place of a request's answer; None if it is not kept.
+    """Return the place of a request's answer; None if answers to this request are not cached.
 
     Args:
-        request: for the child. The path of its directory is no part of the key.
+        request: a request for the child. The key does not contain the path of its directory.
     """
     cache = trace_cache()
     if cache is None or not _is_plain(request):
@@ -75,7 +75,7 @@ def slot_for(request: Mapping[str, Any]) -> Slot | None:
         config = read_small(os.path.join(request["directory"], _CONFIG), _CONFIG, _MAX_CONFIG).decode()
         transformers = importlib.metadata.distribution("transformers")
         torch = importlib.metadata.version("torch")
-    except Exception:  # no config, or a package is missing: the child says so
+    except Exception:  # no config, or a package is missing: the child reports it
         return None
     is_editable = '"editable": true' in (transformers.read_text("direct_url.json") or "")
     if is_editable or "configuration_files" in config:
@@ -86,7 +86,7 @@ def slot_for(request: Mapping[str, Any]) -> Slot | None:
 
 
 def _is_plain(request: Mapping[str, Any]) -> bool:
-    """True if the answer depends on no code but shardkit's and transformers'."""
+    """True if the answer depends only on the code of shardkit and transformers."""
     wrap = parse_policy(request.get("wrap", "none"))
     is_imported = wrap.kind == "function" or any("." in name for name in wrap.names)
     own_stages = parse_stages(request.get("stages", "auto")).kind != "auto"

@@ -1,13 +1,13 @@
-"""The child process of a trace: build the model, wrap it, read the placements, answer with JSON.
+"""The child process of a trace: it builds the model, wraps it, reads the placements and answers with JSON.
 
     request (a line)   {"directory", "axes": [[name, size, role]], "ep", "pp", "stages", "wrap", "dtype",
                        "trust_remote_code", "names", "answer"}
-                       The axes are those of one pipeline stage.
+                       The axes are those of one pipeline stage. "answer" is the path of the answer's file.
                        With "asks": "class" nothing is wrapped, and `naming.answer_class` answers.
-    answer (a file)    {"status": "ok", ...} as `_read_model` lists it, or an error: {"status":
+    answer (a file)    {"status": "ok", ...} with the keys of `_read_model`, or an error: {"status":
                        one of `STATUSES`, "message", "problems", "hint", "show_output"}
 
-stdout and stderr are noise, which the parent shows when something fails.
+The parent shows the last lines of stdout and stderr if the child fails, and ignores them otherwise.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from shardkit.errors import LayoutError, PolicyError, SourceError, UsageError
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import ClassDtypes, build_model, built_dtypes, class_dtypes
 from shardkit.layout.layout import innermost_unit
-from shardkit.layout.naming import answer_class, ask_model, tensors_of, tied
-from shardkit.layout.parallel import Meshes, apply_plans, is_parallel, with_units
-from shardkit.layout.placed import Placed, placed_on
+from shardkit.layout.naming import answer_class, ask_model, tensors_of, tied_groups
+from shardkit.layout.parallel import Meshes, add_dispatched_units, apply_plans, is_parallel
+from shardkit.layout.placed import MeshPlacements, read_placements
 from shardkit.layout.stages import find_stages
 from shardkit.layout.traced import STATUSES
 from shardkit.layout.units import (
     PlannedUnit,
     class_counts,
-    describe,
+    describe_error,
     find_units,
     import_name,
     plan_units,
@@ -56,8 +56,11 @@ _MAX_CPU_S, _MAX_DATA_BYTES = 300, 16 << 30
 
 
 def main() -> None:
-    """Serve the requests on stdin, a line each, and end the process. What comes back there is a byte for each answer."""
-    requests, sys.stdin = sys.stdin.buffer, open(os.devnull, encoding="utf-8")  # a model's code reads none
+    """Serve requests from stdin, one a line, then end the process.
+
+    stdin is a socket; a byte goes back through it when an answer is written.
+    """
+    requests, sys.stdin = sys.stdin.buffer, open(os.devnull, encoding="utf-8")  # models must not read it
     for line in requests:
         request = json.loads(line)
         answer = answer_request(request)
@@ -65,13 +68,13 @@ def main() -> None:
         sys.stderr.flush()
         with open(request["answer"], "w", encoding="utf-8") as file:
             json.dump(answer, file)
-        with contextlib.suppress(OSError):  # nobody waits
+        with contextlib.suppress(OSError):  # the parent has stopped waiting
             os.write(0, b"\n")
     os._exit(0)  # an orderly end of a fake process group takes time and serves nothing
 
 
 def answer_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request, errors included. This makes a world, so it works once in a process."""
+    """Return the answer to a request, errors included. A trace makes a fake world, so a process can do only one."""
     try:
         return {"status": "ok", **_trace(request)}
     except PolicyError as error:
@@ -84,17 +87,17 @@ def answer_request(request: dict[str, Any]) -> dict[str, Any]:
             **error.to_json(),
         }
     except (Exception, SystemExit) as error:
-        # A model's own code may raise anything. All of it goes to the parent, and nothing is hidden.
+        # A model's own code may raise any error. The parent gets it with its traceback.
         traceback.print_exc()
         failure = LayoutError(
-            f"the model cannot be built and wrapped: {describe(error)}",
+            f"the model cannot be built and wrapped: {describe_error(error)}",
             hint="the last lines that the model's code printed are above",
         )
         return {"status": "layout", **failure.to_json(), "show_output": True}
 
 
-def _limit() -> None:
-    """Limit this process, so that a config that describes something endless does not end the machine."""
+def _limit_resources() -> None:
+    """Limit this process, so that a config of an endless model does not exhaust the machine."""
     for what, most in ((resource.RLIMIT_CPU, _MAX_CPU_S), (resource.RLIMIT_DATA, _MAX_DATA_BYTES)):
         allowed = resource.getrlimit(what)[1]
         least = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
@@ -103,15 +106,15 @@ def _limit() -> None:
 
 def _trace(request: dict[str, Any]) -> dict[str, Any]:
     if "asks" in request:
-        _limit()
+        _limit_resources()
         return answer_class(request)
     dtype: torch.dtype | None = getattr(torch, request["dtype"]) if request.get("dtype") else None
     model = build_model(request["directory"], trust_remote_code=request["trust_remote_code"], dtype=dtype)
     mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]), ep=request.get("ep", 1))
     policy = parse_policy(request["wrap"])
     built = dtype or getattr(getattr(model, "config", None), "dtype", None) or torch.float32
-    # A model that is stored in fp32 is trained in bf16. What its class keeps in fp32 is then a unit of
-    # its own.
+    # A model that is stored in fp32 is trained in bf16. Modules that its class keeps in fp32 are then units of
+    # their own.
     wide = built_dtypes(model, built) if built.itemsize == 2 else class_dtypes(model, torch.bfloat16)
     keep_fp32 = [] if wide.default_dtype is not dtype else _in_fp32(model, wide)
     before = tensors_of(model)
@@ -139,7 +142,7 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_fp32(model: nn.Module, wide: ClassDtypes) -> list[str]:
-    """Return the state dict's names that the model's class keeps in fp32 under half precision."""
+    """Return the names in the state dict of tensors that the model's class keeps in fp32 under half precision."""
     state = model.state_dict(keep_vars=True)
     return [name for name, x in state.items() if x.is_floating_point() and wide.of(name) is torch.float32]
 
@@ -151,14 +154,14 @@ def wrap_model(
     meshes: Meshes,
     wide: ClassDtypes | None,
 ) -> None:
-    """Apply a policy as `training.wrap` does: the model's plans, then `fully_shard` on units, and on the root.
+    """Apply a policy as `training.wrap` does: first the model's plans, then `fully_shard` on units and on the root.
 
     Args:
-        model: on the meta device. It is sharded in place.
-        mesh: what a function is called with: replicate axis, shard axis, tensor axis; each may be missing.
+        model: a model on the meta device. It is sharded in place.
+        mesh: replicate axis, shard axis and tensor axis, each optional. A function in the policy is called with it.
         policy: the parsed `--wrap`.
-        meshes: the parts of `mesh`, and those of experts.
-        wide: tells what the model's class keeps in fp32, in units of its own.
+        meshes: the parts of `mesh`, and the meshes of experts.
+        wide: the dtypes of the model's class. Modules that it keeps in fp32 get units of their own.
 
     Raises:
         PolicyError: the policy matches nothing, its function cannot be imported or fails, or the model has no plan
@@ -173,7 +176,7 @@ def wrap_model(
     dispatched = apply_plans(model, meshes)
     if meshes.data is None:
         return
-    plan = plan_units(model, with_units(model, matched, dispatched), wide)
+    plan = plan_units(model, add_dispatched_units(model, matched, dispatched), wide)
 
     def shard(unit: PlannedUnit, module: nn.Module) -> None:
         fully_shard(module, mesh=meshes.of_unit(unit.around in dispatched))
@@ -189,7 +192,7 @@ def _call_function(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> No
         function(model, mesh)
     except (Exception, SystemExit) as error:
         raise PolicyError(
-            f"--wrap {policy.text}: the function failed: {describe(error)}",
+            f"--wrap {policy.text}: the function failed: {describe_error(error)}",
             hint="it is called with the model on the meta device and a device mesh, and shards the model in place",
         ) from error
     if not any(isinstance(module, FSDPModule) for module in model.modules()) and not is_parallel(model):
@@ -201,7 +204,7 @@ def _call_function(model: nn.Module, mesh: DeviceMesh, policy: WrapPolicy) -> No
 
 
 def _import_from_here() -> None:
-    """Allow imports from the current directory too. By now torch is loaded and safe."""
+    """Allow imports from the current directory too. torch is loaded by now, so files there cannot take its place."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
@@ -209,16 +212,23 @@ def _import_from_here() -> None:
 def _read_model(
     model: nn.Module, mesh: Mesh, before: dict[str, torch.Tensor], classes: dict[int, str]
 ) -> dict[str, Any]:
-    """Return the answer: units, tensors, ties and the rest from which the parent makes a Trace."""
+    """Return the answer for a wrapped model: units, tensors, ties and the other parts of a `Trace`.
+
+    Args:
+        model: the model after wrapping.
+        mesh: the main mesh.
+        before: the tensors of its state dict before wrapping.
+        classes: id of each module -> name of its class before wrapping.
+    """
     after = tensors_of(model)
     units = _units(model, classes)
     index = {path: number for number, (path, _) in enumerate(units)}
     _check_ties(before, after, index, units)
-    ties = tied(after)
+    ties = tied_groups(after)
     aliases = {name for group in ties for name in group[1:]}
     buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
     kept = {name: tensor for name, tensor in after.items() if name not in aliases}
-    placed = _placed(kept, mesh)
+    placed = _all_placements(kept, mesh)
     views = list(dict.fromkeys(place.mesh for place in placed.values() if place.mesh is not None))
     return {
         "meshes": [
@@ -260,22 +270,22 @@ def _check_ties(
     index: dict[str, int],
     units: list[tuple[str, str]],
 ) -> None:
-    """Refuse ties that a function put into different units, where `fully_shard` split the parameter."""
+    """Raise an error for ties that `fully_shard` split, because a function put their names into different units."""
     split = [
         {name: units[innermost_unit(name, index)][0] for name in group}
-        for group in tied(before)
+        for group in tied_groups(before)
         if len({id(after.get(name)) for name in group}) > 1
     ]
     if split:
         raise tie_error(split, [(path, class_name) for path, class_name in units if path], OPTION)
 
 
-def _placed(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, Placed]:
-    placed: dict[str, Placed] = {}
+def _all_placements(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, MeshPlacements]:
+    placed: dict[str, MeshPlacements] = {}
     problems = []
     for name, tensor in tensors.items():
         try:
-            placed[name] = placed_on(tensor, mesh)
+            placed[name] = read_placements(tensor, mesh)
         except LayoutError as error:
             problems.append(f"{escape(name)}: {error.message}")
     LayoutError.raise_for(

@@ -1,15 +1,15 @@
-"""Questions to the real model, in a child process: its layout, its names, and which weights its files lack.
+"""Get from the real model, in a child process: its layout, its names, and the weights that its files lack.
 
-A child process (`trace_child`) builds the model on the meta device and wraps it by the real `fully_shard`: a
-fake process group cannot be made where a real one is up, importing a model may run much code, and torch need
-not be loaded here. The child answers with JSON, and `trace_cache` keeps what it answered. A command starts one child
-at most: `one_process`.
+A child process (`trace_child`) builds the model on the meta device and wraps it by the real `fully_shard`. It is a
+process of its own because a fake process group cannot be made next to a real one, importing a model may run much
+code, and this process need not load torch. The child answers with JSON, which `trace_cache` caches. In `one_process`
+a command starts at most one child.
 
-    trace_model   config.json, mesh, policy -> Trace, a layout
-    ask_class     config.json, names -> ClassReply
-    ClassQuestion config, names in files -> ClassAnswer: the same, while bytes move
+    trace_model     config.json, mesh, policy -> Trace, with the layout
+    ask_class       config.json, names -> ClassReply
+    ClassQuestion   config, names in files -> ClassAnswer, computed while bytes move
 
-Nothing that a file says is executed, unless a person trusts the model's own code.
+No code from a model's directory runs, unless the user trusts it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _ASKED = {
     "": "what the model's tensors are called and where they lie",
     "class": "what its tensors are called in files, and which from_pretrained would not find",
 }
-"""What a request asks -> the words for it."""
+"""Value of "asks" in a request -> words for log messages."""
 
 STATUSES: dict[str, type[ShardkitError]] = {
     "cannot_build": CannotBuildError,
@@ -66,15 +66,15 @@ STATUSES: dict[str, type[ShardkitError]] = {
     "source": SourceError,
     "usage": UsageError,
 }
-"""What the child answers for each kind of error; a kind comes before those that it is a part of."""
+"""Status in the child's answer -> class of the error; a subclass comes before its base class."""
 
 # The child gets this process's import path and nothing more. `python -m` would put the current directory
 # first, and that may be a downloaded model with a json.py in it.
-# The child ends soon and holds little: looking for what nobody needs takes a sixth of its time.
+# The child ends soon and uses little memory, while garbage collection would take a sixth of its time.
 _BOOT = "import gc, sys; gc.disable(); sys.path[:] = sys.argv[1:]; from shardkit.layout.trace_child import main; main()"
 
-# A launcher's settings for real process groups would leak into the fake one. A library's warning is no reason
-# to fail.
+# A launcher's settings for real process groups would leak into the fake one. PYTHONWARNINGS could turn a library's
+# warning into an error.
 _DROPPED = frozenset(
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT TORCH_DISTRIBUTED_DEBUG"
     " PYTHONWARNINGS".split()
@@ -89,15 +89,15 @@ _SET = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What the child found: the layout, and what is needed to compare its names with a source's."""
+    """The result of a trace: the layout, and data for comparing its names with a source's."""
 
     layout: Layout
     model_class: str
     """E.g. "LlamaForCausalLM"."""
     absent_buffers: frozenset[str]
-    """Non-persistent buffers: the live model has them, its state dict lacks them."""
+    """Names of non-persistent buffers: the live model has them, but its state dict does not."""
     match: ClassNames | None = None
-    """What the model says of the source's names; None if no names were given: they are equal."""
+    """How the model matches the source's names; None if `trace_model` got no names."""
 
 
 def trace_model(
@@ -114,27 +114,26 @@ def trace_model(
     """Build a model without weights, wrap it as training will, and read every tensor's placements.
 
     Args:
-        directory: holds config.json, and the model's own code if there is any.
-        mesh: of any size. One process stands for all ranks.
-        wrap: see `wrap_policy`.
-        stages: which pipeline stage holds what: "auto", or "module:function".
-        dtype: dtype that floating tensors will have; None keeps the stored ones.
-        names: shapes of the source's tensors by name, to look up in the model as `from_pretrained` does;
-            None asks nothing.
+        directory: the directory with config.json, and with the model's own code if it has any.
+        mesh: a mesh of any size. One process represents all ranks.
+        wrap: the policy, see `wrap_policy`.
+        stages: the assignment to pipeline stages: "auto", or "module:function".
+        dtype: the dtype that floating tensors will have; None keeps the stored ones.
+        names: stored name -> shape, for tensors to match with the model as `from_pretrained` does; or None.
         trust_remote_code: whether the model's own code may run.
-        on_start: called where no kept answer serves, before seconds of a child.
+        on_start: called before a child starts, which takes seconds; not called if the answer is cached.
 
     Returns:
         Trace whose layout has origin "traced", with the names of the live model's state dict.
 
     Raises:
-        CannotBuildError: neither transformers nor code that may run can build the model of the config.
+        CannotBuildError: neither transformers nor trusted code can build the model of the config.
         PolicyError: the policy matches nothing, or its function cannot be imported or fails.
         LayoutError: placements are not supported, ties cross units, or the model fails to build.
         SourceError: several of the source's tensors would be one of the model's.
         ResourceError: the child was killed or took too long.
     """
-    parse_policy(wrap)  # a mistake in the text shows before seconds of importing
+    parse_policy(wrap)  # reports a typing mistake before a child imports for seconds
     axes = [[axis.name, axis.size, axis.role] for axis in mesh.axes]
     parse_stages(stages)
     about = {
@@ -149,7 +148,7 @@ def trace_model(
     return _ask(request, lambda answer: read_answer(answer, mesh, wrap), on_start)
 
 
-# Types of models that have the same names and shapes in memory as on the Hub. The list only saves a question.
+# Types of models that have the same names and shapes in memory as on the Hub. The list only saves a child.
 SAME_IN_MEMORY = frozenset(
     "llama mistral ministral qwen2 qwen3 gemma gemma2 olmo olmo2 olmo3 phi phi3 granite cohere cohere2 stablelm"
     " starcoder2 smollm3 glm4 opt bloom falcon mpt gptj gpt_neo t5 mt5 bart mbart pegasus roberta".split()
@@ -157,25 +156,25 @@ SAME_IN_MEMORY = frozenset(
 
 
 def may_differ_in_memory(config: Mapping[str, Any]) -> bool:
-    """True if a class may have other names in memory than on the Hub, and it can be asked."""
-    return _why_not(config) is None and config.get("model_type") not in SAME_IN_MEMORY
+    """True if a config's class can be built and may have other names in memory than on the Hub."""
+    return _why_no_answer(config) is None and config.get("model_type") not in SAME_IN_MEMORY
 
 
 class ClassReply(NamedTuple):
-    """What a class says of tensors."""
+    """A class's answer about tensors."""
 
     match: ClassNames
-    """Of names in files: those that were given, or those in `hub_form`."""
+    """How the model matches names in files: the requested names, or for names in memory those in `hub_form`."""
     answer: ClassAnswer
-    """What `from_pretrained` would not find of these; says why where the Hub's form is not known."""
+    """The weights that `from_pretrained` would not find in these files, or why the Hub's form is not known."""
     hub_form: Mapping[str, Expression] | None = None
-    """The Hub's form of names in memory: name on the Hub -> what it is made of; None if that is not known."""
+    """For names in memory: name on the Hub -> expression of the tensors in memory; None if it is not known."""
     is_lost: bool = False
-    """The names are those in memory, and no form is known that `from_pretrained` would make the same model of."""
+    """True if the names are the model's in memory, but loading no known form would give these tensors again."""
     ties: tuple[tuple[str, ...], ...] = ()
-    """Groups of names in memory that are one tensor, first the one that `save_pretrained` keeps."""
+    """Groups of names in memory of one tensor; the name that `save_pretrained` keeps comes first."""
     fp32: frozenset[str] = frozenset()
-    """Names of tensors that the class keeps in fp32 if the others become a dtype."""
+    """Names of tensors that the class keeps in fp32 if the others are converted to the requested dtype."""
 
 
 def ask_class(
@@ -186,17 +185,17 @@ def ask_class(
     dtype: DType | None = None,
     on_start: Callable[[], None] = lambda: None,
 ) -> ClassReply | None:
-    """Ask the class of a model, as the installed transformers has it, about its tensors.
+    """Ask the class of a model in the installed transformers about its tensors.
 
-    Returns None where nobody can be asked: there is no such class, the model fails to build, several of the tensors
+    Returns None if there is no answer: transformers lacks the class, the model fails to build, several of the tensors
     would be one of the model's, or the child was killed or took too long.
 
     Args:
-        directory: holds config.json. Code in it does not run.
-        names: shapes of the tensors, by name in the files.
-        in_memory: the names are those in memory, and what `save_pretrained` would make of the tensors is asked.
-        dtype: nothing but `fp32` is asked, for this dtype of the others.
-        on_start: called where no kept answer serves, before seconds of a child.
+        directory: the directory with config.json. Code in it does not run.
+        names: name -> shape. Names are those in files, or those in memory if `in_memory`.
+        in_memory: ask for the form in which `save_pretrained` would write the tensors.
+        dtype: ask only for `fp32`, in case the other tensors are converted to this dtype.
+        on_start: called before a child starts, which takes seconds; not called if the answer is cached.
     """
     with contextlib.suppress(ShardkitError):
         return _ask(_class_request(directory, names, in_memory, dtype), _read_reply, on_start)
@@ -242,15 +241,15 @@ def _ask(
     read: Callable[[Mapping[str, Any]], T],
     on_start: Callable[[], None] = lambda: None,
 ) -> T:
-    """Apply `read` to the answer to a request, a kept one or else a child's, and return the result."""
-    kept = _find_kept(request, read)
+    """Return `read(answer)` for the answer to a request, which comes from the cache or else from a child."""
+    kept = _find_cached(request, read)
     if kept is not None:
         return kept
     on_start()
     return _ask_child(request, read)
 
 
-def _find_kept(request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T | None:
+def _find_cached(request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T | None:
     slot = slot_for(request)
     kept = slot.find(read) if slot is not None else None
     if kept is not None:
@@ -260,13 +259,13 @@ def _find_kept(request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T
 
 def _ask_child(request: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]) -> T:
     _log.debug("transformers is asked %s, in a process of its own", _ASKED[request.get("asks", "")])
-    return _keep_answer(request, _run_child(request), read)
+    return _cache_answer(request, _run_child(request), read)
 
 
-def _keep_answer(
+def _cache_answer(
     request: Mapping[str, Any], answer: Mapping[str, Any], read: Callable[[Mapping[str, Any]], T]
 ) -> T:
-    """Return what an answer says, and keep the answer."""
+    """Return `read(answer)`, and cache the answer."""
     result, slot = read(answer), slot_for(request)
     if slot is not None:
         slot.keep({**answer, "status": "ok"})
@@ -279,7 +278,7 @@ def _run_child(request: Mapping[str, Any]) -> Mapping[str, Any]:
         answer_path = os.path.join(scratch, "answer.json")
         payload = json.dumps({**request, "answer": answer_path}).encode()
         try:
-            done = _spawn(payload, DEFAULT_TIMEOUT_S)
+            done = _serve_request(payload, DEFAULT_TIMEOUT_S)
         except OSError as error:  # an interpreter inside another program may have no name
             raise ResourceError(
                 f"cannot start Python ({escape(sys.executable or 'sys.executable is empty')}) to trace the model: "
@@ -296,7 +295,7 @@ def _run_child(request: Mapping[str, Any]) -> Mapping[str, Any]:
             with open(answer_path, encoding="utf-8") as file:
                 answer: dict[str, Any] = json.load(file)
         except (FileNotFoundError, ValueError):
-            raise _died(done) from None
+            raise _child_died_error(done) from None
     if answer["status"] != "ok":
         lines = _last_lines(done.stdout) if answer.get("show_output") else []
         kind = STATUSES[answer["status"]]
@@ -313,7 +312,7 @@ def _environment() -> dict[str, str]:
 
 
 class _ModelProcess:
-    """A child that builds models and answers requests, one after the other. It is started for the first."""
+    """A child that builds models and answers one request after the other. It starts with the first request."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -321,11 +320,14 @@ class _ModelProcess:
         self.child: subprocess.Popen[bytes] | None = None
 
     def serve(self, payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
-        """Have a request answered; return what was printed meanwhile, and the status of a child that ended.
+        """Send a request and wait until the child has written the answer or has ended.
+
+        Returns:
+            The output that the child printed meanwhile, and status 0, or the child's exit status if it ended.
 
         Raises:
             OSError: the child cannot be started.
-            subprocess.TimeoutExpired: there was no answer in time; the child was killed.
+            subprocess.TimeoutExpired: the child did not answer in time and was killed.
         """
         with self._lock:
             child = self.start()
@@ -343,7 +345,7 @@ class _ModelProcess:
             return subprocess.CompletedProcess(child.args, status, self._output(before))
 
     def close(self) -> None:
-        """End the child, and whoever waits for it."""
+        """End the child. A thread that waits for its answer returns."""
         child = self.child
         if child is not None:
             child.kill()
@@ -352,7 +354,7 @@ class _ModelProcess:
             self.child = None
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start the child, unless it is there, and return it."""
+        """Start the child unless it already runs, and return it."""
         if self.child is not None:
             return self.child
         with contextlib.ExitStack() as opened:
@@ -379,7 +381,7 @@ _process = ContextVar[_ModelProcess | None]("_process", default=None)
 
 @contextlib.contextmanager
 def one_process(process: _ModelProcess | None = None) -> Iterator[None]:
-    """Have one child answer all that is asked in a context; it is started for the first question, and ends here."""
+    """Let one child answer all requests in this context. It starts with the first request and ends with the context."""
     with contextlib.closing(process or _ModelProcess()) as child_process:
         token = _process.set(child_process)
         try:
@@ -388,8 +390,8 @@ def one_process(process: _ModelProcess | None = None) -> Iterator[None]:
             _process.reset(token)
 
 
-def _spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
-    """Have a request answered by the child of the context, else by a child for it alone; as `_ModelProcess.serve`."""
+def _serve_request(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+    """Call `_ModelProcess.serve` of the child of the context, or of a new child for this request alone."""
     process = _process.get()
     if process is not None:
         return process.serve(payload, timeout_s)
@@ -397,13 +399,13 @@ def _spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[byte
         return child_process.serve(payload, timeout_s)
 
 
-def _died(done: subprocess.CompletedProcess[bytes]) -> ShardkitError:
+def _child_died_error(done: subprocess.CompletedProcess[bytes]) -> ShardkitError:
     hint = "signal 9 usually means that memory ran out" if done.returncode == -9 else None
-    message = f"the process that traces the model ended {_how(done.returncode)}"
+    message = f"the process that traces the model ended {_describe_exit(done.returncode)}"
     return ResourceError(message, problems=_last_lines(done.stdout), hint=hint)
 
 
-def _how(status: int) -> str:
+def _describe_exit(status: int) -> str:
     return f"by signal {-status}" if status < 0 else f"with exit code {status}"
 
 
@@ -413,7 +415,7 @@ def _last_lines(output: bytes | None) -> list[str]:
 
 
 def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
-    """Return the trace that a child's answer of status "ok" describes."""
+    """Return the trace from a child's answer with status "ok"."""
     views = [
         Mesh(
             tuple(Axis(name, size, role) for name, size, role, _ in axes),
@@ -452,26 +454,26 @@ def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
     )
 
 
-# A damaged or hostile config may count so many modules that building them never ends.
+# A damaged or hostile config may set such a large number of modules that building them never ends.
 _COUNTS = re.compile(r"layer|expert|block|depth|stage|codebook")
 _MAX_COUNT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassAnswer:
-    """What a class tells about names."""
+    """The problems that `from_pretrained` of a class would have with files."""
 
     model_class: str = ""
-    """E.g. "LlamaForCausalLM"; empty where no class was asked."""
+    """E.g. "LlamaForCausalLM"; empty if no class answered."""
     missing: tuple[str, ...] = ()
     """The class's names of weights that `from_pretrained` would initialise at random."""
     misfits: tuple[tuple[str, str], ...] = ()
-    """(name, why) of weights for which it would refuse the files."""
+    """(name, reason) of weights because of which `from_pretrained` would refuse the files."""
     failure: str | None = None
-    """Why the class was not asked; None if it was."""
+    """Why no class answered, or None."""
 
     def lines(self, where: str) -> Iterator[str]:
-        """Yield what it says for people; `where` are the files, such as "the output"."""
+        """Yield the problems as sentences for the user; `where` names the files, such as "the output"."""
         name = escape(self.model_class)
         if self.missing:
             folded = [group.pattern for group in fold((fqn, None) for fqn in self.missing)]
@@ -488,22 +490,21 @@ class ClassAnswer:
 
 
 class ClassQuestion:
-    """A question to the class of a config: which weights would `from_pretrained` not find in files?
+    """Finds out, while bytes move, which weights `from_pretrained` would not find in files.
 
-    If transformers is already loaded, this process asks at once. Otherwise a child asks while bytes
-    move. No failure is an error: then the answer says why the class was not asked. Close the question to
-    end the child.
+    If transformers is already loaded, this process builds the model at once. Otherwise a child does, and a thread waits
+    for it. A failure is no error: the answer then has the reason in `failure`. Closing the question ends the child.
 
     Args:
         config: the model's config, as plain data.
-        shapes: by name in its files.
+        shapes: name in the files -> shape.
     """
 
     def __init__(self, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
         self._stack = contextlib.ExitStack()
         self._process = _process.get() or _ModelProcess()
         self._thread: threading.Thread | None = None
-        self._answer = ClassAnswer(failure=_why_not(config))
+        self._answer = ClassAnswer(failure=_why_no_answer(config))
         if self._answer.failure is not None:
             return
         try:
@@ -523,7 +524,7 @@ class ClassQuestion:
 
     @property
     def is_open(self) -> bool:
-        """True if whoever wants the answer now has to wait for it."""
+        """True while the answer is not known yet."""
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
@@ -540,17 +541,17 @@ class ClassQuestion:
         return self._answer
 
     def _ask(self, request: Mapping[str, Any]) -> None:
-        if (kept := _find_kept(request, _read_reply)) is not None:
+        if (kept := _find_cached(request, _read_reply)) is not None:
             self._answer = kept.answer
         elif _may_ask_here():
             _log.debug("transformers is asked %s", _ASKED["class"])
             self._answer = _ask_here(request)
         else:
             self._process.start()
-            self._thread = threading.Thread(target=self._have_asked, args=[request])
+            self._thread = threading.Thread(target=self._ask_in_thread, args=[request])
             self._thread.start()
 
-    def _have_asked(self, request: Mapping[str, Any]) -> None:
+    def _ask_in_thread(self, request: Mapping[str, Any]) -> None:
         with one_process(self._process):
             try:
                 self._answer = _ask_child(request, _read_reply).answer
@@ -558,8 +559,8 @@ class ClassQuestion:
                 self._answer = ClassAnswer(failure=escape(error.message))
 
 
-def _why_not(config: Mapping[str, Any]) -> str | None:
-    """Return why the class of a config cannot be asked, as far as one can tell without importing anything."""
+def _why_no_answer(config: Mapping[str, Any]) -> str | None:
+    """Return why a config's class cannot answer, or None; nothing is imported, so building may still fail."""
     if (reason := why_no_class(config)) is not None:
         return reason
     if config.get("quantization_config"):
@@ -577,9 +578,9 @@ def _counts_too_many(config: Mapping[str, Any]) -> bool:
 
 
 def _may_ask_here() -> bool:
-    """True if asking costs no import and disturbs nobody.
+    """True if this process can build a model without an import and without side effects on other threads or ranks.
 
-    Building a model sets torch's default dtype for a moment, which another thread may be using. DeepSpeed
+    Building a model changes torch's default dtype for a moment, which another thread may be using. DeepSpeed
     would make all ranks build the model together.
     """
     is_main = threading.current_thread() is threading.main_thread()
@@ -597,26 +598,26 @@ def _ask_here(request: Mapping[str, Any]) -> ClassAnswer:
         try:
             from shardkit.layout.naming import answer_class
 
-            return _keep_answer(request, answer_class(request), _read_reply).answer
-        except (Exception, SystemExit) as error:  # a model's code may raise anything
+            return _cache_answer(request, answer_class(request), _read_reply).answer
+        except (Exception, SystemExit) as error:  # a model's code may raise any error
             return ClassAnswer(failure=escape(f"{type(error).__name__}: {error}"))
         finally:
             logger.setLevel(level)
 
 
-def asking(config: Mapping[str, Any] | None) -> str:
-    """Return the text that is shown while a class is asked."""
+def asking_text(config: Mapping[str, Any] | None) -> str:
+    """Return the text to show while waiting for a class's answer."""
     return f"asking {class_name(config)} ..."
 
 
 def class_name(config: Mapping[str, Any] | None) -> str:
-    """Return the name of a config's class, for people."""
+    """Return the name of a config's class, for messages."""
     names = (config or {}).get("architectures")
     return escape(str(names[0])) if isinstance(names, list) and names else "the model"
 
 
 def why_no_class(config: Mapping[str, Any] | None) -> str | None:
-    """Return why a config's class cannot be built, as far as one can tell without importing it, or None."""
+    """Return why a config's class cannot be built, or None; nothing is imported, so building may still fail."""
     if config is None:
         return "there is no config.json"
     if not config.get("architectures") or not config.get("model_type"):

@@ -1,16 +1,18 @@
-"""From a policy to calls of `fully_shard` on a live model: which modules are units, and how units are split.
+"""Turn a policy into calls of `fully_shard` on a live model: choose the modules that are units, and split units.
 
-The tracing child and `wrap` both choose units here, so training asks for what was written for its policy.
+The tracing child and `wrap` both choose units here, so training has the same units as the files for its policy.
 Only code that has a model imports this module. It imports torch, and nothing heavier.
 
 FSDP2 gathers the parameters of a unit in one dtype. At the first forward it refuses a unit whose trainable
-parameters are stored in several. So parameters that a model keeps in fp32 beside half precision are split
+parameters are stored in several dtypes. So parameters that a model keeps in fp32 next to half precision are split
 off. Each goes to a unit on a module inside the policy's unit, as far out as possible, because modules around
-a parameter may look at it too. Parameters directly on the unit's own module have no such place and stay
+a parameter may read it too. Parameters directly on the unit's own module have no such place and stay
 outside of FSDP. So do parameters without a dim (CLIP's `logit_scale`), which `fully_shard` refuses.
 
-The factors of OSFT are stored in fp32 beside weights of any dtype, and computed like these: frozen and trained
-ones together are split off too, without being wide.
+A unit is *wide* if FSDP2 computes it in fp32 although the rest of the model is computed in half precision.
+
+The factors of OSFT are stored in fp32 next to weights of any dtype, but computed in the dtype of these weights.
+Frozen and trained factors are split off together, into units that are not wide.
 """
 
 from __future__ import annotations
@@ -46,14 +48,14 @@ _MAX_SHOWN = 200
 
 
 def find_units(model: nn.Module, policy: WrapPolicy) -> list[str]:
-    """Return the paths of the modules that get a `fully_shard` call of their own, the root aside.
+    """Return the paths of the modules, other than the root, that get a `fully_shard` call of their own.
 
     Args:
-        model: not wrapped yet.
-        policy: of any kind but "function".
+        model: a model that is not wrapped yet.
+        policy: a policy of any kind but "function".
 
     Returns:
-        Paths in module order. Children come after the modules that they lie in.
+        Paths in module order, that is, with children after the modules that contain them.
 
     Raises:
         PolicyError: the policy matches nothing, or a class cannot be imported.
@@ -69,7 +71,7 @@ def find_units(model: nn.Module, policy: WrapPolicy) -> list[str]:
 
 
 def match_auto(model: nn.Module, wording: PolicyWording) -> list[str]:
-    """Return the modules that the model itself names, else the blocks of its outermost numbered containers.
+    """Return the modules of the model's `_no_split_modules`, else the blocks of its outermost numbered containers.
 
     Raises:
         PolicyError: the model has neither.
@@ -90,7 +92,7 @@ def match_auto(model: nn.Module, wording: PolicyWording) -> list[str]:
 def _blocks(model: nn.Module) -> Iterator[str]:
     """Yield the children of `model.layers`, `transformer.h` and the like: modules that are numbered from 0.
 
-    A block is made of modules itself. Modules inside a block (the experts of a layer) are not blocks.
+    A block consists of modules itself. Modules inside a block (the experts of a layer) are not blocks.
     """
     inside: list[str] = []
     for path, module in model.named_modules():
@@ -105,16 +107,16 @@ def _blocks(model: nn.Module) -> Iterator[str]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # nothing calls it: what it holds are blocks
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # never called; its children are blocks
         return False
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def match_names(model: nn.Module, names: Iterable[str], wording: PolicyWording = OPTION) -> list[str]:
-    """Return the modules of every name: a class, else a place in the model, else an import path.
+    """Return the paths of the modules that names match. A name is a class, else a module path, else an import path.
 
     Raises:
-        PolicyError: names match nothing (lists them all, and what exists), or an import fails.
+        PolicyError: names match nothing (the error lists them, and the names that exist), or an import fails.
     """
     modules = {path: module for path, module in model.named_modules() if path}
     matched = {
@@ -140,7 +142,7 @@ def _match_import(name: str, modules: dict[str, nn.Module], wording: PolicyWordi
         module_class = import_name(module_name, attribute, wording)
     except PolicyError as error:
         if isinstance(error.__cause__, ModuleNotFoundError | AttributeError):
-            return []  # the list of what exists tells more
+            return []  # the caller's error lists the names that exist, which helps more
         raise
     if not isinstance(module_class, type):
         raise PolicyError(
@@ -150,28 +152,28 @@ def _match_import(name: str, modules: dict[str, nn.Module], wording: PolicyWordi
 
 
 def class_counts(model: nn.Module) -> Counter[str]:
-    """Return how many modules of each class hold parameters, the root and containers aside."""
+    """Return the number of modules with parameters of each class, without the root and module lists."""
     modules = (m for m in model.modules() if m is not model and any(True for _ in m.parameters()))
     return Counter(type(module).__name__ for module in modules if not isinstance(module, nn.ModuleList))
 
 
 def import_name(module_name: str, attribute: str, wording: PolicyWording = OPTION) -> Any:
-    """Import what a person named.
+    """Import a class or function that the user named.
 
     Raises:
-        PolicyError: it cannot be imported. The cause is whatever its code raised.
+        PolicyError: it cannot be imported. The error's cause is the exception that its code raised.
     """
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (Exception, SystemExit) as error:
         raise PolicyError(
-            f"{wording.name}: cannot import {attribute} from {module_name}: {describe(error)}",
+            f"{wording.name}: cannot import {attribute} from {module_name}: {describe_error(error)}",
             hint="it is looked for in the current directory, PYTHONPATH and the installed packages",
         ) from error
 
 
-def describe(error: BaseException) -> str:
-    """Return one line for what somebody's own code raised."""
+def describe_error(error: BaseException) -> str:
+    """Return one line that describes an exception of the user's or the model's code."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({repr(error.code)[:_MAX_SHOWN]})"
     text = str(error).strip().splitlines()
@@ -179,7 +181,7 @@ def describe(error: BaseException) -> str:
 
 
 def split_ties(model: nn.Module, paths: Iterable[str]) -> list[dict[str, str]]:
-    """Return parameters whose names lie in different units: name to unit's path for each ("" is the root).
+    """Return the parameters whose names lie in different units, each as name -> path of its unit ("" is the root).
 
     `fully_shard` splits such a parameter in two, or fails at the first forward.
     """
@@ -192,7 +194,13 @@ def split_ties(model: nn.Module, paths: Iterable[str]) -> list[dict[str, str]]:
 
 
 def unit_of(model: nn.Module, fqn: str, units: dict[int, str]) -> str:
-    """Return the innermost unit around a parameter, found by module: it may be in several places."""
+    """Return the path of the innermost unit around a parameter.
+
+    Args:
+        model: the model.
+        fqn: name of the parameter.
+        units: id of each unit's module -> path. A module may have several paths, so paths cannot be compared.
+    """
     module, unit = model, ""
     for part in fqn.split(".")[:-1]:
         module = getattr(module, part)
@@ -201,10 +209,10 @@ def unit_of(model: nn.Module, fqn: str, units: dict[int, str]) -> str:
 
 
 def check_ties(model: nn.Module, paths: Sequence[str], wording: PolicyWording) -> None:
-    """Refuse units that would split a tie.
+    """Raise an error if units would split a tie.
 
     Raises:
-        LayoutError: lists every such parameter with its names and their units, and a policy that works.
+        LayoutError: a tie would be split; the error lists each with its names and their units, and a policy that works.
     """
     split = split_ties(model, paths)
     if split:
@@ -218,7 +226,7 @@ def tie_error(
     """Return the error for ties in different units.
 
     Args:
-        split: as `split_ties` returns it.
+        split: result of `split_ties`.
         units: (path, class name) of every unit but the root.
     """
     split, units = list(split), list(units)
@@ -236,15 +244,15 @@ def tie_error(
 
 
 def without_ties(model: nn.Module, paths: list[str]) -> list[str]:
-    """Return units without those that would split a tie: their parameters go to the unit around them."""
+    """Return the units without those that would split a tie. Their parameters go to the unit around them."""
     while split := split_ties(model, paths):
         bad = {path for names in split for path in names.values()}
         paths = [path for path in paths if path not in bad]
     return paths
 
 
-# (class, parameter). transformers 5.23 adds these to half precision and then multiplies the sum by half
-# precision. torch refuses that, so DeBERTa runs in bf16 only if they are rounded.
+# (class, parameter) of parameters that are rounded to half precision. transformers 5.23 adds them to half precision,
+# which gives fp32, and multiplies the sum by half precision, which torch refuses. So DeBERTa needs them rounded.
 _ROUNDED = {("DisentangledSelfAttention", "q_bias"), ("DisentangledSelfAttention", "v_bias")}
 
 
@@ -255,13 +263,14 @@ class PlannedUnit:
     path: str
     """Path of the module."""
     around: str
-    """Path of the policy's module that it was split off from; the same where it was not."""
+    """Path of the policy's unit that this one was split off from; equal to `path` for a unit of the policy."""
     is_wide: bool
-    """FSDP2 computes it in fp32, whatever the dtype of the rest."""
+    """FSDP2 computes the unit in fp32, whatever the dtype of the rest."""
     parameters: tuple[nn.Parameter, ...] | None = None
-    """The parameters that were split off; None for all that no other unit has."""
+    """The parameters of a unit that was split off; None for all parameters that no other unit has."""
     factors_of: torch.dtype | None = None
-    """It has factors alone, computed in this dtype, that of the weights around it, if no policy names one."""
+    """For a unit that has only factors: the dtype of the weights around it. The factors are computed in this dtype
+    unless the mixed-precision policy names another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,40 +278,43 @@ class UnitPlan:
     """All calls of `fully_shard`."""
 
     units: tuple[PlannedUnit, ...]
-    """In the order of the calls: the policy's modules, inner ones first; the root; what was split off."""
+    """In the order of the calls: the policy's units, inner ones first; the root; the units that were split off."""
     outside: Mapping[str, nn.Parameter]
-    """Name in the model -> parameter that no unit can take."""
+    """Name in the model -> parameter that cannot be in any unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _UnitTraits:
-    """What all parameters of a unit have in common."""
+    """The properties that all parameters of a unit must share."""
 
     is_wide: bool
     stored: torch.dtype | None
-    """None for parameters that are not trained, factors aside: FSDP2 takes them with any dtype."""
+    """The stored dtype. None for untrained parameters other than factors: FSDP2 accepts them with any dtype."""
 
 
 @dataclass(slots=True)
 class _Member:
-    """A parameter of a unit of the policy."""
+    """A parameter of one of the policy's units."""
 
     names: list[str]
+    """All its names in the model; several for a tie."""
     parameter: nn.Parameter
     kind: _UnitTraits
     is_rounded: bool
+    """It is rounded to half precision, see `_ROUNDED`."""
     is_factor: bool
+    """It is a factor of OSFT."""
 
 
 def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | None) -> UnitPlan:
-    """Return how a model is sharded so that no unit mixes dtypes.
+    """Return the calls of `fully_shard` that shard a model so that no unit mixes dtypes.
 
     Args:
-        model: not wrapped yet.
-        paths: modules of the policy, without the root.
-        wide: tells what the model's classes keep in fp32. That is computed in fp32, and so is anything
-            that is stored wider than the rest of its unit. None computes everything alike, and splits by
-            stored dtypes alone.
+        model: a model that is not wrapped yet.
+        paths: the policy's modules, without the root.
+        wide: the dtypes of the model's classes. Parameters that they keep in fp32 are computed in fp32, and so are
+            those that are stored in fp32 in a unit of half precision. With None everything is computed alike, and
+            units are split by stored dtypes only.
     """
     units, split, outside = list[PlannedUnit](), list[PlannedUnit](), dict[str, nn.Parameter]()
     of_weights = dict[str, torch.dtype | None]()
@@ -313,7 +325,7 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
         cut = [member for member in held_here if member.parameter.ndim]
         outside |= {member.names[0]: member.parameter for member in held_here if not member.parameter.ndim}
         kinds = _by_kind(cut, has_wide=wide is not None)
-        main = _main(kinds, is_root=not path)
+        main = _main_kind(kinds, is_root=not path)
         units.append(PlannedUnit(path=path, around=path, is_wide=main is not None and main.is_wide))
         of_weights[path] = _dtype_of(
             [member for member in kinds.get(main, ()) if not member.is_factor] if main else ()
@@ -324,7 +336,7 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
                 continue
             hosts: dict[str, list[nn.Parameter]] = {}
             for member in kind_members:
-                host = _host(model, path, member.names, unit_paths)
+                host = _host_module(model, path, member.names, unit_paths)
                 if host is None:
                     outside[member.names[0]] = member.parameter
                 else:
@@ -350,12 +362,12 @@ def plan_units(model: nn.Module, paths: Collection[str], wide: ClassDtypes | Non
 def _with_dtype_around(
     unit: PlannedUnit, members: Sequence[_Member], of_weights: Mapping[str, torch.dtype | None]
 ) -> PlannedUnit:
-    """Return a unit of the policy, which is computed as the weights around it if it has factors alone.
+    """Return one of the policy's units, with `factors_of` set if the unit has only factors.
 
     Args:
-        unit: of the policy.
+        unit: one of the policy's units.
         members: its parameters.
-        of_weights: path of each unit of the policy -> dtype of its weights; None if it has none.
+        of_weights: path of each of the policy's units -> dtype of its weights; None for a unit without weights.
     """
     if not members or not all(member.is_factor for member in members):
         return unit
@@ -367,11 +379,11 @@ def _with_dtype_around(
 def shard_units(
     plan: UnitPlan, modules: Mapping[str, nn.Module], shard: Callable[[PlannedUnit, nn.Module], object]
 ) -> None:
-    """Call `shard` for each unit, while its module shows only the parameters of the unit.
+    """Call `shard` for each unit, while all other parameters of the unit's module are hidden.
 
     Args:
-        plan: from `plan_units`.
-        modules: path of each unit -> its module, or what wraps the module by now.
+        plan: result of `plan_units`.
+        modules: path of each unit -> its module, or the wrapper that has replaced the module.
         shard: calls `fully_shard`.
     """
     apart = {id(p) for unit in plan.units for p in unit.parameters or ()}
@@ -382,12 +394,12 @@ def shard_units(
             hidden = {id(p) for p in module.parameters()} & apart
         else:
             hidden = {id(p) for p in module.parameters()}.difference(map(id, unit.parameters))
-        with _without(module, hidden):
+        with _hide_parameters(module, hidden):
             shard(unit, module)
 
 
 def _members(model: nn.Module, paths: Collection[str], wide: ClassDtypes | None) -> dict[str, list[_Member]]:
-    """Return the parameters of each unit of the policy, each of them once."""
+    """Return path of each of the policy's units -> its parameters. A tied parameter occurs once."""
     modules = dict(model.named_modules())
     units = {id(modules[path]): path for path in paths}
     by_id: dict[int, _Member] = {}
@@ -414,7 +426,7 @@ def _is_rounded(modules: Mapping[str, nn.Module], name: str) -> bool:
 
 
 def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_UnitTraits, list[_Member]]:
-    """Sort the parameters of a unit; untrained ones go with others that are computed alike."""
+    """Group the parameters of a unit by kind. Untrained ones join trained ones that are computed alike, if any."""
     trained = list(dict.fromkeys(member.kind for member in members if member.kind.stored is not None))
     of_weights = {member.kind for member in members if not member.is_factor}
     narrow = [kind.stored for kind in trained if kind in of_weights and not kind.is_wide]
@@ -426,7 +438,7 @@ def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_UnitTraits,
         kind, dtype = member.kind, member.parameter.dtype
         if kind.stored is None:
             alike = (candidate for candidate in trained if candidate.is_wide == kind.is_wide)
-            # Factors are computed as the weights are, which is not what they are stored in.
+            # Factors are computed in the dtype of the weights, not in the dtype that they are stored in.
             kind = next(
                 (candidate for candidate in alike if candidate in of_weights or candidate.stored is dtype),
                 kind,
@@ -438,17 +450,17 @@ def _by_kind(members: Sequence[_Member], *, has_wide: bool) -> dict[_UnitTraits,
 
 
 def _dtype_of(members: Sequence[_Member] | None) -> torch.dtype | None:
-    """Return the dtype of parameters of one kind; None if there are none."""
+    """Return the dtype of the first floating parameter, or None."""
     return next(
         (member.parameter.dtype for member in members or () if member.parameter.is_floating_point()), None
     )
 
 
-def _main(kinds: Mapping[_UnitTraits, Sequence[_Member]], *, is_root: bool) -> _UnitTraits | None:
-    """Return the kind that stays in the policy's unit: the narrowest.
+def _main_kind(kinds: Mapping[_UnitTraits, Sequence[_Member]], *, is_root: bool) -> _UnitTraits | None:
+    """Return the kind whose parameters stay in the policy's unit: the narrowest kind.
 
-    What is kept wide is the exception. Embeddings, which models call from anywhere, are no exception. The
-    root casts its inputs to the dtype that it computes in, so it is never a wide unit.
+    Wide parameters are usually few. Embeddings, which models call from anywhere, are not among them. The root casts
+    its inputs to the dtype that it computes in, so it is never a wide unit.
     """
 
     def order(kind: _UnitTraits) -> tuple[bool, int, int]:
@@ -458,8 +470,10 @@ def _main(kinds: Mapping[_UnitTraits, Sequence[_Member]], *, is_root: bool) -> _
     return min((kind for kind in kinds if not (is_root and kind.is_wide)), key=order, default=None)
 
 
-def _host(model: nn.Module, unit: str, names: Sequence[str], unit_paths: Collection[str]) -> str | None:
-    """Return the outermost module in a unit that is called and holds a parameter under all its names."""
+def _host_module(
+    model: nn.Module, unit: str, names: Sequence[str], unit_paths: Collection[str]
+) -> str | None:
+    """Return the path of the outermost module in a unit that has a `forward` and contains all names of a parameter."""
     inside = [name.removeprefix(f"{unit}." if unit else "").split(".")[:-1] for name in names]
     around = takewhile(lambda parts: len(set(parts)) == 1, zip(*inside, strict=False))
     for path in accumulate((part for part, *_ in around), "{}.{}".format):
@@ -471,8 +485,13 @@ def _host(model: nn.Module, unit: str, names: Sequence[str], unit_paths: Collect
 
 
 @contextlib.contextmanager
-def _without(module: nn.Module, hidden: Collection[int]) -> Iterator[None]:
-    """Hide some parameters of a module, and of the modules in it, for a while. Their order stays."""
+def _hide_parameters(module: nn.Module, hidden: Collection[int]) -> Iterator[None]:
+    """Hide parameters of a module and its submodules while the context lasts; they return in the same order.
+
+    Args:
+        module: the module.
+        hidden: ids of the parameters to hide.
+    """
     removed = [
         (part, name, parameter)
         for part in module.modules()

@@ -1,14 +1,14 @@
-"""What `--wrap` asks for: which modules become units, each with a `fully_shard` call of its own.
+"""Parse `--wrap`: which modules become units, each with a `fully_shard` call of its own.
 
     auto                          the classes that the model itself names (`_no_split_modules`)
     none                          one unit, the whole model
     LlamaDecoderLayer,...         modules of these classes
     pkg.mod.Class,...             the same, with the import path of the class
-    model.layers                  modules by their place in the model: the children of a numbered container,
+    model.layers                  modules by their path in the model: the children of a numbered container,
     model.layers.*                or every module that a path with `*` matches
     pkg.mod:function              function(model, mesh) calls `fully_shard` itself
 
-Nothing is imported here. What a name means is decided where the model or the tensor names are known.
+Nothing is imported here. Names are resolved where the model or the tensor names are known.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _MAX_CANDIDATES = 5
 
 
 class PolicyWording(NamedTuple):
-    """How a policy is written where it was given, so that messages use the same words."""
+    """How a user writes a policy: as an option of the command or as an argument in Python. Messages use these words."""
 
     name: str
     """Name of the option or argument."""
     value: str
-    """The option with a value for `{}`."""
+    """Template of the option with a value in place of `{}`, such as "--wrap {}"."""
     usage: str
-    """What may be given; a hint."""
+    """Hint that lists the accepted values."""
     effect: str = "makes one unit"
-    """What "none" does."""
+    """The effect of "none"."""
 
     def of(self, policy: str) -> str:
-        """Return a policy as a person would write it."""
+        """Return a policy as the user would write it, such as "--wrap none"."""
         return self.value.format(policy)
 
 
@@ -61,7 +61,7 @@ class WrapPolicy:
 
     kind: Literal["auto", "none", "names", "function"]
     text: str
-    """As it was given."""
+    """The policy as the user wrote it."""
     names: tuple[str, ...] = ()
     """Class names, import paths and module paths of the kind "names"."""
     function: tuple[str, str] | None = None
@@ -72,8 +72,8 @@ def parse_policy(text: str, wording: PolicyWording = OPTION) -> WrapPolicy:
     """Return the policy that `--wrap` describes.
 
     Args:
-        text: see the docstring of this module.
-        wording: where it was given.
+        text: the value, in one of the forms that the docstring of this module lists.
+        wording: the words for messages.
 
     Raises:
         PolicyError: the text is empty, or has none of the forms.
@@ -100,7 +100,7 @@ def parse_policy(text: str, wording: PolicyWording = OPTION) -> WrapPolicy:
 
 
 def parse_stages(text: str) -> WrapPolicy:
-    """Return what `--stages` describes: "auto", or a function.
+    """Return the policy that `--stages` describes: "auto" or a function.
 
     Raises:
         PolicyError: the text is neither.
@@ -112,7 +112,7 @@ def parse_stages(text: str) -> WrapPolicy:
 
 
 def no_split_names(value: object) -> tuple[str, ...]:
-    """Return the class names of a `_no_split_modules`, which may be a str, list, tuple, set or None.
+    """Return the class names in the value of a `_no_split_modules`, which may be a str, list, tuple, set or None.
 
     Sets are sorted, because their order differs from run to run.
     """
@@ -127,8 +127,8 @@ def match_paths(pattern: str, paths: Sequence[str]) -> list[str]:
     """Return the modules that a module path names, in the order of `paths`.
 
     Args:
-        pattern: "model.layers.*" (each `*` is one part), or a path or its last parts: "model.layers",
-            "layers". A numbered container stands for its children.
+        pattern: "model.layers.*" (each `*` matches one part), a path ("model.layers"), or the last parts of a path
+            ("layers"). A numbered container stands for its children.
         paths: every module path of the model.
     """
     pattern_parts = pattern.split(".")
@@ -154,7 +154,7 @@ def _ends_with(parts: list[str], pattern_parts: list[str]) -> bool:
 
 
 def path_templates(paths: Iterable[str]) -> Counter[str]:
-    """Return module paths with `*` for numbers, and how many modules each stands for."""
+    """Return module paths with `*` for numbers, and how many modules each matches."""
     return Counter(without_numbers(path) for path in paths if path)
 
 
@@ -170,10 +170,10 @@ def unknown_names(
 
     Args:
         names: the names that matched nothing.
-        candidates: what could be named, with the number of modules of each.
-        what: what `candidates` are: "module classes" or "module paths".
-        reason: why other kinds of names cannot be tried; one clause.
-        wording: where the names were given.
+        candidates: the names that exist, with the number of modules of each.
+        what: the kind of `candidates`: "module classes" or "module paths".
+        reason: why other kinds of names cannot be tried, as one clause.
+        wording: the words for messages.
     """
     unmatched = tuple(names)
     shown = ", ".join(
@@ -188,7 +188,7 @@ def unknown_names(
 
 
 def list_candidates(candidates: Mapping[str, int], names: Iterable[str] = ()) -> list[str]:
-    """Return lines about the candidates that are most like the given names, and how many more there are."""
+    """Return one line for each of the candidates most similar to `names`, and a line that counts the rest."""
     targets = tuple(names)
     ordered = sorted(candidates, key=lambda name: -_likeness(name, targets))
     shown = [f"{escape(name)}  ({count(candidates[name], 'module')})" for name in ordered[:_MAX_CANDIDATES]]

@@ -11,7 +11,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError, UsageError
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.hub.safetensors import OutputTensor
-from shardkit.keys.expressions import made_name
+from shardkit.keys.expressions import computed_name
 from shardkit.transfer.codecs.derive import made_among
 from shardkit.transfer.codecs.fold import Fold
 
@@ -66,7 +66,7 @@ def take_factors(
         hint="leave --keep-factors out: folded weights take that form",
     )
     factors = [name for target in chosen.values() for name in target.shapes]
-    sources = {name: made_name(name, catalog.tensors) for name in factors}
+    sources = {name: computed_name(name, catalog.tensors) for name in factors}
     dense = [tensor.source for tensor in tensors if tensor.source not in chosen]
     joined = carry(
         catalog, dense, checkpoint.select(factors), {source: name for name, source in sources.items()}

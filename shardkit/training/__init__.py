@@ -1,4 +1,4 @@
-"""Starting a sharded model in three phases (prepare, wrap, finalize), saving it, and looking at it.
+"""Start a sharded model in three phases (prepare, wrap, finalize), save it, and diagnose it.
 
 Internal: import from `shardkit`.
 """

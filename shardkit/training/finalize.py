@@ -1,4 +1,7 @@
-"""The third phase: memory for this rank's shards, their values, and the proof that all is as promised."""
+"""The third phase of starting a model: allocate this rank's shards, fill them, and prove that the model is complete.
+
+`finalize` does this for a model from `prepare`, `load_into` for any other model.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +28,16 @@ from shardkit.layout.classes import broken_ties
 from shardkit.osft.training.model import Factoring, own_targets
 from shardkit.training.extras.optimizer import rebind_optimizer
 from shardkit.training.fill.from_rank import RankSource, check_sources
-from shardkit.training.fill.reading import Filled, Supply, Weights, say_checked
+from shardkit.training.fill.reading import Filled, Supply, Weights, log_checked
 from shardkit.training.fill.source import Source, find_weights, has_factors, open_source, remember
 from shardkit.training.fill.strategy import ReadOptions, SourceRank, Strategy, fill_shards, plan_fill
 from shardkit.training.kept import remember_files
 from shardkit.training.model.between import (
     check_hidden,
     compare_parameters,
+    forget_hidden,
     refuse_other_context,
-    release,
-    say_put_back,
+    warn_of_restored_buffers,
 )
 from shardkit.training.model.buffers import (
     class_buffers,
@@ -54,14 +57,14 @@ from shardkit.training.model.fit import (
     supply_of,
 )
 from shardkit.training.model.initialise import fill_initialised, put_rows
-from shardkit.training.model.overlap import apart, put_together, refuse_expanded
-from shardkit.training.model.states import extra_states, hand_over, read_states, states_to_read
+from shardkit.training.model.overlap import copy_back, refuse_expanded, with_own_memory
+from shardkit.training.model.states import extra_states, read_states, set_extra_states, states_to_read
 from shardkit.training.ranks.agree import (
     agreed,
     current_device,
     gather_json,
-    look_where_possible,
-    say,
+    log_once,
+    run_where_possible,
     shown_once,
     world,
 )
@@ -70,14 +73,14 @@ from shardkit.training.ranks.local import (
     ExpectedTensor,
     LocalShard,
     buffer_places,
-    describe,
+    describe_tensors,
     local_shards,
     materialise,
     refuse_fsdp1,
     refuse_lazy,
     reshard,
 )
-from shardkit.training.ranks.stages import on_other_ranks, unused_here_alone, with_ties
+from shardkit.training.ranks.stages import tensors_of_other_ranks, used_elsewhere, with_tied_names
 
 _OPENING = "opening the source"
 _FITTING = "comparing the source with the model"
@@ -99,30 +102,31 @@ def finalize(
     """Give a prepared and wrapped model its weights; every rank calls it.
 
     Args:
-        model: what `wrap` returned, or what anybody else made of `ctx.model`.
-        ctx: from `prepare`.
-        strategy: "direct": every rank reads its own shards. "broadcast": source ranks read and send each rank
-            only what it holds. "auto": direct, if every rank can open the source and sees the same weights.
-        source_rank: who reads for whom with broadcast: "global", one for all; "node", one for the ranks of
-            its host; "replica", one for each replica of an HSDP mesh.
-        device: for parameters and buffers; None is the device type of the mesh.
-        optimizer: one or several that were made before the model was wrapped. They are pointed at the
-            parameters that the model has now, as by `rebind_optimizer`. Afterwards each steps every parameter
-            once, or is refused.
-        check_source: compare what all ranks read with the CRC-32s that the source's files record;
-            `ctx.checked` says how much was compared. False lets damage through, with a warning.
+        model: the result of `wrap`, or `ctx.model` wrapped by other code.
+        ctx: the result of `prepare`.
+        strategy: "direct": every rank reads its own shards. "broadcast": source ranks read, and send to each rank
+            only its own shards. "auto": direct, if every rank can open the source and sees the same weights.
+        source_rank: which ranks read with broadcast: "global", one for all ranks; "node", one on each host, for the
+            ranks there; "replica", one for each replica of an HSDP mesh.
+        device: for parameters and buffers; None for the device type of the mesh.
+        optimizer: one or several that were created before the model was wrapped. Their parameters are replaced by
+            those that the model has now, as `rebind_optimizer` does. Afterwards each optimizer steps every
+            parameter once; otherwise an error is raised.
+        check_source: compare the data that all ranks read with the CRC-32s that the source's files record;
+            `ctx.checked` has the amount compared. With False damaged data is used, with a warning.
 
     Returns:
-        The model: every parameter filled once, nothing on meta, ties one object, buffers equal on all ranks.
+        The model: every parameter is filled once, nothing is on meta, tied parameters are one object, and buffers
+        are equal on all ranks.
 
     Raises:
-        UsageError: an unknown strategy, or a model that is wrapped by FSDP1, or that another context prepared. Or an
-            optimizer that has one parameter several times, or another model's, and no names that would tell which ones
-            are meant.
-        LayoutError, IntegrityError: the wrapped model is not what was prepared, the source does not fit it,
-            or its bytes are not what its checksums say.
-        SourceError, ResourceError: the source cannot be read. All are raised on all ranks and name
-            those that failed.
+        UsageError: the strategy is unknown, the model is wrapped by FSDP1, or another context prepared it. Or an
+            optimizer has one parameter several times, or another model's, and has no names to identify the right
+            ones.
+        LayoutError, IntegrityError: the wrapped model differs from the prepared one, the source does not fit it,
+            or its bytes do not have the recorded checksums.
+        SourceError, ResourceError: the source cannot be read. All errors are raised on all ranks and name the
+            ranks that failed.
     """
     with agreed("looking at the wrapped model"):
         refuse_fsdp1(model)
@@ -130,14 +134,14 @@ def finalize(
         options = ReadOptions(strategy=strategy, source_rank=source_rank, check_source=check_source)
         reshard(model)
         place = _device(model, device)
-        say_put_back(model, ctx)
+        warn_of_restored_buffers(model, ctx)
         restore_buffers(model, ctx.buffers, place)
         retie(model, ctx.ties)
         check_hidden(model, ctx)
         materialise(model, place)
         for one in (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ():
             rebind_optimizer(model, one)
-        shards = with_ties(local_shards(model), ctx.ties)
+        shards = with_tied_names(local_shards(model), ctx.ties)
     compare_parameters([(shard.names, shard.whole.requires_grad) for shard in shards], ctx)
     filled, filled_shards = Filled(), shards
     if ctx.source is not None:
@@ -146,10 +150,10 @@ def finalize(
             filled = fill_shards(filled_shards, plan)
             filled.add(ctx.factoring.fill(filled_shards, plan))
         ctx.checked = filled.checked
-        say_checked(filled.checked, check_source=check_source)
+        log_checked(filled.checked, check_source=check_source)
     with agreed("initialising parameters"):
         fill_initialised(shards, ctx, filled)
-    _prove(model, shards, filled, ctx, filled_shards)
+    _check_filled(model, shards, filled, ctx, filled_shards)
     remember(model, ctx.weights)
     return model
 
@@ -172,19 +176,19 @@ def load_into(
     """Fill a model, wrapped in any way or not at all, from any source; every rank calls it.
 
     Args:
-        model: on meta, or with values, which are overwritten in place. Its OSFT factors, whoever made its layers, are
-            computed if the source has dense weights. Buffers that are in no checkpoint are computed if they are on meta.
-            Otherwise they must have their values already: `to_empty()` takes those away. A warning names those of a
-            transformers model that differ from what its class computes. If such a buffer is in the model's state dict
-            and not in the source, it gets what the class computes.
+        model: on meta, or with values, which are overwritten in place. OSFT factors, of any library, are computed if
+            the source has dense weights. Buffers that are in no checkpoint are computed if they are on meta.
+            Otherwise they must have their values already, which `to_empty()` destroys. A warning names those of a
+            transformers model that differ from the values that its class computes. If such a buffer is in the
+            model's state dict but not in the source, it gets the computed value.
         source: Hub directory or id, pre-sharded directory, or any sharded checkpoint; or `from_rank(...)`.
         strategy: as for `finalize`.
         source_rank: as for `finalize`.
-        device: for parameters that are on meta; None is the device type of the mesh.
+        device: for parameters that are on meta; None for the device type of the mesh.
         keys: as for `prepare`.
         dequantize: as for `prepare`.
-        follow_links: read links that lead out of a checkpoint's directory as the files to which they lead.
-            Weight files of a Hub model are read in any case.
+        follow_links: follow links that leave a checkpoint's directory. Links of a Hub model's weight files are
+            always followed.
         check_source: as for `finalize`.
 
     Returns:
@@ -202,7 +206,7 @@ def load_into(
         if any(buffer.tensor.is_meta for buffer in buffer_places(model)):
             compute_buffers(model, None)
         restore_buffers(model, memory_for_buffers(model, place), place)
-        release(model)
+        forget_hidden(model)
         materialise(model, place)
         shards = local_shards(model)
         refuse_expanded(shards)
@@ -212,14 +216,14 @@ def load_into(
         _say_unlike_computed([fqn for fqn in unlike if fqn in hidden])
     supply, factoring = _open(model, source, keys, dequantize=dequantize, computed=computed)
     states, _ = states_to_read(model, supply.weights)
-    filled_shards = [*apart(shards), *states]
+    filled_shards = [*with_own_memory(shards), *states]
     with plan_fill(filled_shards, supply, options) as plan:
         filled = fill_shards(filled_shards, plan)
         filled.add(factoring.fill(filled_shards, plan))
-    say_checked(filled.checked, check_source=check_source)
+    log_checked(filled.checked, check_source=check_source)
     missing_buffers = {fqn: value for fqn, value in computed.items() if fqn in supply.initialised}
     _fill_computed(filled_shards, missing_buffers, unlike, filled)
-    _prove(model, shards, filled, None, filled_shards)
+    _check_filled(model, shards, filled, None, filled_shards)
     remember(model, supply.weights)
     remember_files(model, (), supply.weights)
     return model
@@ -233,19 +237,19 @@ def _open(
     dequantize: bool,
     computed: Collection[str],
 ) -> tuple[Supply, Factoring]:
-    """Open a source for a live model and compare the two; a rank that cannot, while others can, says why.
+    """Open a source for a live model, and compare the two.
+
+    If only some ranks can open it, the `Supply` of the others has the reason.
 
     Args:
-        model: on this rank.
-        source: as it was given.
-        keys: as they were given.
-        dequantize: as for `load_into`.
-        computed: FQNs of buffers that the source need not have.
+        model: this rank's model.
+        source, keys, dequantize: as for `load_into`.
+        computed: FQNs of buffers that the source may lack.
 
     Returns:
-        What fills the model, and the factors that are computed of it.
+        The weights that fill the model, and the factors that are computed from them.
     """
-    expected, ties = describe(model)
+    expected, ties = describe_tensors(model)
     local_targets = own_targets(model)
     check_sources(source)
     is_read_elsewhere = not isinstance(source, RankSource) or not source.is_here
@@ -264,7 +268,7 @@ def _open(
         return find_weights(opened, expected_tensors, ties, model=model, rules=rules), factoring
 
     share_listings((source,), open_given)
-    seen, error, able = look_where_possible(
+    seen, error, able = run_where_possible(
         look,
         lambda error: is_read_elsewhere and isinstance(error, (SourceError, ResourceError)),
         phase=_OPENING,
@@ -272,7 +276,7 @@ def _open(
     weights, factoring = seen or (None, Factoring())
     factoring = _same_factoring(factoring, local_targets)
     used, unused = (weights.stored_names(), weights.unused) if weights is not None else ((), ())
-    elsewhere, are_stages = unused_here_alone(frozenset(used), frozenset(unused))
+    elsewhere, are_stages = used_elsewhere(frozenset(used), frozenset(unused))
     if weights is not None and are_stages:
         weights = replace(weights, identity=weights.source_identity, sampled_files=0)
     absent_names = frozenset[str]()
@@ -283,7 +287,7 @@ def _open(
             absent_names = check_fit(
                 needed, ties, weights, initialises=False, elsewhere=elsewhere, computed=computed
             ).initialised
-            if world()[0] == able[0]:  # it reads names of one parameter that are stored apart
+            if world()[0] == able[0]:  # only this rank reads tied tensors that are stored separately
                 check_ties(ties, weights)
         exchanged.mine = sorted(absent_names)
     if weights is None:
@@ -295,10 +299,10 @@ def _open(
 
 @shown_once()
 def _same_factoring(mine: Factoring, local_targets: tuple[Target, ...]) -> Factoring:
-    """Return which weights of a live model become factors, told by ranks that see the source; every rank calls it.
+    """Return the factors to compute for a live model, as found by ranks that see the source; every rank calls it.
 
     Raises:
-        LayoutError: on all ranks: they have other targets, as stages of a pipeline would.
+        LayoutError: on all ranks: their targets differ, as is the case with pipeline stages.
     """
     answers = gather_json(
         [mine.svd, [asdict(target) for target in local_targets]], phase="comparing the ranks' models"
@@ -313,7 +317,7 @@ def _same_factoring(mine: Factoring, local_targets: tuple[Target, ...]) -> Facto
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Return where buffers go: to the mesh's devices, or else to where parameters are already."""
+    """Return the device for buffers: the user's, the mesh's, or else the one of the parameters."""
     if device is not None:
         return torch.device(device)
     parameters = list(model.parameters())
@@ -325,7 +329,7 @@ def _device(model: nn.Module, device: torch.device | str | None) -> torch.device
 
 def _say_unlike_computed(buffers: Sequence[str]) -> None:
     if buffers:
-        say(
+        log_once(
             f"{'1 buffer is' if len(buffers) == 1 else f'{len(buffers)} buffers are'} in no checkpoint, and not what the "
             f"model's class computes: {listed(buffers)}. After to_empty() buffers hold whatever memory held; leave the "
             "model on meta, or put their values back",
@@ -339,13 +343,13 @@ def _fill_computed(
     unlike: Collection[str],
     filled: Filled,
 ) -> None:
-    """Let buffers that the source lacks have what the model's class computes.
+    """Give buffers that the source lacks the values that the model's class computes.
 
     Args:
-        shards: of the model.
-        missing_buffers: name of each -> the computed value.
-        unlike: names of those that hold something else.
-        filled: counts them.
+        shards: this rank's shards.
+        missing_buffers: name of each such buffer -> computed value.
+        unlike: names of buffers that have other values now.
+        filled: counter to which the buffers' elements are added.
     """
     for shard in shards:
         name = next((name for name in shard.names if name in missing_buffers), None)
@@ -355,35 +359,38 @@ def _fill_computed(
             filled.elements[shard.fqn] += shard.num_elements
     changed = [name for name in missing_buffers if name in unlike]
     if missing_buffers:
-        say(f"weights: not in the source, buffers that the model's class computes: {listed(missing_buffers)}")
+        log_once(
+            f"weights: not in the source, buffers that the model's class computes: {listed(missing_buffers)}"
+        )
     if changed:
-        say(
+        log_once(
             f"weights: these held other values than the class computes, and have those now: {listed(changed)}",
             logging.WARNING,
         )
 
 
-def _prove(
+def _check_filled(
     model: nn.Module,
     shards: Sequence[LocalShard],
     filled: Filled,
     ctx: ModelInitializationContext | None,
     filled_shards: Sequence[LocalShard],
 ) -> None:
-    """Prove that the filled model is as promised.
+    """Check that the filled model is complete; raise an IntegrityError on all ranks if it is not.
 
     Args:
-        model: all of it.
-        shards: everything that this rank holds of it.
-        filled: how much of them was filled.
-        ctx: of a prepared model.
-        filled_shards: what was filled: in place of shards, where several lie on one memory, and extra states of modules.
+        model: the whole model.
+        shards: this rank's shards of it.
+        filled: the numbers of elements that were filled.
+        ctx: the context of a prepared model, or None.
+        filled_shards: the shards that were filled. They replace those of `shards` that share memory, and include extra
+            states of modules.
     """
     differing = equalise_buffers(model)
-    elsewhere = frozenset[str]() if ctx is None else on_other_ranks(shards, ctx.expected)
+    elsewhere = frozenset[str]() if ctx is None else tensors_of_other_ranks(shards, ctx.expected)
     with agreed("proving the filled model"):
         changed = "a wrapper has changed it between prepare and finalize" if ctx is not None else None
-        clashes = put_together(shards, filled_shards)
+        clashes = copy_back(shards, filled_shards)
         problems = [*clashes, *filled.problems(filled_shards), *_on_meta(model)]
         if ctx is not None:
             problems += [*_unlike_expected(shards, ctx.expected, elsewhere), *_too_large(model, shards)]
@@ -393,7 +400,7 @@ def _prove(
             f"the filled model is not as it should be in {count(len(problems), 'place')}",
             hint=_APART if clashes else changed,
         )
-        hand_over(model, filled_shards)
+        set_extra_states(model, filled_shards)
 
 
 def _on_meta(model: nn.Module) -> Iterator[str]:
@@ -431,7 +438,7 @@ def _in_state(persistent: bool) -> str:
 
 
 def _too_large(model: nn.Module, shards: Sequence[LocalShard]) -> Iterator[str]:
-    """Yield parts whose memory holds more than the part: a view of a whole tensor keeps all of it."""
+    """Yield a problem for each shard whose memory is larger than the shard, such as a view of a whole tensor."""
     padded = {
         id(shard.param): torch.Size(shard.padded_sizes).numel() * shard.param.itemsize
         for shard in fsdp_shards(model)

@@ -1,9 +1,10 @@
-"""The files of a Hub model that `save` puts beside its shards, so that consolidate needs no base.
+"""Write the files of a Hub model next to the shards of `save`, so that consolidate needs no base.
 
     <name>/huggingface/config.json, generation_config.json, tokenizer.json, ...
 
-A live model of transformers says itself what its config is by now. Everything else comes from the directory of the Hub
-model that it was prepared or loaded from, as it lies there when the first rank saves. Weights are never copied.
+The config comes from a live transformers model, because it may have changed. All other files come from the directory of
+the Hub model from which the model was prepared or loaded, as they are when the first rank saves. Weights are never
+copied.
 """
 
 from __future__ import annotations
@@ -47,40 +48,40 @@ from shardkit.training.model.build import is_derived
 
 _ATTRIBUTE = "_shardkit_hub_files"
 _ADAPTERS = (
-    "peft_config"  # of a PeftModel: the settings of each adapter, by its name; peft 0.21, peft/peft_model.py
+    "peft_config"  # of a PeftModel: name of each adapter -> its settings; peft 0.21, peft/peft_model.py
 )
 _MAX_BYTES = 256 << 20
 _OF_TRANSFORMERS = ("transformers", "transformers_modules")  # the second: models with code of their own
 
 _Files = dict[str, Asset]
-"""By name."""
+"""Name below `huggingface/` -> file."""
 
 
 class HubFiles(NamedTuple):
-    """Where the files of the Hub model are that a model began with."""
+    """The places of the files of the Hub model from which a model was filled. It is an attribute of the model."""
 
     directories: tuple[str, ...]
-    """The first that has a config counts; the others give what it lacks."""
+    """Directories with the files. Earlier ones take precedence; later ones supply files that these lack."""
     follows_links: bool = False
-    """Links that leave them are read too."""
+    """True if links that leave the directories are followed."""
     tokenizer: object = None
-    """The live one, where it was given."""
+    """The live tokenizer, if the user passed one."""
     dtypes: Mapping[str, str] = MappingProxyType({})
-    """Of the Hub model's tensors, by the model's FQNs."""
+    """FQN -> dtype of the Hub model's tensor."""
     last: str | None = None
-    """Where the last save has put them, for when the directories are gone."""
+    """The directory into which the last save has copied the files, in case the others have been removed."""
 
 
 def remember_files(
     model: nn.Module, directories: Iterable[str | None], weights: Weights | None, tokenizer: object = None
 ) -> None:
-    """Keep with a model where its config and tokenizer are, for `save`; change nothing if that is not known.
+    """Record in a model the places of its config and tokenizer, for `save`. If none is known, nothing changes.
 
     Args:
-        model: prepared or filled.
-        directories: that have them; those of `weights` come after them.
-        weights: what the model is filled with, if they were found.
-        tokenizer: the live one, where it was given.
+        model: the prepared or filled model.
+        directories: directories that have the files; those of `weights` come after them.
+        weights: the weights that fill the model, or None.
+        tokenizer: the user's tokenizer, or None.
     """
     more = weights.assets if weights is not None else ()
     places = tuple(dict.fromkeys(directory for directory in (*directories, *more) if directory is not None))
@@ -90,20 +91,20 @@ def remember_files(
 
 
 def _dtypes(weights: Weights | None) -> dict[str, str]:
-    """Return the dtype of each tensor, also of one that is made of several, all of which have it."""
+    """Return FQN -> dtype in the source. A tensor that is made of several has the dtype that all of them have."""
     if weights is None:
         return {}
     tensors = weights.catalog.tensors
     return {fqn: tensors[name].dtype.name for fqn, name in weights.names.items() if name in tensors}
 
 
-class Kept:
-    """What is kept of one model.
+class HubFileWriter:
+    """The Hub files to write with a save of one model.
 
     Args:
-        model: all of what is saved.
-        paths: of all modules, as state dicts have them, outermost first.
-        tensors: all that is saved, by name.
+        model: the whole model that is saved.
+        paths: (path as in state dicts, module) of all modules, outermost first.
+        tensors: name -> tensor, for all that is saved.
     """
 
     def __init__(
@@ -115,17 +116,19 @@ class Kept:
         buffers = {f"{path}.{name}".lstrip(".") for path, module in pairs for name in module._buffers}
         self._adapted = next((m for _, m in pairs if isinstance(vars(m).get(_ADAPTERS), dict)), None)
         path = (self._root or self._holder or ("", model))[0]
-        # A config that is about a part of the model would say of the whole what is not true.
+        # If the config is about only a part of the model, it must not be written for the whole.
         self._dtypes = _saved_dtypes(tensors)
         self._is_whole = not path or all(
             name.startswith(f"{path}.") for name in tensors if name not in buffers
         )
 
     def write(self, place: str) -> tuple[manifest.File, ...]:
-        """Write the files below a directory; warn of those that cannot be read. No files without a config.
+        """Write the files below a directory, and return their records. Without a config nothing is written.
+
+        A warning names files that cannot be read.
 
         Raises:
-            OSError, ResourceError: the system or the store refuses to write.
+            OSError, ResourceError: a file cannot be written.
         """
         problems = list[str]()
         files, hub_config = self._files(problems) if self._is_whole else ({}, None)
@@ -150,17 +153,17 @@ class Kept:
             )
         return tuple(written)
 
-    def note(self, path: str) -> None:
-        """Note where a finished save has the files: the Hub model's directory may be gone by the next one."""
+    def record_place(self, path: str) -> None:
+        """Record the place of the files in a finished save; the Hub model's directory may be gone by the next save."""
         if self._holder is not None:
             module = self._holder[1]
             files = getattr(module, _ATTRIBUTE)
             setattr(module, _ATTRIBUTE, files._replace(last=os.path.join(path, SAVED_ASSETS)))
 
     def _files(self, problems: list[str]) -> tuple[_Files, Asset | None]:
-        """Return the files, and the config of the Hub model, which the live model's may replace."""
+        """Return (files to write, the Hub model's config.json or None). The first may have the live model's config."""
         holder: HubFiles | None = None if self._holder is None else getattr(self._holder[1], _ATTRIBUTE)
-        files = _Files() if holder is None else _beside(holder, problems)
+        files = _Files() if holder is None else _source_files(holder, problems)
         hub_config = files.get(CONFIG)
         if self._root is not None:
             model = self._root[1]
@@ -178,12 +181,14 @@ class Kept:
         return files, hub_config
 
     def _config(self, asset: Asset, hub_config: Asset | None) -> bytes:
-        """Return config.json with the dtype of what is saved: the Hub model's own where all tensors have theirs.
+        """Return config.json with the dtype of the saved tensors.
 
-        A small model's embedding may be most of it, and have another dtype than its layers.
+        If all tensors have their dtypes in the Hub model, it is the dtype in the Hub model's config. Else it is the
+        dtype of most bytes, which could be wrong for a small model: its embedding may be most of it, with another dtype
+        than its layers.
         """
         data = asset.read()
-        config = _parsed(data)
+        config = _parse_json(data)
         prefix, holder = ("", None) if self._holder is None else self._holder
         hub_dtypes: Mapping[str, str] = getattr(holder, _ATTRIBUTE).dtypes if holder is not None else {}
         start = f"{prefix}." if prefix else ""
@@ -191,7 +196,9 @@ class Kept:
         is_same = any(hub_dtype for _, hub_dtype in both) and all(
             hub_dtype in (None, saved_dtype) for saved_dtype, hub_dtype in both
         )
-        config_dtype = dtype_of(_parsed(hub_config.read())) if is_same and hub_config is not None else None
+        config_dtype = (
+            dtype_of(_parse_json(hub_config.read())) if is_same and hub_config is not None else None
+        )
         most = most_bytes((dtype, nbytes) for _, dtype, nbytes in self._dtypes)
         name = config_dtype or (most.name if most is not None else None)
         if config is None or name is None or dtype_of(config) == name:
@@ -201,7 +208,7 @@ class Kept:
 
 
 def _saved_dtypes(tensors: Mapping[str, Any]) -> list[tuple[str, DType, int]]:
-    """Return (name, dtype, bytes) of the tensors of ordinary floating dtypes."""
+    """Return (name, dtype, number of bytes) of the tensors with ordinary floating dtypes."""
     typed_tensors = (
         (name, BY_NAME.get(str(tensor.dtype).removeprefix("torch.")), tensor)
         for name, tensor in tensors.items()
@@ -214,22 +221,22 @@ def _saved_dtypes(tensors: Mapping[str, Any]) -> list[tuple[str, DType, int]]:
     ]
 
 
-def _parsed(data: bytes) -> dict[str, Any] | None:
+def _parse_json(data: bytes) -> dict[str, Any] | None:
     try:
         content = json.loads(data)
-    except (ValueError, RecursionError):  # whoever reads the copy says so
+    except (ValueError, RecursionError):  # reported when the copy is read
         return None
     return content if isinstance(content, dict) else None
 
 
-def _beside(files: HubFiles, problems: list[str]) -> _Files:
-    """Return the files beside the weights of the Hub model that a model began with."""
+def _source_files(files: HubFiles, problems: list[str]) -> _Files:
+    """Return the files next to the weights of the Hub model from which a model was filled."""
     files_beside, absent = _Files(), list[str]()
     token = FOLLOWS_LINKS.set(files.follows_links)
     try:
         for directory in (*files.directories, files.last):
             try:
-                assets = {} if directory is None else _of_directory(directory, problems)
+                assets = {} if directory is None else _read_directory(directory, problems)
             except (ShardkitError, OSError) as error:
                 absent.append(str(error))
                 continue
@@ -246,36 +253,36 @@ def _beside(files: HubFiles, problems: list[str]) -> _Files:
     return files_beside
 
 
-def _of_directory(directory: str, problems: list[str]) -> _Files:
-    """Return the files of one directory, without weights, and without a card that is about the base.
+def _read_directory(directory: str, problems: list[str]) -> _Files:
+    """Return the files of one directory, without weights, and with a new card in place of the base's.
 
     Raises:
-        SourceError, ResourceError: it is gone, or may not be listed.
+        SourceError, ResourceError: the directory was removed, or cannot be listed.
     """
     assets, _ = list_assets(directory)
     folders = module_folders(directory)
     weights = [name for name in assets if is_weights(name)]
-    if weights:  # a model with these modules would be without their weights
+    if weights:  # the modules' weights are not copied, so their files must not be either
         problems.append(f"{escape(MODULES)} and what it names, for the weights there ({listed(weights)})")
         inside = tuple(f"{folder}/" for folder in folders)
         assets = {
             name: path for name, path in assets.items() if not name.startswith(inside) and name != MODULES
         }
-    files = {name: _copied(name, path) for name, path in assets.items() if name != CARD}
+    files = {name: _file_asset(name, path) for name, path in assets.items() if name != CARD}
     repo_id = repo_id_of(directory)
     if repo_id is not None:
         files[CARD] = Asset(CARD, None, card_of(repo_id))
     elif CARD in assets and is_generated_card(read_small(assets[CARD], CARD, _MAX_BYTES)):
-        files[CARD] = _copied(CARD, assets[CARD])
+        files[CARD] = _file_asset(CARD, assets[CARD])
     return files
 
 
-def _copied(name: str, path: str) -> Asset:
+def _file_asset(name: str, path: str) -> Asset:
     return Asset(name, storage.realpath(path), b"")
 
 
 def _collect(what: str, assets: Iterator[Asset], problems: list[str]) -> _Files:
-    """Return the files that code of others makes, up to where it fails."""
+    """Return the files that foreign code yields, up to a failure, which is added to `problems`."""
     files = _Files()
     try:
         for asset in assets:
@@ -286,10 +293,10 @@ def _collect(what: str, assets: Iterator[Asset], problems: list[str]) -> _Files:
 
 
 def _live_configs(model: Any) -> Iterator[Asset]:
-    """Yield the configs of a model of transformers, as `save_pretrained` would write them.
+    """Yield the configs of a transformers model, as `save_pretrained` would write them.
 
-    A generation config that transformers has made of the config, and nobody changed since, is none: the Hub model's own
-    counts.
+    A generation config that transformers derived from the config, and that has not changed since, is left out, so that
+    the Hub model's own is used.
     """
     config = json.loads(model.config.to_json_string())
     config["architectures"] = [_class_name(model)]
@@ -305,7 +312,7 @@ def _live_configs(model: Any) -> Iterator[Asset]:
 
 
 def _adapter_config(model: Any) -> Iterator[Asset]:
-    """Yield the settings of the one adapter that a PeftModel has, as its `save_pretrained` would write them."""
+    """Yield the settings of a PeftModel's only adapter, as its `save_pretrained` would write them."""
     settings = list(getattr(model, _ADAPTERS).values())
     if len(settings) != 1:
         return
@@ -313,20 +320,20 @@ def _adapter_config(model: Any) -> Iterator[Asset]:
         settings[0].save_pretrained(scratch)
         config = json.loads(read_small(os.path.join(scratch, ADAPTER_CONFIG), ADAPTER_CONFIG, _MAX_BYTES))
     base = config.get("base_model_name_or_path")
-    if base is None or os.path.isabs(str(base)):  # a path of this machine
+    if base is None or os.path.isabs(str(base)):  # a path on this machine
         config["base_model_name_or_path"] = None
     yield Asset(ADAPTER_CONFIG, None, dump_config({**config, "inference_mode": True}))
 
 
 def _class_name(model: nn.Module) -> str:
-    """Return the name by which transformers knows a model's class, however it has been subclassed."""
+    """Return the name of the transformers class that a model's class is or is derived from."""
     classes = (cls for cls in type(model).__mro__ if cls.__module__.partition(".")[0] in _OF_TRANSFORMERS)
     class_name = next(classes).__name__
     return plain_class(model) if class_name == "PreTrainedModel" else class_name
 
 
 def _live_tokenizer(tokenizer: Any) -> Iterator[Asset]:
-    """Yield the files that a tokenizer writes of itself."""
+    """Yield the files that a tokenizer's `save_pretrained` writes."""
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
         files = [file for file in list_assets(scratch)[0].items() if is_tokenizer_file(file[0])]

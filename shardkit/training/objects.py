@@ -1,7 +1,7 @@
-"""Find distributed tensors that are in objects of a state dict, where torch's DCP does not find them.
+"""Find distributed tensors inside objects of a state dict, where torch's DCP does not find them.
 
-DCP looks into dicts and lists. All else that is no tensor is pickled as it is, and one rank's pickle is kept: of a DTensor
-in a tuple, a set, a dataclass or an object of an optimizer, that rank's rows.
+DCP searches only dicts and lists. Other values that are not tensors are pickled, and the pickle of one rank is saved.
+If a tuple, a set, a dataclass or an optimizer's object contains a DTensor, only that rank's rows are saved.
 
 Source: torch 2.13, torch/distributed/checkpoint/_nested_dict.py and _traverse.py.
 """
@@ -28,20 +28,20 @@ _PLAIN = (
     BuiltinFunctionType,
     ModuleType,
 )
-_MOST = 1 << 20  # objects that are looked at, of each value
+_MOST = 1 << 20  # limit on the objects that are searched in one value
 
 
 def distributed_in_objects(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the values that have tensors of a mesh of several ranks in an object.
+    """Return the names of values that DCP pickles and that contain tensors distributed over several ranks.
 
     Args:
-        state: a state dict, as it is saved.
+        state: the state dict to save.
     """
-    return [name for name, value in _objects(state, "") if any(map(_is_distributed, _pickled_with(value)))]
+    return [name for name, value in _objects(state, "") if any(map(_is_distributed, _pickled_tensors(value)))]
 
 
 def _objects(value: object, name: str) -> Iterator[tuple[str, object]]:
-    """Yield what torch pickles of a state dict, by name."""
+    """Yield (name, value) for the values of a state dict that torch pickles."""
     if isinstance(value, (Mapping, list)):
         for key, child in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _objects(child, f"{name}.{key}" if name else str(key))
@@ -55,8 +55,8 @@ def _is_distributed(tensor: torch.Tensor) -> bool:
     return tensor.device_mesh.size() > 1
 
 
-def _pickled_with(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors that pickle would come to in an object, by what the object gives of itself."""
+def _pickled_tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors that pickle would reach from an object."""
     seen, waiting = dict[int, object](), list[Any]([value])
     while waiting and len(seen) < _MOST:
         each = waiting.pop()
@@ -64,11 +64,11 @@ def _pickled_with(value: object) -> Iterator[torch.Tensor]:
             yield each
         elif not isinstance(each, _PLAIN) and id(each) not in seen:
             seen[id(each)] = each
-            waiting += _given(each)
+            waiting += _pickled_items(each)
 
 
-def _given(value: Any) -> Iterator[object]:
-    """Yield what an object gives to be pickled."""
+def _pickled_items(value: Any) -> Iterator[object]:
+    """Yield the values that pickle takes from an object: items, or the result of `__reduce_ex__`."""
     if type(value) in (list, tuple, set, frozenset):
         yield from value
     elif type(value) is dict:
@@ -76,7 +76,7 @@ def _given(value: Any) -> Iterator[object]:
     else:
         try:
             reduced = value.__reduce_ex__(2)
-        except Exception:  # torch is going to say so
+        except Exception:  # pickling will report it
             return
         if isinstance(reduced, tuple):
             _, arguments, *more = reduced

@@ -1,4 +1,4 @@
-"""The first phase: a model without weights, its source opened and compared with it, on all ranks alike."""
+"""The first phase of starting a model: build it without weights, open its source, and compare the two on all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from shardkit.formats.hub.tokenizer import tokenizer_differences, tokenizer_file
 from shardkit.keys.names import clean_name
 from shardkit.keys.rule_sets import load_rules
 from shardkit.keys.rules import RuleSet
-from shardkit.layout.classes import BrokenTie, broken_ties, tie, transformers_model
+from shardkit.layout.classes import BrokenTie, broken_ties, mend_ties, transformers_model
 from shardkit.operations.consolidate.own import reads_of
 from shardkit.osft.plan import OsftPlan, as_plan
 from shardkit.osft.training.model import Factoring, dense_names, factor_model
@@ -46,7 +46,7 @@ from shardkit.training.fill.source import (
     open_source,
 )
 from shardkit.training.kept import remember_files
-from shardkit.training.model.between import note_prepared
+from shardkit.training.model.between import register_prepared
 from shardkit.training.model.buffers import InitBuffers
 from shardkit.training.model.build import (
     MULTIPLE,
@@ -66,11 +66,18 @@ from shardkit.training.model.fit import (
     diverged_ties,
 )
 from shardkit.training.model.hidden import find_hidden
-from shardkit.training.model.initialise import not_repeated
+from shardkit.training.model.initialise import lost_initialisations
 from shardkit.training.model.states import extra_states
-from shardkit.training.ranks.agree import agreed, broadcast_json, gather_json, look_where_possible, say, world
-from shardkit.training.ranks.listings import is_looked_at, share_listings
-from shardkit.training.ranks.local import ExpectedTensor, buffer_places, describe, places
+from shardkit.training.ranks.agree import (
+    agreed,
+    broadcast_json,
+    gather_json,
+    log_once,
+    run_where_possible,
+    world,
+)
+from shardkit.training.ranks.listings import is_shared_source, share_listings
+from shardkit.training.ranks.local import ExpectedTensor, buffer_places, describe_tensors, tensor_places
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".distcp", ".pt", ".pth", ".ckpt", ".metadata", ".json")
 _OPENING = "opening the source"
@@ -79,7 +86,7 @@ _MOST_NAMED = 6
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """The keywords of `prepare`, whose docstring describes them. There are no slots: what is opened is kept."""
+    """The keywords of `prepare`, whose docstring describes them. There are no slots, so that results can be cached."""
 
     build_model: BuildModel = field(kw_only=False)
     source: str | os.PathLike[str] | RankSource | None = field(kw_only=False)
@@ -99,18 +106,18 @@ class PrepareOptions:
 
     @cached_property
     def place(self) -> str | RankSource | None:
-        """The source, a path as text."""
+        """The source, with a path as `str`."""
         source = self.source
         return source if source is None or isinstance(source, RankSource) else os.fspath(source)
 
     @cached_property
     def model_place(self) -> str | None:
-        """The model's directory or repo id; None if it is a function or a model."""
+        """The model's directory or repo id; None if `build_model` is a function or a model."""
         return os.fspath(self.build_model) if isinstance(self.build_model, (str, os.PathLike)) else None
 
     @cached_property
     def home(self) -> str | None:
-        """The directory of the model's config; None if it is a function or a model.
+        """The directory of the model's config; None if `build_model` is a function or a model.
 
         Raises:
             LayoutError, SourceError, ResourceError: as `find_config`.
@@ -121,34 +128,34 @@ class PrepareOptions:
 
     @cached_property
     def rules(self) -> RuleSet | None:
-        """Between the names of the source and those of the model."""
+        """The rules between the names of the source and those of the model, or None."""
         return None if self.keys is None else load_rules(self.keys)
 
     @cached_property
     def plan(self) -> OsftPlan | None:
-        """Which weights become factors; None leaves that to the source and the model."""
+        """The plan for the weights that become factors; None to follow the source and the model."""
         return as_plan(self.osft)
 
     @cached_property
     def open(self) -> Callable[[str | RankSource, str | None], Source]:
-        """Opens a source of some revision, each once."""
+        """A cached function that opens a source in a revision."""
         return cache(partial(open_source, variant=self.variant, dequantize=self.dequantize))
 
     def check(self) -> None:
-        """Refuse options that contradict each other, or have no such value.
+        """Raise an error for options that contradict each other or have an invalid value.
 
         Raises:
-            UsageError: these do.
+            UsageError: some options do.
             SourceError, ResourceError: the rules cannot be read.
         """
         if isinstance(self.source, RankSource) and (self.revision is not None or self.variant is not None):
             raise UsageError("revision and variant are for files: a state dict has none")
-        _ = self.place, self.rules, self.plan  # what is wrong with them is said now
+        _ = self.place, self.rules, self.plan  # raises their errors now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _SourcelessModel:
-    """A model before it has a source."""
+class _BuiltModel:
+    """A model that is built, but not yet compared with its source."""
 
     model: nn.Module
     expected: Mapping[str, ExpectedTensor]
@@ -156,30 +163,30 @@ class _SourcelessModel:
     grown: Mapping[str, int]
     """FQN -> rows before the vocabulary was aligned."""
     writes: Mapping[str, int]
-    """FQN -> how often each parameter was written while the model was built."""
+    """FQN -> number of times that the parameter was written while the model was built."""
     moved: list[nn.Parameter] | None
-    """Every parameter that a module got while the model was built; None if it was given."""
+    """All parameters that modules got while the model was built; None if the user passed the model."""
     retied: tuple[BrokenTie, ...]
-    """Parameters that were several in the given model and are now one, as its class says."""
+    """Ties that the model's class declares, that were broken when the model was built, and that were mended."""
     factoring: Factoring = field(default_factory=Factoring)
-    """Which of its weights are OSFT factors."""
+    """The choice of weights that are OSFT factors."""
     home: str | None = None
-    """The directory of its config; None if the model or a function was given."""
+    """The directory of its config; None if the user passed a model or a function."""
 
     @property
     def read(self) -> Mapping[str, ExpectedTensor]:
-        """What the source must have."""
+        """The tensors that the source must have."""
         return self.factoring.read(self.expected)
 
     def digest(self, options: PrepareOptions) -> str:
-        """Return a digest of what must be the same on all ranks."""
+        """Return a digest of the properties that must be equal on all ranks."""
         tensors = [(t.fqn, t.shape, str(t.dtype), t.kind, t.persistent) for t in self.expected.values()]
         content = [
             tensors,
             self.ties,
             dict(self.grown),
             options.seed,
-            # A set has another order on each rank.
+            # The order of a set differs between ranks.
             options.missing if isinstance(options.missing, str) else sorted(options.missing),
             options.place is not None,
             self.factoring.svd,
@@ -188,19 +195,20 @@ class _SourcelessModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FoundSource:
-    """What a rank found."""
+class _OpenedSource:
+    """The result of opening the source and comparing it with the model."""
 
     weights: Weights | None = None
+    """The weights that this rank can read; None if it cannot open the source, or there is none."""
     fit: ModelFit
     absent: BaseException | None = None
-    """Why the source is not here; other ranks may have it."""
+    """Why this rank cannot open the source, while other ranks can."""
     untied: tuple[str, ...] = ()
-    """FQNs that the model ties although the source has other values for them."""
+    """FQNs that the model ties although the source has separate values for them."""
     warning: str | None = None
-    """What the model's config means otherwise than the source's."""
+    """A warning if the model's config differs from the source's."""
     generation: dict[str, Any] | None = None
-    """generation_config.json of the source; None if it has none, or the model is that of a directory."""
+    """generation_config.json of the source; None if it has none, or if the model was built from a directory."""
 
 
 @storage.listed_once()
@@ -212,47 +220,47 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
         build_model: a function that returns the model, a directory with config.json or a repo id, or a
             model on meta.
         source: a Hub directory or repo id, a pre-sharded directory, or any sharded checkpoint;
-            `from_rank(...)` for a state dict in the memory of one rank; None initialises every tensor, whole,
-            the same in any world.
-        dtype: of floating parameters; None keeps the model's own: what its config says, or else what is
-            stored. Parameters that its class makes fp32 stay fp32, as in `from_pretrained`. Reading
-            converts the values. OSFT factors are fp32 in any case; where there are some, None is the dtype in which
-            the source has the other weights, or fp32 if it has no factors yet.
-        tokenizer: embeddings are made as long as it needs; a number of tokens will do.
-        align_vocab: False leaves embeddings alone; a number rounds their rows up to a multiple of it, True
-            and None to a multiple of 8.
-        missing: what to do about tensors that the source lacks. "error" refuses them. "init" initialises
-            them, unless they look renamed. Globs over FQNs initialise what they match.
-        seed: of what is initialised.
-        init_buffers: computes the buffers of a model on meta.
-        revision: branch, tag or commit, if the source is a repo id; of the model too if it is the same repo.
-        variant: "fp16" takes `model.fp16.safetensors`.
+            `from_rank(...)` for a state dict in the memory of one rank. None initialises every tensor, with values
+            that do not depend on the number of ranks.
+        dtype: dtype of floating parameters, to which values are converted while they are read. None keeps the
+            model's own: the config's, or else the stored one. Parameters that the model's class makes fp32 stay
+            fp32, as in `from_pretrained`. OSFT factors are always fp32; in a model with factors, None is the dtype of
+            the source's other weights, or fp32 if the source has no factors yet.
+        tokenizer: a tokenizer, or its number of tokens. Embeddings get as many rows as it needs.
+        align_vocab: a number rounds the rows of embeddings up to a multiple of it; True and None round to a multiple
+            of 8. False leaves embeddings as they are.
+        missing: treatment of tensors that the source lacks. "error" raises an error. "init" initialises
+            them, unless they look renamed. Globs over FQNs initialise the tensors that they match.
+        seed: seed of initialised values.
+        init_buffers: a function that computes the buffers of a model on meta.
+        revision: branch, tag or commit, if the source is a repo id; also used for the model if it is the same repo.
+        variant: variant of the weight files; "fp16" reads `model.fp16.safetensors`.
         keys: rules between the names of the source and those of the model (docs/keys.md): the path of a TOML file, or
-            the name of a set that shardkit has, such as "torchtitan-llama3". Models of transformers need none.
-        dequantize: make plain weights of fp8, MXFP4 and NVFP4 ones, each value rounded once to the parameter's
-            dtype; quantised sources and configs are refused otherwise.
-        osft: the share of each target's singular directions that is trained, or a plan which targets there are;
-            `finalize` computes the factors of dense weights. None: the weights that the source has as factors, or the
-            model has, and no others. What contradicts the source is refused.
+            the name of a set that shardkit has, such as "torchtitan-llama3". transformers models need none.
+        dequantize: convert fp8, MXFP4 and NVFP4 weights to plain ones, each value rounded once to the parameter's
+            dtype. Without it, quantised sources and configs raise an error.
+        osft: the share of each target's singular directions that is trained, or a plan that lists the targets;
+            `finalize` computes the factors of dense weights. None: the weights that are factors in the source or the
+            model, and no others. A plan that contradicts the source raises an error.
         trust_remote_code: the model's own code may run.
-        follow_links: read links that lead out of a checkpoint's directory as the files to which they lead.
-            Weight files of a Hub model are read in any case.
+        follow_links: follow links that leave a checkpoint's directory. Links of a Hub model's weight files are
+            always followed.
 
     Returns:
-        Context for `finalize`; its `model` is what to wrap. A rank that has no source while others do says
-        why in `unavailable`.
+        Context for `finalize`; its `model` is the one to wrap. If a rank has no source while others do, its
+        `unavailable` has the reason.
 
     Raises:
         LayoutError: model and source differ (every difference is listed), or nothing computes some buffers.
-        SourceError: the source is damaged, or nobody has it.
+        SourceError: the source is damaged, or no rank has it.
         UsageError: options contradict each other.
-        All are raised on all ranks and name those that failed.
+        All errors are raised on all ranks and name the ranks that failed.
     """
     with agreed(_OPENING):
         options.check()
     share_listings(
         (options.model_place, options.place),
-        partial(_look, options),
+        partial(_open_shared, options),
         revision=options.revision,
         variant=options.variant,
     )
@@ -277,9 +285,9 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
         _warn_not_repeated(blueprint, plain, fit)
     notes = tuple(_notes(plain, opened, fit, is_given=options.model_place is None))
     for note in notes:
-        say(f"prepare: {note}")
+        log_once(f"prepare: {note}")
     if opened.warning is not None:
-        say(f"prepare: {opened.warning}", logging.WARNING)
+        log_once(f"prepare: {opened.warning}", logging.WARNING)
         notes = (*notes, opened.warning)
     ctx = ModelInitializationContext(
         model=plain.model,
@@ -296,39 +304,39 @@ def prepare(options: PrepareOptions) -> ModelInitializationContext:
         buffers=buffers,
         notes=notes,
     )
-    note_prepared(ctx, find_hidden(plain.model, plain.moved))
+    register_prepared(ctx, find_hidden(plain.model, plain.moved))
     model_place = plain.home if location_of(options.model_place).is_for_all else options.model_place
     remember_files(plain.model, (model_place,), opened.weights, options.tokenizer)
     return ctx
 
 
-def _look(options: PrepareOptions) -> None:
-    """Look at what lies in a store or has headers, before other ranks do."""
+def _open_shared(options: PrepareOptions) -> None:
+    """Open sources in stores, and those with headers to read, so that their content can be shared with other ranks."""
     if options.model_place is not None and location_of(options.model_place).is_listed_once:
         _ = options.home
-    if isinstance(options.place, str) and is_looked_at(options.place):
+    if isinstance(options.place, str) and is_shared_source(options.place):
         options.open(options.place, options.revision)
 
 
 def _computed_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies of the buffers that are not on meta, by FQN: what they are to be again once there is memory."""
+    """Return FQN -> copy of each buffer that is not on meta. `finalize` restores these values."""
     return {
         place.fqn: place.tensor.detach().clone() for place in buffer_places(model) if not place.tensor.is_meta
     }
 
 
 def _stored_dtype(model: str, options: PrepareOptions) -> str | None:
-    """Return the stored dtype for a model whose config names none: its own weights', or else the source's."""
+    """Return the stored dtype for a model whose config names none: that of its own weights, else of the source."""
 
     def dtype_of(
         source: str | RankSource | None, revision: str | None, *, of_factored: bool = False
     ) -> str | None:
-        """Return the dtype of what a source has beside OSFT factors; None if it has none and has to have them."""
+        """Return the dtype of a source's weights other than factors; None if `of_factored` and it has no factors."""
         try:
             opened = None if source is None else options.open(source, revision)
             is_wanted = opened is not None and (has_factors(opened) or not of_factored)
             return first_dtype(opened) if opened is not None and is_wanted else None
-        except ShardkitError:  # opening it in earnest raises it again
+        except ShardkitError:  # raised again when the source is opened for reading
             return None
 
     def look() -> str | None:
@@ -350,8 +358,8 @@ def _stored_dtype(model: str, options: PrepareOptions) -> str | None:
     return next((dtype for dtypes in zip(*exchanged.of_all, strict=True) for dtype in dtypes if dtype), None)
 
 
-def _factor(plain: _SourcelessModel, options: PrepareOptions) -> _SourcelessModel:
-    """Return a model with factors where the source has them, or where they are wanted; every rank calls it."""
+def _factor(plain: _BuiltModel, options: PrepareOptions) -> _BuiltModel:
+    """Replace weights by factors where the source has them or the plan asks for them; every rank calls it."""
     with agreed(_OPENING) as exchanged:
         exchanged.mine = [asdict(target) for target in _stored_targets(plain, options)]
     stored = tuple(Target(**fields) for fields in next(filter(None, exchanged.of_all), ()))
@@ -361,22 +369,22 @@ def _factor(plain: _SourcelessModel, options: PrepareOptions) -> _SourcelessMode
         )
         if not factoring.targets:
             return plain
-        expected, ties = describe(plain.model)
+        expected, ties = describe_tensors(plain.model)
         return replace(plain, expected=expected, ties=ties, factoring=factoring)
 
 
-def _stored_targets(plain: _SourcelessModel, options: PrepareOptions) -> tuple[Target, ...]:
-    """Return the targets that the source has as factors; none if this rank cannot open it."""
+def _stored_targets(plain: _BuiltModel, options: PrepareOptions) -> tuple[Target, ...]:
+    """Return the targets that the source has as factors; empty if this rank cannot open it."""
     if options.place is None:
         return ()
     try:
         opened = options.open(options.place, options.revision)
-    except ShardkitError:  # opening it in earnest raises it again
+    except ShardkitError:  # raised again when the source is opened for reading
         return ()
     return find_targets(opened, dense_names(plain.model, plain.expected), model=plain.model)
 
 
-def _build(options: PrepareOptions, dtype: torch.dtype | str | None) -> _SourcelessModel:
+def _build(options: PrepareOptions, dtype: torch.dtype | str | None) -> _BuiltModel:
     what, tokenizer, align = options.build_model, options.tokenizer, options.align_vocab
     moved = None if isinstance(what, nn.Module) else list[nn.Parameter]()
     model = build_model(
@@ -389,17 +397,17 @@ def _build(options: PrepareOptions, dtype: torch.dtype | str | None) -> _Sourcel
         dequantize=options.dequantize,
         seed=options.seed,
     )
-    retied = tuple(tie(model))
+    retied = tuple(mend_ties(model))
     if align and tokenizer is None:
         raise UsageError("align_vocab is given without a tokenizer", hint="give tokenizer= too")
     grown: dict[str, int] = {}
     if tokenizer is not None and align is not False:
         grown = align_vocab(model, tokenizer, multiple=MULTIPLE if align in (None, True) else int(align))
-    expected, ties = describe(model)
-    tied = {name for group in ties for name in group}  # written by each of their modules
+    expected, ties = describe_tensors(model)
+    tied = {name for group in ties for name in group}  # each of their modules writes them
     named = ((clean_name(name), param) for name, param in model.named_parameters())
     writes = {fqn: times_written(param) for fqn, param in named if fqn not in tied}
-    return _SourcelessModel(
+    return _BuiltModel(
         model=model,
         expected=expected,
         ties=ties,
@@ -411,8 +419,8 @@ def _build(options: PrepareOptions, dtype: torch.dtype | str | None) -> _Sourcel
     )
 
 
-def _open_together(plain: _SourcelessModel, options: PrepareOptions) -> _FoundSource:
-    """Open the source on every rank that has it; the first of these tells all what is read and initialised."""
+def _open_together(plain: _BuiltModel, options: PrepareOptions) -> _OpenedSource:
+    """Open the source on every rank that has it. The first of these ranks decides for all what is read."""
     digests = gather_json(plain.digest(options), phase=_OPENING)
     with agreed(_OPENING):
         if any(digest != digests[0] for digest in digests):
@@ -424,17 +432,17 @@ def _open_together(plain: _SourcelessModel, options: PrepareOptions) -> _FoundSo
         if options.place is None:
             check_untied(broken_ties(plain.model), None)
             every = frozenset(fqn for fqn, tensor in plain.expected.items() if tensor.persistent)
-            return _FoundSource(
+            return _OpenedSource(
                 fit=ModelFit(initialised=every, notes=("no source: every tensor is initialised",))
             )
     source = options.place
-    mine, error, holders = look_where_possible(
+    mine, error, holders = run_where_possible(
         lambda: _open(plain, source, options), lambda error: _is_absent(source, error), phase=_OPENING
     )
     untied, generation, warning = list[str](), None, None
     with agreed(_OPENING):
-        if holders[0] == world()[0] and mine is not None:  # it reads the values of ties, for all ranks
-            untied = _untied(plain, mine[0])
+        if holders[0] == world()[0] and mine is not None:  # only this rank reads the values of ties
+            untied = _find_diverged_ties(plain, mine[0])
             generation = _generation_config(mine[0]) if options.home is None else None
             warning = _other_config(plain, source, options)
     plain_fit = None if mine is None else {**asdict(mine[1]), "initialised": sorted(mine[1].initialised)}
@@ -444,7 +452,7 @@ def _open_together(plain: _SourcelessModel, options: PrepareOptions) -> _FoundSo
         None,
         ModelFit(initialised=frozenset(seen["initialised"]), grown=seen["grown"], notes=tuple(seen["notes"])),
     )
-    return _FoundSource(
+    return _OpenedSource(
         weights=weights,
         fit=fit,
         absent=error,
@@ -454,8 +462,11 @@ def _open_together(plain: _SourcelessModel, options: PrepareOptions) -> _FoundSo
     )
 
 
-def _other_config(plain: _SourcelessModel, source: str | RankSource, options: PrepareOptions) -> str | None:
-    """Return a warning if config or tokenizer mean something else than those of the checkpoint; what was passed counts."""
+def _other_config(plain: _BuiltModel, source: str | RankSource, options: PrepareOptions) -> str | None:
+    """Return a warning if the model's config or tokenizer differs from the checkpoint's, or None.
+
+    The model's config and the passed tokenizer are used in any case.
+    """
     try:
         home = options.open(source, options.revision).home
         inner = transformers_model(plain.model)
@@ -474,9 +485,9 @@ def _other_config(plain: _SourcelessModel, source: str | RankSource, options: Pr
         tokenizers = [reads_of(tokenizer_files(place)) for place in files]
         if all(tokenizers) and not hasattr(
             options.tokenizer, "save_pretrained"
-        ):  # a live one is what `save` keeps
+        ):  # `save` writes a live tokenizer
             differing += [difference(*each) for each in tokenizer_differences(*tokenizers)]
-    except ShardkitError:  # whoever needs them says so
+    except ShardkitError:  # reported when the files are needed
         return None
     if not differing:
         return None
@@ -494,17 +505,15 @@ def _is_same(one: str, second: str | None) -> bool:
 
 
 def _generation_config(weights: Weights) -> dict[str, Any] | None:
-    """Return the generation config beside the config of a source; None if there is none that can be read."""
+    """Return the generation config next to the config of a source; None if it is missing or cannot be read."""
     try:
         home = next((place for place in weights.assets if read_config(place) is not None), None)
         return None if home is None else read_json(home, GENERATION_CONFIG)
-    except ShardkitError:  # whoever copies the file says so
+    except ShardkitError:  # reported when the file is copied
         return None
 
 
-def _open(
-    plain: _SourcelessModel, source: str | RankSource, options: PrepareOptions
-) -> tuple[Weights, ModelFit]:
+def _open(plain: _BuiltModel, source: str | RankSource, options: PrepareOptions) -> tuple[Weights, ModelFit]:
     opened = options.open(source, options.revision)
     expected = {**plain.read, **extra_states(plain.model)}
     weights = find_weights(opened, expected, plain.ties, model=plain.model, rules=options.rules)
@@ -520,7 +529,7 @@ def _open(
 
 
 def _is_absent(source: str | RankSource, error: BaseException) -> bool:
-    """True if a path is missing, holds no weights, or lacks files of its index: nothing is damaged."""
+    """True if a path is missing, has no weights, or lacks files of its index, so that nothing in it is damaged."""
     if not isinstance(error, ShardkitError):
         return False
     if isinstance(source, RankSource):
@@ -546,21 +555,21 @@ def _is_absent(source: str | RankSource, error: BaseException) -> bool:
     return False
 
 
-def _untied(plain: _SourcelessModel, weights: Weights) -> list[str]:
-    """Return the names that `from_pretrained` would untie: the source has two values for one parameter."""
+def _find_diverged_ties(plain: _BuiltModel, weights: Weights) -> list[str]:
+    """Return the names that `from_pretrained` would untie, because the source has two values for one parameter."""
     if not weights.match.is_transformers or plain.grown:
         check_ties(plain.ties, weights)
         return []
     return [fqn for _, _, fqn in diverged_ties(plain.ties, weights)]
 
 
-def _untie(plain: _SourcelessModel, fqns: Sequence[str]) -> _SourcelessModel:
-    """Give some names of tied parameters their own parameters.
+def _untie(plain: _BuiltModel, fqns: Sequence[str]) -> _BuiltModel:
+    """Untie names: give each of them a parameter of its own.
 
     Source: transformers 5.23, PreTrainedModel.tie_weights.
     """
     model = plain.model
-    for place in places(model, once=True):
+    for place in tensor_places(model, once=True):
         if place.kind == "parameter" and place.fqn in fqns:
             parameter = nn.Parameter(torch.empty_like(place.tensor), requires_grad=place.tensor.requires_grad)
             setattr(place.module, place.name, parameter)
@@ -569,12 +578,12 @@ def _untie(plain: _SourcelessModel, fqns: Sequence[str]) -> _SourcelessModel:
         if isinstance(tied, dict):
             for name in [name for name in tied if any(f".{fqn}".endswith(f".{name}") for fqn in fqns)]:
                 del tied[name]
-    expected, ties = describe(model)
+    expected, ties = describe_tensors(model)
     return replace(plain, expected=expected, ties=ties)
 
 
-def _refuse_uncomputed(plain: _SourcelessModel, buffers: Mapping[str, torch.Tensor], fit: ModelFit) -> None:
-    """Refuse buffers that the model does not compute and the source lacks."""
+def _refuse_uncomputed(plain: _BuiltModel, buffers: Mapping[str, torch.Tensor], fit: ModelFit) -> None:
+    """Raise an error for buffers that the model does not compute and the source lacks."""
     lost = [
         escape(fqn)
         for fqn, tensor in plain.expected.items()
@@ -588,28 +597,31 @@ def _refuse_uncomputed(plain: _SourcelessModel, buffers: Mapping[str, torch.Tens
 
 
 def _blueprint(model: nn.Module) -> nn.Module:
-    """Return a copy of a model, all on meta; later changes of the model do not reach it."""
+    """Return a copy of a model that is all on meta, and that later changes of the model do not affect."""
     memoryless: dict[int, Any] = {
         id(buffer): torch.empty_like(buffer, device="meta") for buffer in model.buffers()
     }
     return copy.deepcopy(model, memoryless)
 
 
-def _warn_not_repeated(blueprint: nn.Module, plain: _SourcelessModel, fit: ModelFit) -> None:
-    lost = not_repeated(blueprint, plain.writes, fit.initialised)
+def _warn_not_repeated(blueprint: nn.Module, plain: _BuiltModel, fit: ModelFit) -> None:
+    lost = lost_initialisations(blueprint, plain.writes, fit.initialised)
     if lost:
-        say(
+        log_once(
             "initialised by reset_parameters and _init_weights alone, though other code of the model writes them too: "
             f"{listed(lost)}; move that code into _init_weights(module) of the model",
             logging.WARNING,
         )
 
 
-def _notes(plain: _SourcelessModel, opened: _FoundSource, fit: ModelFit, *, is_given: bool) -> Iterator[str]:
-    """Yield what a person should be told.
+def _notes(plain: _BuiltModel, opened: _OpenedSource, fit: ModelFit, *, is_given: bool) -> Iterator[str]:
+    """Yield notes for the user.
 
     Args:
-        is_given: the model was given or built by a function, so that its ties may surprise.
+        plain: the model.
+        opened: the result of opening the source.
+        fit: the result of comparing the two.
+        is_given: true if the user's code built the model, so that its ties may be unexpected.
     """
     tied = [f"{alias} to {kept}" for kept, alias in plain.retied if not {kept, alias} & set(opened.untied)]
     if tied and is_given:

@@ -1,16 +1,17 @@
-"""Saving a sharded model so that the destination always holds a whole checkpoint.
+"""Save a sharded model so that the destination always contains a whole checkpoint.
 
-All ranks write with torch's own distributed checkpoint into a directory beside the destination. When every
-rank has reported and the files have been checked, rank 0 commits them, as `files/output` says. In a store it is a folder
-at the destination, which `.metadata` then names, by one request.
-A rank that fails or is killed does not change what was there before.
+All ranks write with torch's own distributed checkpoint (DCP) into a directory next to the destination. When every
+rank has reported and the files have been checked, rank 0 commits them by a rename (see `files/output`). In a store the
+files are written to a folder at the destination, and the commit is one request that writes a `.metadata` naming them.
+A rank that fails or is killed does not change the previous checkpoint.
 
-    .<name>.shardkit/                 while it is written
+    .<name>.shardkit/                 during the save
     <name>/.metadata, __R_N.distcp    stock `dcp.load` reads {"model": ..., "optimizer": ..., "extra": ...}
-    <name>/huggingface/               config and tokenizer of the Hub model, where they are known
+    <name>/huggingface/               config and tokenizer of the Hub model, if they are known
     <name>/shardkit.json              world, mesh, units, ties, key rules, files
 
-Names of one tensor share one record.
+A tensor with several names is stored once. `.metadata` lists its record under all names; those after the first are
+*aliases*.
 """
 
 from __future__ import annotations
@@ -57,42 +58,42 @@ from shardkit.training.extras.checkpointable import checkpointable
 from shardkit.training.extras.diagnose import diagnose
 from shardkit.training.fill.reading import HubNaming
 from shardkit.training.fill.source import recall
-from shardkit.training.kept import Kept
+from shardkit.training.kept import HubFileWriter
 from shardkit.training.objects import distributed_in_objects
-from shardkit.training.ranks.agree import agree, agreed, gather_json, lost
+from shardkit.training.ranks.agree import agree, agreed, gather_json, lost_rank_error
 from shardkit.training.ranks.local import (
     fsdp1_units,
     memory_of,
-    places_of,
+    module_places,
+    optimizer_parameters,
     refuse_copies,
     refuse_lazy,
     reshard,
-    stepped_by,
     with_root,
 )
-from shardkit.training.save_target import Lead, files_of, read_metadata, write_again
+from shardkit.training.save_target import SaveJob, read_metadata, write_with_retries, writer_files
 from shardkit.training.saved_layout import saved_layout
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
 _PHASE = "saving"
-_COMPARED_NBYTES = 1 << 20  # of each value; states of random numbers and of data loaders have a few KB
+_COMPARED_NBYTES = 1 << 20  # of each value; states of random generators and data loaders have a few KB
 
 State = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveResult(Result):
-    """What was saved; the same on every rank."""
+    """The result of a save, equal on every rank."""
 
     path: str
-    """Absolute."""
+    """Absolute path of the checkpoint."""
     num_files: int
-    """Shard files."""
+    """Number of shard files."""
     file_bytes: int
-    """Sum of their sizes."""
+    """Total size of the shard files."""
 
     def headline(self) -> str:
-        """Return what was saved where."""
+        """Return a line with the path, the number of files and their size."""
         return f"saved {escape(self.path)}: {count(self.num_files, 'file')}, {format_size(self.file_bytes)}"
 
 
@@ -106,30 +107,30 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     overwrite: bool = False,
 ) -> SaveResult:
-    """Save a model from all its ranks; a collective. What was at `path` stays whole until this is whole.
+    """Save a model from all its ranks; every rank calls it. An old checkpoint stays until the new one is whole.
 
-    `shardkit consolidate`, `reshard` and `inspect` read it, and stock torch does:
-    `dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=path)`. Config and tokenizer of the Hub model, where
-    they are known, lie beside the shards in `huggingface/`: consolidate needs no base.
+    `shardkit consolidate`, `reshard` and `inspect` read the result, and so does stock torch:
+    `dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=path)`. If config and tokenizer of the Hub model are
+    known, they are written next to the shards, in `huggingface/`, so that consolidate needs no base.
 
     Args:
         model: wrapped by FSDP2, FSDP1, tensor parallelism, DDP, or plain; with weights.
-        path: on a file system that all ranks share, or in a store, such as `s3://BUCKET/KEY`; the path that rank 0 gives
-            counts. Missing directories above it are made.
-        optimizer: its state, or that of several, is saved too, under "optimizer", by names of parameters.
-        extra: saved under "extra": numbers, text, tensors, objects with a state dict; each rank gives
-            the same names and values. A warning names values that differ: one rank's are saved.
+        path: a path on a file system that all ranks share, or in a store, such as `s3://BUCKET/KEY`. Rank 0's path
+            counts. Missing directories above it are created.
+        optimizer: one or several optimizers, whose state is saved under "optimizer", by names of parameters.
+        extra: further values, saved under "extra": numbers, text, tensors, objects with a state dict. Each rank must
+            pass the same names and values. A warning names values that differ; those of one rank are saved.
         process_group: the ranks that save; None for all of them.
-        overwrite: replace a checkpoint that is there, in one exchange; nothing that shardkit did not write
-            is ever replaced. In a store the old data stay; `shardkit status` prints where they lie.
+        overwrite: replace an existing checkpoint, in one exchange. Files that shardkit did not write are never
+            replaced. In a store the old data stay; `shardkit status` prints their place.
 
     Raises:
-        UsageError: the destination exists, or holds what shardkit did not write. If that appeared during the save, the
-            new save is whole beside it, and the message says where. Or an optimizer steps copies that a forward had
-            gathered when it was made. Like every error, it is raised on all ranks.
+        UsageError: the destination exists, or has files that shardkit did not write. If they appeared during the save,
+            the message names the place of the new save, which is whole. Or an optimizer steps copies that a forward
+            had gathered when the optimizer was created. Like every error, it is raised on all ranks.
         LayoutError: the model has parameters on meta, or an optimizer steps parameters of another model.
-        ResourceError: no space, no permission, a rank that does not see the directory, a rank that died.
-        ShardkitError: any other failure of a rank while it saved; problems name the ranks.
+        ResourceError: no space, no permission, a rank that does not see the directory, or a rank that died.
+        ShardkitError: any other failure of a rank during the save; the problems name the ranks.
     """
     group = process_group
     leads = not dist.is_initialized() or dist.get_rank(group) == 0
@@ -145,9 +146,9 @@ def save(
         aliases = find_aliases(model)
         with contextlib.ExitStack() as stack:
             with agreed(_PHASE, group) as exchanged:
-                files = files_of(place)
+                files = writer_files(place)
                 state = stack.enter_context(checkpoint_state(model, optimizers, extra, aliases))
-                kept = Kept(model, _state_paths(model), state[MODEL]) if leads else None
+                kept = HubFileWriter(model, _state_paths(model), state[MODEL]) if leads else None
                 layout = saved_layout(_leaves(state, ""), _world_size(group)) if leads else None
                 exchanged.mine = _digests(model, state)
                 if leads:
@@ -174,17 +175,17 @@ def save(
                 lead.commit(writer.metadata(), writer.folder_metadata)
                 exchanged.mine = [lead.path, len(writer.files), sum(writer.files.values())]
             if kept is not None and lead is not None:
-                kept.note(lead.home)
+                kept.record_place(lead.home)
     saved, num_files, file_bytes = exchanged.of_all[0]
     return SaveResult(path=saved, num_files=num_files, file_bytes=file_bytes)
 
 
 @contextlib.contextmanager
 def _system_errors(path: str) -> Iterator[None]:
-    """Raise ResourceError for what the system refuses, with the file, if it is known."""
+    """Turn an OSError into a ResourceError that names the file, if it is known."""
     try:
         yield
-    except OSError as error:  # of several ranks it is a ResourceError by now
+    except OSError as error:  # with several ranks, `agreed` has already turned it into a ResourceError
         reason = error.strerror or str(error) or type(error).__name__
         if error.filename is not None:
             reason = f"{reason}: {escape(os.fsdecode(error.filename))}"
@@ -207,14 +208,14 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
     ]
     LayoutError.raise_for(
         pieces,
-        f"{count(len(pieces), 'parameter')} of the model lies in an FSDP1 unit around it: each rank has a piece of no shape",
+        f"{count(len(pieces), 'parameter')} of the model belongs to an FSDP1 unit around it: each rank has only a flat piece",
         hint="save the whole model that FSDP1 has wrapped",
     )
-    reshard(model)  # what is gathered now is a copy
+    reshard(model)  # gathered parameters are copies
     for optimizer in optimizers:
         refuse_copies(model, optimizer)
     parameter_ids = {id(parameter) for parameter in model.parameters()}
-    stepped = [parameter for optimizer in optimizers for parameter in stepped_by(optimizer)]
+    stepped = [parameter for optimizer in optimizers for parameter in optimizer_parameters(optimizer)]
     foreign = sum(id(parameter) not in parameter_ids for parameter in stepped)
     if foreign:
         raise LayoutError(
@@ -222,7 +223,9 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
             " their state has no name",
             hint="make the optimizer after the model is wrapped, or give it the new parameters: rebind_optimizer",
         )
-    copies = [len(ids) - len(set(ids)) for ids in ([id(p) for p in stepped_by(o)] for o in optimizers)]
+    copies = [
+        len(ids) - len(set(ids)) for ids in ([id(p) for p in optimizer_parameters(o)] for o in optimizers)
+    ]
     if any(copies):
         raise LayoutError(
             f"the optimizer holds {count(sum(copies), 'repeated parameter')}: it does not step all that it should",
@@ -231,7 +234,7 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
 
 
 def _warn_of_classes(state: State) -> None:
-    """Warn of tensors that torch writes as objects of classes whose values shardkit cannot take from a file."""
+    """Warn of tensors that torch saves as objects of classes that shardkit cannot read from a file."""
     by_class: dict[str, list[str]] = {}
     for name, tensor in _leaves(state, ""):
         if not isinstance(tensor, torch.Tensor):
@@ -243,7 +246,7 @@ def _warn_of_classes(state: State) -> None:
     for cls_name, names in by_class.items():
         warnings.warn(
             f"{count(len(names), 'tensor is saved as an object', 'tensors are saved as objects')} of "
-            f"{escape(cls_name)}, whose values shardkit cannot take from a file again ({listed(names)}): stock dcp.load "
+            f"{escape(cls_name)}, which shardkit cannot read back from a file ({listed(names)}): stock dcp.load "
             "can, where the class is installed. Of an optimizer's state, reshard with no_optimizer=True leaves it out; "
             "consolidate and load_into need weights that are saved as plain tensors",
             stacklevel=4,
@@ -251,7 +254,7 @@ def _warn_of_classes(state: State) -> None:
 
 
 def _warn_of_objects(state: State) -> None:
-    """Warn of distributed tensors that torch pickles within an object: it finds tensors in dicts and lists only."""
+    """Warn of distributed tensors inside objects. torch pickles these, as it finds tensors only in dicts and lists."""
     lost = distributed_in_objects(state)
     if lost:
         warnings.warn(
@@ -263,10 +266,10 @@ def _warn_of_objects(state: State) -> None:
 
 
 def _warn_of_unused(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Warn of parameters that an optimizer trains, and has no state of, although it has some of others."""
+    """Warn of trained parameters without optimizer state, if the optimizer has state for others."""
     # LBFGS has all of its state under the first parameter.
     used = [o for o in optimizers if o.state and not isinstance(o, torch.optim.LBFGS)]
-    trained = [(o, p) for o in used for p in stepped_by(o) if p.requires_grad]
+    trained = [(o, p) for o in used for p in optimizer_parameters(o) if p.requires_grad]
     lacking = {id(p) for o, p in trained if not o.state.get(p)}
     names = [name for name, tensor in _state_names(model) if id(tensor) in lacking]
     if names:
@@ -279,9 +282,10 @@ def _warn_of_unused(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
 
 
 def _digests(model: nn.Module, state: State) -> dict[str, int]:
-    """Return digests of what torch saves of one rank, by stored names: plain parameters, states but for steps, `extra`.
+    """Return stored name -> digest for values of which torch saves only one rank's, so that ranks can compare them.
 
-    Buffers are left out: statistics of batches are each rank's own.
+    These are plain parameters, their optimizer states apart from step counts, and `extra`. Buffers are left out,
+    because statistics of batches differ between ranks.
     """
     digests = dict[str, int]()
     trained = {name for name, tensor in _state_names(model) if isinstance(tensor, nn.Parameter)}
@@ -292,19 +296,19 @@ def _digests(model: nn.Module, state: State) -> dict[str, int]:
         if isinstance(value, (int, float, str, bytes)):
             digests[name] = crc32(repr(value).encode())
         elif type(value) is torch.Tensor and not value.is_meta and _is_cheap(value):
-            with contextlib.suppress(RuntimeError):  # sparse and quantised ones have no such bytes
+            with contextlib.suppress(RuntimeError):  # sparse and quantised tensors have no plain bytes
                 first = value.detach().flatten()[: _COMPARED_NBYTES // value.itemsize].cpu()
                 digests[name] = crc32(memory_of(first), crc32(repr(value.shape).encode()))
     return digests
 
 
 def _is_cheap(value: torch.Tensor) -> bool:
-    """True if the first bytes of a tensor are had without a copy of all of it."""
+    """True if the first bytes of a tensor can be read without copying all of it."""
     return value.nbytes <= _COMPARED_NBYTES or (value.layout is torch.strided and value.is_contiguous())
 
 
 def _warn_of_ranks(digests: Iterable[Mapping[str, int]]) -> None:
-    """Warn of what torch saves from one rank alone, whichever that is, although ranks have several values."""
+    """Warn of values that differ between ranks although torch saves only one rank's."""
     values: dict[str, set[int]] = {}
     for name, digest in (item for rank in digests for item in rank.items()):
         values.setdefault(name, set()).add(digest)
@@ -318,23 +322,23 @@ def _warn_of_ranks(digests: Iterable[Mapping[str, int]]) -> None:
 
 
 def _leaves(value: object, name: str) -> Iterator[tuple[str, object]]:
-    """Yield what a state dict has outside of its containers, by the names that it is stored under."""
+    """Yield (stored name, value) for the values in a state dict's nested containers."""
     if isinstance(value, (dict, list, tuple)):
         for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(child, _joined(name, str(key)))
+            yield from _leaves(child, _join_path(name, str(key)))
     else:
         yield name, value
 
 
 def _start(
     path: str, overwrite: bool, group: dist.ProcessGroup | None, *, leads: bool
-) -> tuple[Lead | None, str]:
-    """Begin on the first rank, and tell all ranks where they write."""
-    lead: Lead | None = None
+) -> tuple[SaveJob | None, str]:
+    """Begin the save on rank 0; return its `SaveJob` there (else None), and on all ranks the place to write to."""
+    lead: SaveJob | None = None
     try:
         with agreed(_PHASE, group) as exchanged:
             if leads:
-                lead = Lead(path, overwrite=overwrite)
+                lead = SaveJob(path, overwrite=overwrite)
                 exchanged.mine = lead.place
         place = str(exchanged.of_all[0])
         with agreed(_PHASE, group):
@@ -351,18 +355,18 @@ def _start(
 
 
 def _write(state: State, writer: SaveWriter, group: dist.ProcessGroup | None) -> None:
-    """Let torch save. It tells every rank of every failure; each rank reports its own."""
+    """Let torch save. torch raises the failures of all ranks on every rank; each rank reports its own to the others."""
     caught: CheckpointException | None = None
-    # A rank's own failures come as CheckpointException; a RuntimeError comes from a collective.
+    # Failures of a rank are raised as CheckpointException; a RuntimeError comes from a collective.
     try:
         with warnings.catch_warnings():
-            # One process without a group is no mistake here.
+            # One process without a group is allowed here.
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             save_distributed(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         caught = error
     except RuntimeError as error:
-        raise lost(_PHASE, error) from error
+        raise lost_rank_error(_PHASE, error) from error
     local_error = None
     if caught is not None:
         rank = dist.get_rank(group) if dist.is_initialized() else 0
@@ -381,7 +385,7 @@ def _describe(
     asset_files: tuple[manifest.File, ...],
     layout: manifest.SavedLayout | None,
 ) -> manifest.SavedState:
-    """Check what all ranks wrote, and return the manifest; `asset_files` are the files beside the shards."""
+    """Check the files that all ranks wrote, and return the manifest; `asset_files` are those in `huggingface/`."""
     forget()
     missing = [
         f"{escape(name)}: {size} bytes were written"
@@ -425,7 +429,7 @@ def _world_size(group: dist.ProcessGroup | None) -> int:
 
 
 def _vocab_size(model: nn.Module) -> int | None:
-    """Return the rows of the vocabulary that a transformers model's config counts; None if there are none."""
+    """Return the `vocab_size` of a transformers model's config, or None."""
     config = getattr(transformers_model(model), "config", None)
     size = getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
     return size if type(size) is int else None
@@ -445,39 +449,47 @@ def checkpoint_state(
     extra: Mapping[str, Any] | None,
     aliases: Mapping[str, str],
 ) -> Iterator[State]:
-    """Yield the state to save; afterwards the model and its optimizers are as before.
+    """Yield the state to save. After the context the model and its optimizers are as before.
 
     Args:
-        aliases: further names of tensors, which are left out.
+        model: the model.
+        optimizers: its optimizers.
+        extra: further values, or None.
+        aliases: alias -> first name; aliases are left out.
     """
     weights = get_model_state_dict(model)
     state: State = {
         MODEL: {name: value for name, value in weights.items() if aliases.get(name) not in weights}
     }
     if extra:
-        # dcp.save would ask for a state dict only when other ranks are waiting already.
+        # dcp.save would call `state_dict` only when other ranks are already waiting.
         state[EXTRA] = {
             name: value.state_dict() if isinstance(value, Stateful) else value
             for name, value in extra.items()
         }
-    with _complete(optimizers) as new:
+    with _temporary_state(optimizers) as new:
         if optimizers:
             state[OPTIMIZER] = get_optimizer_state_dict(model, list(optimizers))
         if new:
-            _take_back_step(model, state[OPTIMIZER], None if new == list(optimizers) else new)
+            _undo_step_counts(model, state[OPTIMIZER], None if new == list(optimizers) else new)
         yield state
 
 
-def _take_back_step(model: nn.Module, saved: State, new: list[torch.optim.Optimizer] | None) -> None:
-    """Reset what the step of `_complete` counted, in the state of some optimizers' parameters; None for all.
+def _undo_step_counts(model: nn.Module, saved: State, new: list[torch.optim.Optimizer] | None) -> None:
+    """Undo the changes that the step of `_temporary_state` made to optimizer states: step counts and learning rates.
 
-    That step has a learning rate of 0, which ASGD and Rprop would keep as their first step's own.
+    The step has a learning rate of 0, which ASGD and Rprop would otherwise use for their first real step.
+
+    Args:
+        model: the model.
+        saved: the optimizers' state dict.
+        new: the optimizers to which this applies; None for all.
     """
     states = saved["state"]
     rates = {name: float(group.get("lr") or 0) for group in saved["param_groups"] for name in group["params"]}
     names = list(states)
     if new is not None:
-        stepped = {id(p) for optimizer in new for p in stepped_by(optimizer)}
+        stepped = {id(p) for optimizer in new for p in optimizer_parameters(optimizer)}
         names = [name for name, tensor in _state_names(model) if id(tensor) in stepped]
     for name in names:
         state, rate = states.get(name, {}), rates.get(name, 0.0)
@@ -488,16 +500,16 @@ def _take_back_step(model: nn.Module, saved: State, new: list[torch.optim.Optimi
 
 
 @contextlib.contextmanager
-def _complete(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
-    """Let torch create missing optimizer state, by a step without gradients; remove it afterwards.
+def _temporary_state(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
+    """Let torch create missing optimizer state in this context, by a step without gradients; remove it afterwards.
 
-    If that state were kept, the step would count: Adam's first real step would be its second.
+    Yields the optimizers without state. If the new state stayed, Adam's first real step would count as its second.
 
     Source: torch 2.13, torch/distributed/checkpoint/state_dict.py, _init_optim_state. It makes no state if
     there are gradients.
     """
     new = [optimizer for optimizer in optimizers if not optimizer.state]
-    parameters = [parameter for optimizer in new for parameter in stepped_by(optimizer)]
+    parameters = [parameter for optimizer in new for parameter in optimizer_parameters(optimizer)]
     gradients = [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:
@@ -511,71 +523,71 @@ def _complete(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[list[torc
 
 
 def find_aliases(model: nn.Module) -> dict[str, str]:
-    """Return every further name of a parameter or buffer with its first name, as in state dicts."""
+    """Return alias -> first name for parameters and buffers with several names, as in state dicts."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for fqn, tensor in _state_names(model):
         kept = first.setdefault(id(tensor), fqn)
         if kept != fqn:
             aliases[fqn] = kept
-    for path, module in _state_paths(model):  # modules may lack what is in FSDP1's flat parameters
+    for path, module in _state_paths(model):  # modules may lack the parameters in FSDP1's flat parameters
         unit = fsdp1_unit(module) if isinstance(module, FullyShardedDataParallel) else None
         for name, kept in unit.shared if unit else ():
-            aliases[clean_name(_joined(path, name))] = clean_name(_joined(path, kept))
+            aliases[clean_name(_join_path(path, name))] = clean_name(_join_path(path, kept))
     return aliases
 
 
 def _state_names(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers under all of their names, as in torch's model state dicts."""
-    tensors = places_of(_state_paths(model))
+    """Yield (name, tensor) for parameters and persistent buffers, with all names, as in torch's model state dicts."""
+    tensors = module_places(_state_paths(model))
     return ((place.fqn, place.tensor) for place in tensors if place.persistent)
 
 
 def _state_paths(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules under all of their paths, without the parts that wrappers add; DDP adds `module`."""
+    """Yield (path, module) for all modules with all their paths, without the segments that wrappers and DDP add."""
     inside: dict[str, str] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():
         holder, _, name = path.rpartition(".")
         is_wrapped = path and isinstance(modules[holder], DistributedDataParallel)
-        inside[path] = inside[holder] if is_wrapped else _joined(inside.get(holder, ""), name)
+        inside[path] = inside[holder] if is_wrapped else _join_path(inside.get(holder, ""), name)
         yield clean_name(inside[path]), module
 
 
-def _joined(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name else path or name
 
 
 class SaveWriter(FileSystemWriter):
-    """torch's writer of a directory, whose `.metadata` has the further names of tensors too.
+    """torch's writer for a directory, with the aliases of tensors added to `.metadata`.
 
     Args:
         path: the directory.
-        aliases: further name -> the name that is stored, both as the model has them.
-        files: how files are made there.
+        aliases: alias -> first name, as in the model.
+        files: the file system that creates the files.
     """
 
     def __init__(self, path: str, aliases: Mapping[str, str], files: FileSystem) -> None:
-        # torch syncs a file by its descriptor, and where there is none it syncs the whole machine.
+        # torch syncs a file by its descriptor. A file in a store has none, and torch would then sync the whole machine.
         self._sends = location_of(path).sends
         super().__init__(path, sync_files=not self._sends)
         self.fs, self.path = files, path if self._sends else self.path
         self.files: dict[str, int] = {}
-        """File -> where its last record ends; known on the rank that writes `.metadata`."""
+        """File -> end of its last record; known on the rank that writes `.metadata`."""
         self.folder_metadata = b""
-        """In a store, `.metadata` as it would lie in the folder of the files."""
+        """In a store, a `.metadata` that could be put into the folder of the files."""
         self._aliases = {f"{MODEL}.{name}": f"{MODEL}.{kept}" for name, kept in aliases.items()}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file."""
-        return write_again(self.fs, plan, partial(super().write_data, plan, planner))
+        return write_with_retries(self.fs, plan, partial(super().write_data, plan, planner))
 
     def metadata(self) -> bytes:
-        """Return the `.metadata` that `finish` has made."""
+        """Return the `.metadata` that `finish` has written."""
         return read_metadata(self.fs, str(self.path))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write `.metadata`."""
+        """Write `.metadata`, with aliases."""
         for written in (result for rank in results for result in rank):
             stop = written.storage_data.offset + written.storage_data.length
             name = written.storage_data.relative_path
@@ -589,7 +601,7 @@ class SaveWriter(FileSystemWriter):
         super().finish(metadata, results)
 
     def _copies(self, metadata: Metadata, results: list[list[WriteResult]]) -> list[WriteResult]:
-        """Describe aliases, and return the records of what they stand for under their names."""
+        """Add aliases to the metadata, and return a copy of their tensors' records under each alias."""
         by_name: dict[str, list[WriteResult]] = {}
         for written in (result for rank in results for result in rank):
             by_name.setdefault(written.index.fqn, []).append(written)
@@ -607,6 +619,6 @@ class SaveWriter(FileSystemWriter):
 
 
 def _in_folder(written: WriteResult, folder: str) -> WriteResult:
-    """Return what was written as `.metadata` names it that lies above the folder."""
+    """Return a record with its path as seen from the directory above the folder."""
     stored = written.storage_data
     return replace(written, storage_data=replace(stored, relative_path=f"{folder}/{stored.relative_path}"))

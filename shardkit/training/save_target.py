@@ -1,7 +1,8 @@
-"""Where `save` writes: a directory that becomes the destination, or a folder of a store that `.metadata` then names.
+"""The place where `save` writes: a directory that is renamed to the destination, or a folder in a store.
 
-A save is a job of `files/output`. Rank 0 begins and commits it. What it says of the place goes to all ranks, which write
-their files there. Nothing resumes a save, because values change: each has a hash of its own.
+A save is a job of `files/output`. Rank 0 begins and commits it, and sends the place to all ranks, which write their
+files there. In a store the commit is one request, which writes a `.metadata` that names the files in the folder. A
+save cannot be resumed, because values change in training. So each save has a random hash of its own.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ _MAX_METADATA = 1 << 30
 _R = TypeVar("_R")
 
 
-class Lead:
-    """What rank 0 has of a save.
+class SaveJob:
+    """Rank 0's side of a save: it begins and commits the job.
 
-    On a disk all ranks write into a directory of rank 0's, under a path that no other job ever has: a rank that is late
-    fails, and does not write into the next save. In a store the names of files differ between saves.
+    On a disk all ranks write into a directory that rank 0 creates, with a path that no other job ever has. A late rank
+    therefore fails instead of writing into the next save. In a store the names of files differ between saves.
 
     Raises:
         UsageError: the destination exists or cannot be written.
-        ResourceError: it cannot be made.
+        ResourceError: it cannot be created.
     """
 
     def __init__(self, path: str, *, overwrite: bool) -> None:
@@ -74,7 +75,7 @@ class Lead:
                 f"{escape(path)} exists", hint="choose another name, or replace it: overwrite=True"
             )
         self.home = os.path.join(self.path, self._folder).rstrip("/")
-        """Where the files lie once they are committed."""
+        """Path of the files after the commit."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._output)
             stack.callback(self._discard)
@@ -91,22 +92,22 @@ class Lead:
             directory = TemporaryDirectory() if is_stored else self._output.scratch()
             self._scratch = stack.enter_context(directory)
             self.place = self.home if is_stored else self._scratch
-            """Where all ranks write."""
+            """Path where all ranks write their files."""
             self.local_directory = os.path.join(self._scratch, self._folder).rstrip("/")
-            """The local directory for what describes the files."""
+            """Local directory for the files that rank 0 writes: manifest and assets."""
             if is_stored:
                 storage.mkdir(self.local_directory)
             self._stack = stack.pop_all()
 
     def commit(self, metadata: bytes, folder_metadata: bytes) -> None:
-        """Make what was written visible, whole.
+        """Make the written files visible as a whole checkpoint.
 
         Args:
-            metadata: `.metadata`, as torch's writer has made it.
-            folder_metadata: in a store, `.metadata` as it would lie in the folder.
+            metadata: `.metadata` from torch's writer.
+            folder_metadata: in a store, the `.metadata` to use if it is in the folder itself.
 
         Raises:
-            UsageError: something else is at the destination by now; says where what was written lies, whole.
+            UsageError: something else is at the destination by now; the error names the place of the new save.
             ResourceError: the system or the store refuses.
         """
         if self._folder:
@@ -137,15 +138,13 @@ class Lead:
         check_replaceable(path, escape(path), overwrite=self._overwrite, kind=kind, files=made_files)
 
     def _keep_on_disk(self) -> tuple[str, str]:
-        """Give the new save another name; return its place, and what to do next."""
+        """Give the new save another name; return its path, and a hint for the user."""
         assert isinstance(self._output, LocalOutput)
         hint = "move what is in its way somewhere else, and give the new save the name; or save again"
         try:
             return self._output.keep(self._scratch), hint
         except (OSError, ShardkitError):
-            if storage.isdir(self._scratch) and storage.listdir(
-                self._scratch
-            ):  # what is in `data` is not whole
+            if storage.isdir(self._scratch) and storage.listdir(self._scratch):  # `data` is not complete
                 self._is_ended = False
                 raise
         place, free = self._output.data, f"{self.path}-new"
@@ -156,7 +155,7 @@ class Lead:
         return place, hint
 
     def _keep_in_store(self, metadata: bytes) -> tuple[str, str]:
-        """Make a whole checkpoint of the folder: its own `.metadata` lies in it. Return as `_keep_on_disk`."""
+        """Put a `.metadata` into the folder, so that it is a whole checkpoint. Return as `_keep_on_disk`."""
         assert isinstance(self._output, BucketOutput)
         path = os.path.join(self.local_directory, manifest.NAME)
         content = manifest.load(read_small(path, manifest.NAME, manifest.MAX_BYTES), manifest.NAME)
@@ -167,18 +166,18 @@ class Lead:
         return self.place, "read the new save from there, or save again"
 
     def close(self) -> None:
-        """End the save. What was written is removed, unless it was committed or kept."""
+        """End the save. Written files are removed unless they were committed or kept."""
         self._stack.close()
 
     def _discard(self) -> None:
         if not self._is_ended:
-            # What cannot be removed stays: nobody sees it. On a disk the next save removes it.
+            # Files that cannot be removed stay hidden. On a disk the next save removes them.
             with contextlib.suppress(OSError, ShardkitError):
                 self._output.discard()
 
 
 def _make_parents(path: str) -> None:
-    """Make missing directories above a destination, and sync their names to the disk."""
+    """Create missing directories above a destination, and sync their names to the disk."""
     parent = above = os.path.dirname(os.path.abspath(path))
     missing = []
     while not storage.lexists(above):
@@ -194,17 +193,23 @@ def _make_parents(path: str) -> None:
         ) from error
 
 
-def files_of(place: str) -> FileSystem:
-    """Return what makes this rank's files in a place.
+def writer_files(place: str) -> FileSystem:
+    """Return the file system for torch's writer of this rank.
 
     Args:
-        place: of the rank that leads.
+        place: `Lead.place`, from rank 0.
     """
     return _StoreFiles(objects.Objects(place)) if location_of(place).sends else _LocalFiles()
 
 
-def write_again(files: FileSystem, plan: SavePlan, write: Callable[[], _R]) -> _R:
-    """Write this rank's file. In a store all of it is written again after a failure, for there nothing else is repeated."""
+def write_with_retries(files: FileSystem, plan: SavePlan, write: Callable[[], _R]) -> _R:
+    """Write this rank's file. In a store, repeat it as a whole after a failure, since single requests are not repeated.
+
+    Args:
+        files: result of `writer_files`.
+        plan: torch's plan of this rank.
+        write: writes the file.
+    """
     if not isinstance(files, _StoreFiles):
         return write()
     tensors = [item.tensor_data for item in plan.items if item.tensor_data is not None]
@@ -221,36 +226,36 @@ def write_again(files: FileSystem, plan: SavePlan, write: Callable[[], _R]) -> _
 
 
 def read_metadata(files: FileSystem, place: str) -> bytes:
-    """Return the `.metadata` that torch's writer has made."""
+    """Return the `.metadata` that torch's writer has written."""
     path = os.path.join(place, METADATA)
     return files.small[path] if isinstance(files, _StoreFiles) else read_small(path, METADATA, _MAX_METADATA)
 
 
 class _LocalFiles(FileSystem):
-    """Files on a disk, as torch's writer makes them."""
+    """Files on a disk, for torch's writer."""
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Do nothing: the directory is there, and if it has been removed, it must not come back."""
+        """Do nothing: rank 0 has created the directory, and if it was removed since, it must not be created again."""
 
 
 class _StoreFiles(FileSystem):
-    """Files of a store, as torch's writer makes them: each is sent while it is written.
+    """Files in a store, for torch's writer. Each is sent while it is written.
 
-    `.metadata` is kept in memory; it is the commit.
+    `.metadata` stays in memory, because writing it is the commit.
 
     Args:
-        folder: below which they lie.
+        folder: the folder for the files.
     """
 
     def __init__(self, folder: objects.Objects) -> None:
         self._folder = folder
         self.small: dict[str, bytes] = {}
         self.expected_nbytes = 0
-        """Of the file that this rank writes, or somewhat more."""
+        """Estimated size of the file that this rank writes, not less than its real size."""
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Give a file to write."""
+        """Open a file for writing."""
         name = os.path.basename(path)
         if name.startswith(METADATA):
             with io.BytesIO() as small:
@@ -265,11 +270,11 @@ class _StoreFiles(FileSystem):
         return os.path.join(str(path), suffix)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a small file."""
+        """Rename a file that is in memory."""
         self.small[str(new_path)] = self.small.pop(str(path))
 
     def init_path(self, path: str | os.PathLike[str]) -> str:
-        """Return a path as it is used here."""
+        """Return a path as a string."""
         return str(path)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
@@ -281,9 +286,9 @@ class _StoreFiles(FileSystem):
         return location_of(checkpoint_id).sends
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """True for a small file that was made; the place itself is new."""
+        """True for a file that is in memory. The folder itself is always new, so it does not exist."""
         return str(path) in self.small
 
     def rm_file(self, path: str | os.PathLike[str]) -> None:
-        """Remove a small file."""
+        """Remove a file from memory."""
         del self.small[str(path)]

@@ -1,4 +1,4 @@
-"""Where the tensors of a saved model lie, for the record beside it."""
+"""Record meshes and placements of the tensors of a saved model, for the manifest."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shardkit.layout.recorded import record_view
 
 
 def saved_layout(tensors: Iterable[tuple[str, object]], world_size: int) -> manifest.SavedLayout | None:
-    """Return the meshes and placements of what is saved, or None if no mesh has all ranks in their order.
+    """Return the meshes and placements of saved tensors, or None if no mesh has all ranks in their order.
 
     Args:
-        tensors: by stored names, as the first rank has them. What is no DTensor is not listed.
+        tensors: (stored name, value) from the first rank. Values other than DTensors are not recorded.
         world_size: number of ranks that save.
     """
     views = dict[DeviceMesh, Mesh]()
@@ -32,7 +32,7 @@ def saved_layout(tensors: Iterable[tuple[str, object]], world_size: int) -> mani
                 names.setdefault((views[mesh], placements_of(tensor)), []).append(name)
     except LayoutError:  # a stage of a pipeline, or placements that no file can have
         return None
-    # `ep` is an axis of the experts' mesh: the others' is the one to describe the job by.
+    # The mesh with an axis `ep` is only for experts; the main mesh is another one.
     meshes = sorted(dict.fromkeys(mesh for mesh, _ in names), key=lambda mesh: "ep" in mesh.names)
     main = next((mesh for mesh in meshes if mesh.size == world_size and _is_plain(mesh)), None)
     if main is None:
@@ -69,5 +69,5 @@ def saved_layout(tensors: Iterable[tuple[str, object]], world_size: int) -> mani
 
 
 def _is_plain(mesh: Mesh) -> bool:
-    """True if the axes number the ranks row-major."""
+    """True if the ranks are numbered row-major along the axes."""
     return mesh.digits == Mesh(mesh.axes).digits

@@ -1,8 +1,8 @@
-"""The second phase: checkpoint wrappers, then `fully_shard` on the units and the root. No weights move.
+"""The second phase of starting a model: add activation checkpointing, then call `fully_shard` on units and the root.
 
-The ranks do not communicate. The model may be on meta or hold weights; it may have gone through
-`parallelize_module`. Code that calls `fully_shard` itself needs none of this: `finalize` takes
-any wrapped model.
+No weights move, and the ranks do not communicate. The model may be on meta or have weights, and `parallelize_module`
+may have parallelised it. Code that calls `fully_shard` itself does not need this module, as `finalize` accepts any
+wrapped model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardkit.core.text import count, escape
 from shardkit.errors import MeshError, PolicyError, UsageError
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import ClassDtypes, class_dtypes, is_transformers_layer
-from shardkit.layout.parallel import Meshes, apply_plans, has_plan, is_parallel, with_units
+from shardkit.layout.parallel import Meshes, add_dispatched_units, apply_plans, has_plan, is_parallel
 from shardkit.layout.units import (
     PlannedUnit,
     check_ties,
@@ -51,7 +51,7 @@ from shardkit.layout.units import (
 )
 from shardkit.layout.wrap_policy import PolicyWording, list_candidates, parse_policy
 from shardkit.osft.modules import osft_modules, placement_fn
-from shardkit.training.model.between import keep_changes
+from shardkit.training.model.between import record_changes
 from shardkit.training.ranks.local import buffer_places, local_tensor
 
 Policy = str | type[nn.Module] | Iterable[str | type[nn.Module]] | Callable[[str, nn.Module], bool]
@@ -66,14 +66,14 @@ CHECKPOINTING = PolicyWording(
     "activation_checkpointing", 'activation_checkpointing="{}"', _USAGE, effect="checkpoints nothing"
 )
 
-# Names that torchtitan, transformers, Lightning and torch's own tutorials give the axes of their meshes.
+# Names of mesh axes in torchtitan, transformers, Lightning and torch's own tutorials.
 _REPLICATE_AXES = ("dp_replicate", "replicate", "ddp")
 _SHARD_AXES = ("dp_shard", "fsdp", "shard", "dp", "data_parallel", "dp_shard_cp")
 _TENSOR_AXES = ("tp", "tensor_parallel")
 _OTHER_AXES = ("pp", "ep", "efsdp", "sp")
 _CONTEXT, _WITH_CONTEXT = "cp", "dp_shard_cp"
 
-# Parameters outside of FSDP whose gradients are averaged.
+# Parameters outside FSDP that already have a hook that averages their gradients.
 _AVERAGED = WeakIdKeyDictionary()
 
 
@@ -89,16 +89,16 @@ def bf16_mixed_precision(strategy: object = None) -> MixedPrecisionPolicy | Mixe
     """Return the policy of bf16 training: parameters are gathered as bf16, gradients reduced in fp32.
 
     Stored parameters, which the optimizer steps, and buffers keep their own dtypes. For FSDP2 the result is
-    the policy of a root: `wrap` gives blocks the same with `cast_forward_inputs=False`. FSDP1's policy casts
-    the inputs of the root alone.
+    the policy of a root; `wrap` uses the same for blocks, with `cast_forward_inputs=False`. FSDP1's policy casts
+    only the inputs of the root.
 
     Args:
-        strategy: what the policy is for: Lightning's FSDPStrategy or ModelParallelStrategy,
+        strategy: the user of the policy: Lightning's FSDPStrategy or ModelParallelStrategy,
             accelerate's FSDP plugin, FullyShardedDataParallel, or an instance or name of one of these;
-            None is `fully_shard` (FSDP2).
+            None for `fully_shard` (FSDP2).
 
     Returns:
-        The class that the strategy takes: torch's MixedPrecision for FSDP1, MixedPrecisionPolicy for FSDP2.
+        A policy of the class that the strategy needs: torch's MixedPrecision for FSDP1, MixedPrecisionPolicy for FSDP2.
 
     Raises:
         UsageError: the strategy is none of these.
@@ -110,7 +110,7 @@ def bf16_mixed_precision(strategy: object = None) -> MixedPrecisionPolicy | Mixe
 
 
 def _is_fsdp1(strategy: object) -> bool:
-    """Tell FSDP1 from FSDP2 without importing Lightning or accelerate."""
+    """True for a strategy of FSDP1, False for one of FSDP2. Lightning and accelerate are not imported."""
     version = getattr(strategy, "fsdp_version", None)  # accelerate's plugin
     kind = strategy if isinstance(strategy, type) else type(strategy)
     names = [strategy] if isinstance(strategy, str) else [base.__name__ for base in kind.__mro__]
@@ -144,12 +144,12 @@ def wrap(
     transformers does for a `DistributedConfig`.
 
     Args:
-        model: parameters on meta, as `prepare` leaves them, or with weights; DTensors of
-            `parallelize_module` are fine.
-        mesh: with one axis, it shards; with two, the first replicates (HSDP). An axis `cp` after the one that shards
-            shards too, as if the two were one; attention over `cp` is the job's own. Over a tensor-parallel axis (`tp`)
-            the `tp_plan` of the model's class is applied first; the axis is left out if the model has none, or is
-            parallelised already. With `tp` alone there is nothing for `fully_shard` to do: everything is computed
+        model: the model of `prepare`, with parameters on meta, or a model with weights. It may have DTensors from
+            `parallelize_module`.
+        mesh: a mesh of one axis shards; of two axes, the first replicates (HSDP). An axis `cp` after the sharding
+            axis shards too, as if the two were one; attention over `cp` is left to the caller. For a tensor-parallel
+            axis (`tp`) the `tp_plan` of the model's class is applied first; the axis is ignored if the model has no
+            plan or is parallelised already. With `tp` alone, `fully_shard` is not called, and everything is computed
             in the dtype of the parameters.
         policy: "auto" (the blocks that the model names itself, or else those of its lists of blocks; blocks
             that would untie a tied parameter are left to the root), "none" (one unit), a class, a class name,
@@ -158,31 +158,31 @@ def wrap(
         activation_checkpointing: True checkpoints every unit; a policy checkpoints the modules
             that it matches.
         mixed_precision: "bf16" is `bf16_mixed_precision()` on the root. Blocks have the same without
-            `cast_forward_inputs`: values that the model computes in fp32 between them stay fp32. A torch
-            `MixedPrecisionPolicy` is used as it is, on the root and on all units. None computes in
+            `cast_forward_inputs`, so that values that the model computes in fp32 between them stay fp32. A torch
+            `MixedPrecisionPolicy` is used unchanged on the root and on all units. None computes in
             the parameters' dtype. OSFT factors are computed in the dtype of the weights around them.
-        reshard_after_forward: for the units. None frees every unit after its forward except those of the last
-            block, which backward needs at once. An int keeps the parts of that many ranks. The root, which
-            backward also needs first, is never freed.
-        cpu_offload: parameters, gradients and optimizer state live on the CPU.
-        shard_placement_fn: which dim of a parameter to shard; None is dim 0, and for the V of OSFT factors dim 1
-            where that divides.
+        reshard_after_forward: applies to the units. None frees every unit after its forward except those of the last
+            block, which backward needs immediately. With an int, parameters stay sharded over that many ranks. The
+            root, which backward also needs first, is never freed.
+        cpu_offload: keep parameters, gradients and optimizer state on the CPU.
+        shard_placement_fn: chooses the dim of a parameter to shard. None is dim 0, and for the V of OSFT factors dim 1
+            if its size can be divided.
         expert_mesh: another mesh over the same ranks, ("efsdp", "ep") or ("dp_replicate", "efsdp", "ep"): experts
-            are spread over `ep` by the `ep_plan` of the model's class, and sharded over `efsdp`.
+            are distributed over `ep` by the `ep_plan` of the model's class, and sharded over `efsdp`.
 
     Returns:
         The same model.
 
     Raises:
-        PolicyError: a policy matches nothing (lists what exists), or the class has no plan for an axis.
+        PolicyError: a policy matches nothing (the error lists what exists), or the class has no plan for an axis.
         LayoutError: names of one parameter would lie in different units.
-        MeshError: no axis to shard over, more than two axes, an `expert_mesh` over other ranks, or OSFT on anything
-            but data parallelism.
+        MeshError: there is no axis to shard over, there are more than two axes, `expert_mesh` has other ranks, or OSFT
+            is used with anything but data parallelism.
         UsageError: the model is wrapped already, or a value is none of the above.
     """
     _check_arguments(model, mesh)
     _check_factors(model, mesh, expert_mesh)
-    keep_changes(model)
+    record_changes(model)
     meshes = _meshes(model, mesh, expert_mesh)
     if meshes.data is None and cpu_offload:
         raise UsageError(
@@ -198,13 +198,13 @@ def wrap(
         return model
     precision = _precision(mixed_precision)
     wide = _class_dtypes(model, precision) if mixed_precision == "bf16" else None
-    plan = plan_units(model, with_units(model, paths, dispatched), wide)
+    plan = plan_units(model, add_dispatched_units(model, paths, dispatched), wide)
     settings = {unit.path: _unit_precision(unit, modules[unit.path], precision, wide) for unit in plan.units}
     units = _apply_checkpointing(model, {path: modules[path] for path in paths}, recomputed)
     if wide is not None:
         _cast_buffers(model, wide)
     last, num_batches = _last_block(paths), meshes.data.size()
-    # Only an accelerator has pinned memory.
+    # Pinned memory is needed only for transfers to an accelerator.
     pinned = meshes.data.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if cpu_offload else OffloadPolicy()
     place = placement_fn(model, meshes.data.size(-1), shard_placement_fn)
@@ -219,7 +219,7 @@ def wrap(
             reshard_after_forward=_is_resharded(unit, last, reshard_after_forward),
         )
         if unit.around in dispatched and isinstance(module, FSDPModule):
-            _divide_by(module, num_batches, meshes)
+            _average_expert_gradients(module, num_batches, meshes)
 
     shard_units(plan, {**modules, **units}, shard)
     for name in plan.outside:
@@ -228,12 +228,12 @@ def wrap(
 
 
 def _is_resharded(unit: PlannedUnit, last: str, requested: bool | int | None) -> bool | int:
-    """Return what `fully_shard` is told about freeing a unit after its forward.
+    """Return `reshard_after_forward` for one unit.
 
     Args:
-        unit: of the model.
-        last: path of the last block, which backward needs at once, as it does the root.
-        requested: for the units; None frees all but those.
+        unit: the unit.
+        last: path of the last block. Backward needs it and the root immediately.
+        requested: the user's value for all units but the root; None frees all units but the last block's.
     """
     if not unit.around:
         return False
@@ -243,9 +243,9 @@ def _is_resharded(unit: PlannedUnit, last: str, requested: bool | int | None) ->
 
 
 def _average_outside(mesh: DeviceMesh, modules: Mapping[str, nn.Module], name: str) -> None:
-    """Have the gradient of a parameter outside FSDP averaged.
+    """Register forward hooks by which the gradient of a parameter outside FSDP is averaged.
 
-    The module that holds a parameter may never be called (a ParameterList); one around it uses the parameter.
+    The parameter's own module may never be called (a ParameterList), but a module around it is, so all get the hook.
     """
     path, _, attribute = name.rpartition(".")
     hook = partial(_average_gradients, mesh, modules[path], attribute)
@@ -255,7 +255,7 @@ def _average_outside(mesh: DeviceMesh, modules: Mapping[str, nn.Module], name: s
 
 
 def _check_factors(model: nn.Module, mesh: DeviceMesh, experts: DeviceMesh | None) -> None:
-    """Refuse to cut the factors of a layer by anything but `fully_shard`."""
+    """Raise an error if something other than `fully_shard` would cut the factors of an OSFT layer."""
     if not osft_modules(model):
         return
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
@@ -302,10 +302,10 @@ def _check_experts(mesh: DeviceMesh, experts: DeviceMesh) -> None:
         )
 
 
-def _divide_by(module: FSDPModule, num_batches: int, meshes: Meshes) -> None:
-    """Let the gradients of experts be means over all batches, of which each of their ranks has seen some.
+def _average_expert_gradients(module: FSDPModule, num_batches: int, meshes: Meshes) -> None:
+    """Make the gradients of experts means over all batches; each rank of an expert has seen several of them.
 
-    Source: transformers 5.23, distributed/fsdp.py, apply_fully_sharded_data_parallelism; the sum is forced because gloo
+    Source: transformers 5.23, distributed/fsdp.py, apply_fully_sharded_data_parallelism. A sum is forced because gloo
     has no reduction that divides.
     """
     module.set_gradient_divide_factor(float(num_batches))
@@ -335,9 +335,9 @@ def _check_arguments(model: nn.Module, mesh: object) -> None:
 
 
 def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of a mesh over which data is spread: (shard,) or (replicate, shard).
+    """Return the data-parallel axes of a mesh: (shard,) or (replicate, shard).
 
-    Those of context parallelism shard too: dp_shard and cp are one axis, as in torchtitan and accelerate.
+    An axis of context parallelism shards too: dp_shard and cp become one axis, as in torchtitan and accelerate.
     """
     names, sizes = mesh.mesh_dim_names, tuple(mesh.shape)
     if names is None:
@@ -388,9 +388,9 @@ def _precision(value: str | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy
 
 
 def _class_dtypes(model: nn.Module, precision: MixedPrecisionPolicy) -> ClassDtypes:
-    """Return which tensors a model's classes keep in fp32 when it computes in another dtype.
+    """Return the dtypes that a model's classes use when it computes in another dtype than fp32.
 
-    The classes are not asked if everything is stored in that dtype already.
+    The classes are not built if everything is stored in that dtype already.
     """
     compute_dtype = precision.param_dtype
     assert compute_dtype is not None
@@ -402,16 +402,16 @@ def _class_dtypes(model: nn.Module, precision: MixedPrecisionPolicy) -> ClassDty
 def _unit_precision(
     unit: PlannedUnit, module: nn.Module, precision: MixedPrecisionPolicy, wide: ClassDtypes | None
 ) -> MixedPrecisionPolicy:
-    """Return the policy of a unit.
+    """Return the mixed-precision policy of a unit.
 
-    Unless the caller gave a policy, a block takes its inputs as they come: a cast would round what its
-    neighbour hands on in fp32 (rotary tables, residuals).
+    Unless the caller gave a policy, a block does not cast its inputs, because a cast would round values that the
+    model passes between blocks in fp32 (rotary tables, residuals).
     """
     if unit.is_wide:
         return replace(precision, param_dtype=torch.float32, cast_forward_inputs=False)
     if unit.factors_of is not None and precision.param_dtype is None:
         precision = replace(precision, param_dtype=unit.factors_of, reduce_dtype=torch.float32)
-    if unit.parameters is not None:  # the unit around it has cast
+    if unit.parameters is not None:  # the unit around it has cast the inputs
         return replace(precision, cast_forward_inputs=False, output_dtype=None)
     if wide is None or not unit.path:
         return precision
@@ -422,15 +422,15 @@ def _unit_precision(
         and wide.of(clean_name(f"{unit.path}.{name}")) is wide.default_dtype
         for name, p in module.named_parameters()
     )
-    # A unit around the blocks (embeddings, a tower) often gets its inputs in the dtype of its weights. As
-    # long as it is not gathered, that is the dtype of the master weights.
+    # A unit around the blocks (embeddings, a tower) often gets its inputs in the dtype of its weights. Before the unit
+    # is gathered, this is the dtype of the master weights.
     return replace(precision, cast_forward_inputs=has_masters and not is_block)
 
 
 def _cast_buffers(model: nn.Module, wide: ClassDtypes) -> None:
     """Cast non-persistent buffers to the dtype that they have in a model built in the compute dtype.
 
-    Whatever is added to an fp32 buffer becomes fp32.
+    Otherwise, values that are added to an fp32 buffer would become fp32.
     """
     for place in buffer_places(model, once=True):
         class_dtype = None if place.persistent else wide.buffers.get(place.fqn)
@@ -439,10 +439,10 @@ def _cast_buffers(model: nn.Module, wide: ClassDtypes) -> None:
 
 
 def _average_gradients(mesh: DeviceMesh, holder: nn.Module, name: str, *_: object) -> None:
-    """Make the gradient of a parameter outside FSDP the mean over all ranks, as FSDP does with its own.
+    """Register a hook that averages the gradient of a parameter outside FSDP over all ranks, as FSDP does for its own.
 
-    The hook is registered in the forward, because `finalize` replaces the parameter. If gradients add up over
-    several backwards, what was averaged before is equal on all ranks and stays so.
+    This happens in the forward, because `finalize` replaces the parameter. If gradients add up over several
+    backwards, the part that was averaged before is equal on all ranks and does not change.
     """
     parameter = getattr(holder, name)
     if not parameter.requires_grad or parameter in _AVERAGED:
@@ -480,7 +480,7 @@ def _checkpointed_paths(model: nn.Module, units: list[str], policy: bool | Polic
             "activation_checkpointing=True checkpoints the units, and there are none",
             hint=f"give it a policy of its own, such as {CHECKPOINTING.of('auto')}, or units: {POLICY.of('auto')}",
         )
-    # An inner unit would be computed a third time.
+    # An inner unit in a checkpointed one would be computed a third time.
     return [path for path in units if not any(path.startswith(f"{outer}.") for outer in units)]
 
 
@@ -496,29 +496,29 @@ def _apply_checkpointing(
             wrappers[id(module)] = checkpointed_module(module)
     named = model.named_modules(remove_duplicate=False)
     wrapped = {path: wrappers[id(module)] for path, module in named if id(module) in wrappers}
-    # Inner ones first: no path has a wrapper in it yet.
+    # Inner modules first, so that no path contains a wrapper yet.
     for path in sorted(wrapped, key=lambda path: -path.count(".")):
         model.set_submodule(path, wrapped[path])
     return {path: wrappers.get(id(module), module) for path, module in units.items()}
 
 
 def _enable_own_checkpointing(module: Any) -> None:
-    # As `gradient_checkpointing_enable` does to all layers; source: transformers 5.23,
+    # `gradient_checkpointing_enable` does the same for all layers. Source: transformers 5.23,
     # _set_gradient_checkpointing.
     module.gradient_checkpointing = True
     module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
 
 def choose_units(model: nn.Module, policy: Policy) -> list[str]:
-    """Return the paths of the modules that a policy makes units, the root aside, in module order.
+    """Return the paths of the modules other than the root that become units, in module order.
 
     Args:
-        model: not wrapped yet.
+        model: a model that is not wrapped yet.
         policy: see `shardkit.wrap`.
 
     Raises:
-        PolicyError: it matches nothing, or is not a policy.
-        LayoutError: it would put the names of one parameter into different units.
+        PolicyError: the policy matches nothing, or is not a policy.
+        LayoutError: the policy would put the names of one parameter into different units.
     """
     chosen = match_policy(model, policy, POLICY)
     if isinstance(policy, str) and policy.strip() == "auto":
@@ -528,13 +528,15 @@ def choose_units(model: nn.Module, policy: Policy) -> list[str]:
 
 
 def match_policy(model: nn.Module, policy: Policy, wording: PolicyWording) -> list[str]:
-    """Return the paths of the modules that a policy matches, the root aside, in module order.
+    """Return the paths of the modules other than the root that a policy matches, in module order.
 
     Args:
-        wording: of the argument in which it was given.
+        model: the model.
+        policy: see `shardkit.wrap`.
+        wording: the words for messages.
 
     Raises:
-        PolicyError: it is not a policy, or it or a member of it matches nothing, or only what has no forward.
+        PolicyError: this is no policy, it or a member of it matches nothing, or it matches modules without a forward.
     """
     if isinstance(policy, str):
         chosen = _match_text(model, policy, wording)
@@ -570,7 +572,7 @@ def _match_classes(model: nn.Module, classes: list[type], wording: PolicyWording
     modules = [(path, module) for path, module in model.named_modules() if path]
     absent = [c.__name__ for c in classes if not any(isinstance(module, c) for _, module in modules)]
     if absent:
-        raise _nothing(model, f"no module is a {' or a '.join(sorted(absent))}", absent, wording)
+        raise _no_match_error(model, f"no module is a {' or a '.join(sorted(absent))}", absent, wording)
     return [path for path, module in modules if isinstance(module, tuple(classes))]
 
 
@@ -586,7 +588,7 @@ def _match_predicate(
             hint="it takes (name, module) and returns whether the module is a unit",
         ) from error
     if not matched:
-        raise _nothing(
+        raise _no_match_error(
             model,
             f"{escape(name)} chose none of {count(len(list(model.modules())) - 1, 'module')}",
             [],
@@ -595,7 +597,7 @@ def _match_predicate(
     return matched
 
 
-def _nothing(
+def _no_match_error(
     model: nn.Module, message: str, class_names: Iterable[str], wording: PolicyWording
 ) -> PolicyError:
     return PolicyError(
@@ -606,7 +608,7 @@ def _nothing(
 
 
 def _check_forward(model: nn.Module, paths: Iterable[str], wording: PolicyWording) -> None:
-    """Refuse containers: nothing calls them, so nothing would gather their parameters."""
+    """Raise an error for containers. They are never called, so their parameters would not be gathered."""
     modules = dict(model.named_modules())
     containers = [
         path
@@ -623,13 +625,13 @@ def _check_forward(model: nn.Module, paths: Iterable[str], wording: PolicyWordin
 
 
 def layer_policy(*paths: str) -> set[type[nn.Module]]:
-    """Return the classes at some import paths, for `wrap` and for FSDP1's own policies.
+    """Return the classes at import paths, for `wrap` and for FSDP1's own policies.
 
     Args:
-        paths: such as "transformers.models.llama.modeling_llama.LlamaDecoderLayer".
+        paths: import paths, such as "transformers.models.llama.modeling_llama.LlamaDecoderLayer".
 
     Raises:
-        PolicyError: paths that lead to no module class; lists all of them.
+        PolicyError: some paths do not lead to a class of modules; the error lists them all.
     """
     classes: set[type[nn.Module]] = set()
     problems = []

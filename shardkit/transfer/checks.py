@@ -277,7 +277,7 @@ class PackedReadings:
 
     def __init__(self) -> None:
         self._whole: dict[str, array[int]] = {}
-        self._others = list[EntryReading]()
+        self._partial = list[EntryReading]()
 
     def add(self, readings: Iterable[EntryReading]) -> None:
         """Add readings."""
@@ -285,12 +285,12 @@ class PackedReadings:
             if reading[3:] == reading.entry:
                 self._whole.setdefault(reading.file, array("q")).extend(reading.entry)
             else:
-                self._others.append(reading)
+                self._partial.append(reading)
 
     def merged(self) -> Readings:
         """Return all readings as plain data, merged as far as possible."""
         parts: dict[str, dict[str, array[int]]] = {}
-        for file, entry, tensor, *span, crc in joined(self._others):
+        for file, entry, tensor, *span, crc in joined(self._partial):
             if (*span, crc) == entry:
                 self._whole.setdefault(file, array("q")).extend(entry)
             else:

@@ -105,7 +105,7 @@ def preshard_all(cases: Iterable[Case], out: Path) -> None:
         model = model_class(model_class.config_class(**config))
         model.save_pretrained(out / name, save_original_format=False)  # experts as the model holds them
     for case in cases:
-        with mock.patch.object(traced, "_spawn", forked_trace):
+        with mock.patch.object(traced, "_serve_request", forked_trace):
             result = shardkit.preshard(str(out / case.name), str(out / case.label), mesh=case.mesh)
         (out / f"{case.label}.json").write_text(json.dumps(result.to_json()))
 

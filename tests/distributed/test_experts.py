@@ -34,7 +34,7 @@ TRAINED = re.compile(r"lm_head|layers\.1\.(mlp|block_sparse_moe)\.experts")
 def make(out: Path) -> None:
     for name in MODELS:
         make_hub(ZOO[name], out / name)
-        with mock.patch.object(traced, "_spawn", forked_trace):
+        with mock.patch.object(traced, "_serve_request", forked_trace):
             done = shardkit.preshard(str(out / name), str(out / f"{name}-pre"), mesh="dp_shard=4,ep=2")
         assert done.layout == "traced"
 

@@ -40,7 +40,7 @@ def needs(package: str) -> Callable[[Any], Any]:
 def preshard_all(out: Path) -> None:
     torch.manual_seed(0)
     build(CONFIG).save_pretrained(out / "hub")
-    with mock.patch.object(traced, "_spawn", forked_trace):
+    with mock.patch.object(traced, "_serve_request", forked_trace):
         for profile in PROFILES:
             shardkit.preshard(out / "hub", out / profile, world_size=WORLD, profile=profile)
         for profile in ("lightning", "lightning-mp"):  # whose module is the model itself
@@ -434,7 +434,7 @@ def preshard_parallel(out: Path) -> None:
     torch.manual_seed(0)
     for name, config in (("moe", MOE), ("tied", TIED)):
         build(config).save_pretrained(out / f"{name}-hub")
-    with mock.patch.object(traced, "_spawn", forked_trace):
+    with mock.patch.object(traced, "_serve_request", forked_trace):
         for mesh in PARALLEL:
             shardkit.preshard(out / "moe-hub", out / f"moe-{mesh}", mesh=mesh, profile="transformers")
         shardkit.preshard(out / "tied-hub", out / "tied", world_size=4, profile="transformers")

@@ -92,8 +92,8 @@ def preshard_all(out: Path) -> None:
     for job in [job for size in SHAPES for job in jobs(size).values()]:
         wrap = "tests.distributed.policies:shard_columns" if job.wraps_columns else "auto"
         # One with a wrap of its own is traced in a real child.
-        spawn = traced._spawn if job.wraps_columns else forked_trace
-        with mock.patch.object(traced, "_spawn", spawn):
+        spawn = traced._serve_request if job.wraps_columns else forked_trace
+        with mock.patch.object(traced, "_serve_request", spawn):
             result = shardkit.preshard(
                 str(out / job.source), str(out / job.label), mesh=mesh_text(job.shape), wrap=wrap
             )

@@ -63,7 +63,7 @@ def save_model(folder: Path, make: Callable[[], Any]) -> str:
     config = make()
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / MODEL)
     os.chdir(folder)
-    with mock.patch.object(traced, "_spawn", forked_trace):
+    with mock.patch.object(traced, "_serve_request", forked_trace):
         done = CliRunner().invoke(
             command_line, ["preshard", MODEL, "--world-size", "2"], prog_name="shardkit"
         )

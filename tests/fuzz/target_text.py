@@ -56,7 +56,7 @@ def check_rename(data: bytes) -> bool:
         rules = parse_rules(naming)
         names, notes = apply_rules(rules, _NAMES)
         globs.check(names.values())
-        return {stored: name for stored, name in names.items() if globs.take(name)}, notes
+        return {stored: name for stored, name in names.items() if globs.selects(name)}, notes
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python's, on brackets in brackets: what they mean may change

@@ -190,7 +190,7 @@ def prepared(page: Path, home: Path) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    traced._spawn = fork_server().trace  # not once more in a process of its own
+    traced._serve_request = fork_server().trace  # not once more in a process of its own
     for each in map(Path, sys.argv[1:]) if sys.argv[1:] else sorted(PAGES.glob("*.md")):
         with tempfile.TemporaryDirectory() as place, contextlib.suppress(pytest.skip.Exception):
             os.chdir(place)

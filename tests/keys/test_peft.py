@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardkit.errors import UsageError
-from shardkit.keys.peft import classify_peft, find_cut
+from shardkit.keys.peft import classify_peft, find_misfits
 from tests.keys.key_sets import MODELS, load
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -128,7 +128,7 @@ OTHERS = {"dora", "vera", "loha", "adalora"}
 
 def cut_modules(kind: str, shapes: dict[str, Any], base: dict[str, Any], **settings: Any) -> list[str]:
     held = {name: tuple(shape) for name, shape in shapes.items()}
-    return find_cut(classify_peft(held), held, {**ADAPTERS[kind]["settings"], **settings}, base)
+    return find_misfits(classify_peft(held), held, {**ADAPTERS[kind]["settings"], **settings}, base)
 
 
 @pytest.mark.parametrize("kind", sorted(PLAIN | OTHERS))

@@ -225,8 +225,8 @@ class TestSelection:
         keys, _ = self.checkpoint()
         unknown = select_model(keys.tensors, keys.objects, keys.paths)
         known = select_model(keys.tensors, keys.objects, keys.paths, key_rules=[])
-        assert unknown.in_memory(list(unknown.names.values()), None)
-        assert not known.in_memory(list(known.names.values()), None)
+        assert unknown.in_memory_warnings(list(unknown.names.values()), None)
+        assert not known.in_memory_warnings(list(known.names.values()), None)
 
     def test_several_ways_are_left_alone_with_a_warning(self) -> None:
         ours = {name: entry(f"{name}") for name in [*below("model.one.", TOWER), *below("model.two.", TOWER)]}

@@ -9,7 +9,14 @@ import pytest
 
 from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.expressions import Stored, pieces
-from shardkit.keys.rule_sets import Padding, bind_in_form, choose_shipped, find_shipped, foreign_type, shipped
+from shardkit.keys.rule_sets import (
+    Padding,
+    bind_in_form,
+    choose_shipped,
+    find_shipped,
+    foreign_type,
+    shipped_sets,
+)
 from shardkit.keys.rules import RuleSet, bind_names, parse_rules
 from tests.keys.test_expressions import evaluate
 from tests.keys.trainers import (
@@ -41,7 +48,7 @@ def moved(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 def test_every_shipped_set_is_tried() -> None:
-    assert {rules.name for rules in shipped()} == SETS.keys()
+    assert {rules.name for rules in shipped_sets()} == SETS.keys()
 
 
 @pytest.mark.parametrize("name", SETS)

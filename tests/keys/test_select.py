@@ -81,7 +81,7 @@ def test_include_and_exclude() -> None:
     names = list(select_model(entries(STORED), (), PATHS).names.values())
     globs = Globs(("*.layers.1.*", "lm_head.*"), ("*layernorm*",))
     globs.check(names)
-    assert list(filter(globs.take, names)) == [
+    assert list(filter(globs.selects, names)) == [
         "lm_head.weight",
         "model.layers.1.mlp.up_proj.weight",
         "model.layers.1.self_attn.q_proj.weight",

@@ -105,9 +105,9 @@ def test_warns_of_names_that_are_not_the_hubs(name: str, word: str) -> None:
     keys = load(name)
     selection = select_model(keys.tensors, keys.objects, keys.paths)
     names = list(selection.names.values())
-    (warning,) = (*selection.unloadable, *selection.warnings, *selection.in_memory(names, None))
+    (warning,) = (*selection.unloadable, *selection.warnings, *selection.in_memory_warnings(names, None))
     assert word in warning
-    assert selection.in_memory(names, keys.names) == ()
+    assert selection.in_memory_warnings(names, keys.names) == ()
 
 
 def test_says_nothing_about_names_that_are() -> None:
@@ -116,7 +116,7 @@ def test_says_nothing_about_names_that_are() -> None:
             keys = load(name)
             selection = select_model(keys.tensors, keys.objects, keys.paths)
             assert selection.warnings == (), name
-            assert selection.in_memory(list(selection.names.values()), None) == (), name
+            assert selection.in_memory_warnings(list(selection.names.values()), None) == (), name
 
 
 def test_a_bases_names_of_other_spelling_do_not_mislead() -> None:

@@ -78,7 +78,7 @@ def make(out: Path) -> None:
         name for name, x in expected.items() if name not in renamed or not torch.equal(x, renamed[name])
     }
     assert {name.split(".", 3)[-1] for name in changed} == {NORM, GATE, UP}
-    with mock.patch.object(traced, "_spawn", forked_trace):
+    with mock.patch.object(traced, "_serve_request", forked_trace):
         tried = shardkit.preshard(out / "hub", out / "pre", mesh="dp_shard=4", dry_run=True)
         done = shardkit.preshard(out / "hub", out / "pre", mesh="dp_shard=4")
     assert tried.warnings == done.warnings
@@ -87,7 +87,7 @@ def make(out: Path) -> None:
     assert f"{3 * config.num_hidden_layers} tensors made whole by transformers' own code" in said
     assert "beyond --max-memory" in said
     shardkit.verify(out / "pre")
-    with mock.patch.object(traced, "_spawn", forked_trace):
+    with mock.patch.object(traced, "_serve_request", forked_trace):
         shapes = {name: tuple(x.shape) for name, x in expected.items()}
         form = traced.ask_class(str(out / "hub"), shapes, in_memory=True)
         assert form is not None

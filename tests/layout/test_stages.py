@@ -113,7 +113,7 @@ def test_files_are_those_of_the_first_replica_of_each_stage(models: Path, tmp_pa
         ("llama", "pp=2,dp_shard=2", {"stages": "none"}, "neither auto nor a function"),
         ("llama", "pp=8,dp_shard=2", {}, "has 5 blocks in model.layers, fewer than the 8 stages"),
         ("t5", "pp=2,dp_shard=2", {}, "does not say which blocks"),
-        ("llama", "pp=2,dp_shard=2", {"names": "hub"}, "which stage holds what needs the model"),
+        ("llama", "pp=2,dp_shard=2", {"names": "hub"}, "to pipeline stages needs the model"),
     ],
 )
 @pytest.mark.usefixtures("fast_trace", "functions")

@@ -46,13 +46,13 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def children(cached: Path, fast_trace: None, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The requests that children get."""
-    requests, real = list[bytes](), traced._spawn
+    requests, real = list[bytes](), traced._serve_request
 
     def spawn(payload: bytes, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
         requests.append(payload)
         return real(payload, timeout_s)
 
-    monkeypatch.setattr(traced, "_spawn", spawn)
+    monkeypatch.setattr(traced, "_serve_request", spawn)
     return requests
 
 

@@ -19,7 +19,7 @@ from shardkit.errors import LayoutError, PolicyError, ResourceError
 from shardkit.files import manifest
 from shardkit.keys.names import natural
 from shardkit.layout import traced
-from shardkit.layout.choice.choose import fit, make_layout
+from shardkit.layout.choice.choose import fit_trace, make_layout
 from shardkit.layout.layout import CannotBuildError, Layout
 from shardkit.layout.traced import Trace, trace_model
 from tests.formats.reading import chunk_list_of
@@ -146,7 +146,7 @@ def test_a_tie_of_four_names_and_modules_kept_in_fp32(model_dir: ModelDir) -> No
         assert trace(directory, MESH, "none", dtype=dtype).keep_fp32 == frozenset()
     source = source_of(layout, without=("shared.weight",), more={"decoder.embed_tokens.weight": (101, 12)})
     found = Trace(layout=layout, model_class="X", absent_buffers=frozenset())
-    assert fit(found, source).ties[0][:2] == ("decoder.embed_tokens.weight", "shared.weight")
+    assert fit_trace(found, source).ties[0][:2] == ("decoder.embed_tokens.weight", "shared.weight")
 
 
 def test_a_world_of_1024_ranks_is_one_process(model_dir: ModelDir) -> None:
@@ -490,7 +490,7 @@ def test_buffers_that_are_not_saved_are_omitted(bert: Trace, tmp_path: Path) -> 
     more = {"embeddings.position_ids": (1, 17), "encoder.position_ids": (1, 17)}
     source = source_of(bert.layout, more=more)
     names = {name: entry.shape for name, entry in source.items()}
-    layout = fit(trace_model(str(tmp_path / "bert"), MESH, "auto", names=names), source)
+    layout = fit_trace(trace_model(str(tmp_path / "bert"), MESH, "auto", names=names), source)
     assert [name for name, _ in layout.omitted] == list(more)
     assert "makes itself" in layout.omitted[0][1]
     assert "transformers leaves it out" in layout.omitted[1][1]
@@ -499,7 +499,7 @@ def test_buffers_that_are_not_saved_are_omitted(bert: Trace, tmp_path: Path) -> 
 def test_every_difference_is_listed(bert: Trace) -> None:
     more = {"pooler.dense.wieght": (12, 12), "pooler.dense.bias": (13,)}
     with pytest.raises(LayoutError) as caught:
-        fit(bert, source_of(bert.layout, without=("pooler.dense.weight",), more=more))
+        fit_trace(bert, source_of(bert.layout, without=("pooler.dense.weight",), more=more))
     assert caught.value.message == (
         "BertModel and its files do not fit each other; tensors in the files but not in the model: 1,"
         " in the model but not in the files: 1, of another shape: 1"
@@ -520,7 +520,7 @@ def test_names_with_another_prefix_need_key_rules(bert: Trace, prefix: str) -> N
     with pytest.raises(
         LayoutError, match="transformers does not know how to turn one into the other"
     ) as caught:
-        fit(bert, renamed(bert, lambda name: prefix + name))
+        fit_trace(bert, renamed(bert, lambda name: prefix + name))
     assert caught.value.hint is not None
     for way in ("--keys RULES.toml", "--dry-run", "--names hub"):
         assert way in caught.value.hint
@@ -528,7 +528,7 @@ def test_names_with_another_prefix_need_key_rules(bert: Trace, prefix: str) -> N
 
 def test_a_part_with_another_prefix_needs_key_rules(bert: Trace) -> None:
     with pytest.raises(LayoutError, match="module names differ"):
-        fit(bert, renamed(bert, lambda name: name.replace("encoder.layer.0", "bert.encoder.layer.0")))
+        fit_trace(bert, renamed(bert, lambda name: name.replace("encoder.layer.0", "bert.encoder.layer.0")))
 
 
 def test_fused_experts_need_key_rules(bert: Trace) -> None:
@@ -542,25 +542,25 @@ def test_fused_experts_need_key_rules(bert: Trace) -> None:
         absent_buffers=frozenset(),
     )
     with pytest.raises(LayoutError, match="module names differ"):
-        fit(found, source_of(layout, more=more))
+        fit_trace(found, source_of(layout, more=more))
 
 
 def test_names_of_a_compiled_model_are_said_to_be_such(bert: Trace) -> None:
     with pytest.raises(LayoutError) as caught:
-        fit(bert, renamed(bert, lambda name: "_orig_mod." + name))
+        fit_trace(bert, renamed(bert, lambda name: "_orig_mod." + name))
     assert "torch.compile" in (caught.value.hint or "")
     with pytest.raises(LayoutError) as caught:  # as FSDP with a compiled layer names them
-        fit(bert, renamed(bert, lambda name: name.replace("layer.1.", "layer.1._orig_mod.")))
+        fit_trace(bert, renamed(bert, lambda name: name.replace("layer.1.", "layer.1._orig_mod.")))
     assert "torch.compile" in (caught.value.hint or "")
     with pytest.raises(LayoutError) as caught:  # another name is missing too
-        fit(bert, renamed(bert, lambda name: "_orig_mod." + name.replace("pooler", "puller")))
+        fit_trace(bert, renamed(bert, lambda name: "_orig_mod." + name.replace("pooler", "puller")))
     assert "torch.compile" not in (caught.value.hint or "")
 
 
 def test_a_quantization_config_that_says_nothing_is_named(bert: Trace) -> None:
     source = source_of(bert.layout, more={"classifier.weight": (1, 1)})
     with pytest.raises(LayoutError) as caught:
-        fit(bert, source, {"quantization_config": {}})
+        fit_trace(bert, source, {"quantization_config": {}})
     assert "a quantization_config that does not say how" in (caught.value.hint or "")
 
 
@@ -574,11 +574,11 @@ def test_a_child_that_dies_or_hangs_is_an_error_of_the_environment(
         raise subprocess.TimeoutExpired([], timeout_s, output=b"last words\n")
 
     directory = model_dir("llama")
-    monkeypatch.setattr(traced, "_spawn", killed)
+    monkeypatch.setattr(traced, "_serve_request", killed)
     with pytest.raises(ResourceError, match="by signal 9") as caught:
         trace(directory, MESH, "auto")
     assert caught.value.problems == ("one", "two\\x1b")
-    monkeypatch.setattr(traced, "_spawn", slow)
+    monkeypatch.setattr(traced, "_serve_request", slow)
     with pytest.raises(ResourceError, match="longer than 600 s"):
         trace(directory, MESH, "auto")
 

@@ -37,7 +37,7 @@ def test_the_child_is_shielded_from_the_launcher_and_the_directory(
 
 @pytest.mark.prove
 def test_a_child_that_cannot_start_shows_its_last_lines() -> None:
-    done = traced._spawn(b"not json", 60)
+    done = traced._serve_request(b"not json", 60)
     assert isinstance(done, subprocess.CompletedProcess)
     assert done.returncode == 1
     assert b"JSONDecodeError" in done.stdout

@@ -371,7 +371,7 @@ def in_two(names: list[str], work: Callable[[str], None]) -> None:
     """Do something for each model, in two processes; what traces has imported everything already."""
 
     def part(first: int) -> None:
-        with mock.patch.object(traced, "_spawn", forked_trace):
+        with mock.patch.object(traced, "_serve_request", forked_trace):
             for name in names[first::2]:
                 work(name)
 

@@ -20,7 +20,7 @@ from shardkit.files.digest import crc32
 from shardkit.operations.preshard import preshard
 from shardkit.training.fill.reading import Weights
 from shardkit.training.fill.source import find_weights, open_source
-from shardkit.training.ranks.local import describe
+from shardkit.training.ranks.local import describe_tensors
 from tests.manifests import change_manifest
 
 NAME, LIST, FILE = manifest.NAME, "__0_0.chunks.json", "__0_0.distcp"
@@ -49,7 +49,7 @@ def made(good: Path, tmp_path: Path) -> Path:
 def load(directory: Path) -> Weights:
     """Open it as a rank does, for all of the tensors, and then for a part of one."""
     target = model()
-    weights = find_weights(open_source(str(directory)), *describe(target), model=target)
+    weights = find_weights(open_source(str(directory)), *describe_tensors(target), model=target)
     weights.located({W: [Region((0, 0), (2, 3))]})
     return weights.located()
 

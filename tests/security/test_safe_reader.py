@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardkit
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.training.extras.safe_reader import vetted
+from shardkit.training.extras.safe_reader import vet_entry
 from tests.formats.dcp.samples import quiet
 from tests.security import dcp_cases, payloads
 from tests.security.case import REFUSED
@@ -323,7 +323,7 @@ PLAIN: list[Any] = [
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
 def test_plain_values_come_out_as_they_were(value: Any) -> None:
-    found = torch.load(vetted(memoryview(dcp_cases.saved(value)), "x"), weights_only=False)
+    found = torch.load(vet_entry(memoryview(dcp_cases.saved(value)), "x"), weights_only=False)
     assert type(found) is type(value)
     assert repr(found) == repr(value)
 
@@ -341,7 +341,7 @@ def test_entries_that_another_zip_reader_might_take_are_refused() -> None:
     data = dcp_cases.with_pickle(dcp_cases.good_pickle(3))
     for name in ("archive/DATA.PKL", "Archive/data.pkl", "archive/Data/0", "archive/code/a.py"):
         with pytest.raises(SourceError, match="unknown or given twice"):
-            vetted(memoryview(put(data, name, payloads.bare("system"))), "x")
+            vet_entry(memoryview(put(data, name, payloads.bare("system"))), "x")
 
 
 def test_a_bit_flip_is_seen_unless_it_may_pass(saved: Path) -> None:

@@ -24,7 +24,7 @@ from shardkit.training.fill.reading import HubNaming, Weights
 from shardkit.training.fill.source import find_weights, key_rules, open_source, recall, remember
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.prepare import prepare
-from shardkit.training.ranks.local import describe
+from shardkit.training.ranks.local import describe_tensors
 from shardkit.training.save import save
 from shardkit.training.wrap import wrap
 from tests.training import models
@@ -285,7 +285,7 @@ def test_rules_outlive_reshard(tmp_path: Path) -> None:
     for name in ("saved", "two", "three"):
         shardkit.consolidate(tmp_path / name, tmp_path / f"{name}-hub")
         assert_is(tmp_path / f"{name}-hub", tmp_path / "saved-hub")
-        weights = find_weights(open_source(str(tmp_path / name)), describe(model)[0])
+        weights = find_weights(open_source(str(tmp_path / name)), describe_tensors(model)[0])
         assert weights.naming.key_rules == (("0.", "net."), ("1.", "head.")), name
     assert shardkit.verify(tmp_path / "three").ok
 

@@ -35,7 +35,7 @@ MODES = (("", "direct"), ("", "broadcast"), ("-pre", "direct"))
 
 
 def preshard_all(out: Path) -> None:
-    with mock.patch.object(traced, "_spawn", forked_trace):
+    with mock.patch.object(traced, "_serve_request", forked_trace):
         for name in old_layouts.OLD:
             old_layouts.write(name, out / name)
             result = shardkit.preshard(out / name, out / f"{name}-pre", world_size=2)

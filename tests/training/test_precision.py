@@ -50,7 +50,7 @@ def save_all(out: Path) -> None:
         save(out / name, case)
     for name, case in KEPT.items():
         save(out / f"kept-{name}", case)
-    with mock.patch.object(traced, "_spawn", forked_trace):
+    with mock.patch.object(traced, "_serve_request", forked_trace):
         for name in PRESHARDED:
             kept, presharded = out / f"kept-{name}", out / f"presharded-{name}"
             shardkit.preshard(str(kept), str(presharded), world_size=2, dtype="bf16")

@@ -26,7 +26,7 @@ from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.model.fit import ModelInitializationContext
 from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.prepare import prepare
-from shardkit.training.ranks.local import describe
+from shardkit.training.ranks.local import describe_tensors
 from tests.models.zoo import ZOO, make_hub
 from tests.training import models
 from tests.worlds.ranks import Ranks, on_all, same_error
@@ -465,7 +465,7 @@ def test_a_model_that_is_wrapped_is_no_plain_one(out: Path) -> None:
     for layer in ctx.model.model.language_model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(ctx.model, mesh=mesh)
-    expected, ties = describe(ctx.model)
+    expected, ties = describe_tensors(ctx.model)
     assert ctx.weights is not None
     # transformers' own renamings are found in a model whose classes fully_shard has changed.
     again = find_weights(open_source(str(out / "vlm")), expected, ties, model=ctx.model)

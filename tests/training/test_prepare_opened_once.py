@@ -34,7 +34,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     spy(safetensors, "check_header", "header")
     spy(dcp_directory, "_read_metadata", ".metadata")
-    spy(presharded, "_opened", "manifest")
+    spy(presharded, "_build_source", "manifest")
     spy(RankSource, "open", "state dict")
     return seen
 

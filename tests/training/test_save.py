@@ -33,9 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 import shardkit
 from shardkit.files import storage
 from shardkit.files.output.local import LocalOutput, status
-from shardkit.training.ranks.local import local_tensor, stepped_by
+from shardkit.training.ranks.local import local_tensor, optimizer_parameters
 from shardkit.training.save import SaveWriter
-from shardkit.training.save_target import files_of
+from shardkit.training.save_target import writer_files
 from shardkit.training.wrap import layer_policy, wrap
 from tests.training.models import reference
 from tests.training.wrapping import full, tensor_parallel, wrapped, wrapped_with_replicas
@@ -278,7 +278,7 @@ class _Blockwise(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
-        for parameter in stepped_by(self):
+        for parameter in optimizer_parameters(self):
             self.state[parameter]["scale"] = local_tensor(parameter).reshape(-1)[:1].clone()
 
 
@@ -891,7 +891,7 @@ def test_a_late_rank_of_a_dead_save_writes_nothing_into_the_next(tmp_path: Any, 
         shardkit.save(nn.Linear(2, 2), place)
     os.waitpid(child, 0)
     (scratch,) = (tmp_path / ".last.shardkit" / "tmp").glob("*/*")
-    files = files_of(str(scratch))
+    files = writer_files(str(scratch))
 
     def look() -> None:
         files.mkdir(scratch)

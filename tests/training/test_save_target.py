@@ -18,7 +18,7 @@ from shardkit.errors import ResourceError, UsageError
 from shardkit.files import manifest, storage, stores
 from shardkit.files.home import home_of
 from shardkit.files.location import location_of
-from shardkit.training.save_target import Lead
+from shardkit.training.save_target import SaveJob
 from tests.formats.dcp.samples import quiet
 from tests.training import models
 from tests.worlds import stores as servers
@@ -265,7 +265,7 @@ def test_a_save_that_another_was_faster_than_stays_whole(served: servers.Served)
 def test_of_two_saves_one_is_committed(served: servers.Served) -> None:
     """The other says so, and leaves what the first has made."""
     path = f"{S3}/two"
-    one, two = (Lead(path, overwrite=False) for _ in range(2))
+    one, two = (SaveJob(path, overwrite=False) for _ in range(2))
     for lead in (one, two):
         storage.write_file(os.path.join(lead.local_directory, "shardkit.json"), manifest.sign({"format": 1}))
     first, second = (lead.place.rpartition("/")[2] for lead in (one, two))

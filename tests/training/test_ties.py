@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import shardkit
 from shardkit.errors import LayoutError
-from shardkit.layout.classes import broken_ties, tie
+from shardkit.layout.classes import broken_ties, mend_ties
 from tests.training import models
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -115,11 +115,11 @@ def test_a_head_of_somebodys_own_is_no_broken_tie(hub: str) -> None:
     """Another shape is another layer; another dtype, or memory of its own, is not tied over a person's head."""
     model = by_accelerate()
     model.lm_head = torch.nn.Linear(24, 1, bias=False, device="meta")
-    assert tie(model) == []
+    assert mend_ties(model) == []
     assert shardkit.prepare(model, hub, missing=[HEAD]).initialised == {HEAD}
     model = by_accelerate()
     model.lm_head = torch.nn.Linear(24, models.VOCABULARY, bias=False, device="meta", dtype=torch.float64)
-    assert tie(model) == []
+    assert mend_ties(model) == []
     with pytest.raises(LayoutError, match="would train apart"):
         shardkit.prepare(model, hub)
     with pytest.raises(LayoutError, match="would train apart"):
@@ -134,7 +134,7 @@ def test_a_class_ties_what_its_own_method_ties(name: str) -> None:
             getattr(transformers, models.config_of(name).architectures[0])(models.config_of(name))
             for _ in range(2)
         )
-    tie(mine)
+    mend_ties(mine)
     theirs.tie_weights()
 
     def groups(model: Any) -> set[frozenset[str]]:
@@ -144,7 +144,7 @@ def test_a_class_ties_what_its_own_method_ties(name: str) -> None:
         return {frozenset(group) for group in names.values()}
 
     assert groups(mine) == groups(theirs)
-    assert tie(mine) == []
+    assert mend_ties(mine) == []
 
 
 def test_inside_of_other_modules_and_adapters() -> None:

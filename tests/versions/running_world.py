@@ -216,7 +216,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     transformers.Qwen3ForCausalLM(qwen3()).save_pretrained(out / "hub")
-    with mock.patch.object(traced, "_spawn", forked_trace):  # imports cost more than the trace
+    with mock.patch.object(traced, "_serve_request", forked_trace):  # imports cost more than the trace
         result = shardkit.preshard(str(out / "hub"), str(out / "presharded"), world_size=SIZE)
     assert result.layout == "traced"
     for version, place in jobs["written"].items():

@@ -33,7 +33,7 @@ from shardkit.formats.contract import (
     matching_names,
     parent_folder,
 )
-from shardkit.keys.trainer_state import is_averaged, is_optimizer_of, is_optimizers
+from shardkit.keys.trainer_state import is_averaged, is_optimizer_name, is_optimizer_of
 
 Roots = Mapping[str, tuple[str | int, ...]]
 
@@ -227,13 +227,13 @@ def _find_pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
     Their names may be any that keys.trainer_state pairs. A run's directory that also has folders of other steps is not
     recognised.
     """
-    optimizers = [name for name in names if is_optimizers(name) and _has_weights(path, name)]
+    optimizers = [name for name in names if is_optimizer_name(name) and _has_weights(path, name)]
     if not optimizers:
         return None
     models = [
         name
         for name in names
-        if not is_optimizers(name) and not is_averaged(name) and _has_weights(path, name)
+        if not is_optimizer_name(name) and not is_averaged(name) and _has_weights(path, name)
     ]
     is_only = len(models) == 1
     paired = [
@@ -251,8 +251,10 @@ def _find_pair(path: str, names: frozenset[str]) -> RecognisedDirectory | None:
 
 def optimizers_beside(path: str, names: Collection[str]) -> set[str]:
     """Return the names of DCP folders that hold the optimizer of a model in another folder of the same directory."""
-    optimizers = [name for name in names if is_optimizers(name) and _has_weights(path, name)]
-    models = [name for name in names if optimizers and not is_optimizers(name) and _has_weights(path, name)]
+    optimizers = [name for name in names if is_optimizer_name(name) and _has_weights(path, name)]
+    models = [
+        name for name in names if optimizers and not is_optimizer_name(name) and _has_weights(path, name)
+    ]
     return {
         name for name in optimizers if any(is_optimizer_of(name, model, is_only=True) for model in models)
     }
@@ -384,7 +386,7 @@ def _unread_names(path: str, recognised: RecognisedDirectory) -> Iterator[tuple[
     for segment in os.path.relpath(recognised.weights, path).split(os.sep):
         names = listing(os.path.join(path, above))
         for name in sorted(names - {segment} - set(matching_names(names, *_NOT_SHOWN))):
-            reason = "optimizer state" if is_optimizers(name) else "not a part of the weights"
+            reason = "optimizer state" if is_optimizer_name(name) else "not a part of the weights"
             yield os.path.join(above, name), reason
         above = os.path.join(above, segment)
 

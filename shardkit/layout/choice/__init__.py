@@ -1,4 +1,4 @@
-"""Which layout a model gets: traced or declared, cut over more axes by rules, with factors in the place of weights.
+"""Choose the layout of a model: traced or declared, and cut over tensor- and expert-parallel axes by rules.
 
 Internal: import from `shardkit`.
 """

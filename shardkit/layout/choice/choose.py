@@ -1,4 +1,4 @@
-"""The choice of a layout: traced if a model can be built, else declared; and whether model and source fit."""
+"""Choose a layout, traced if a model can be built and else declared, and check that model and source fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardkit.core.threads import OnStep, silent
 from shardkit.errors import LayoutError
 from shardkit.keys.expressions import Expression, leaves
 from shardkit.keys.names import COMPILED, IN_BLOCK, match_prefix, split
-from shardkit.layout.binding import ClassNames, TensorsAtHand, as_tensors, bind, class_says
+from shardkit.layout.binding import ClassNames, TensorsAtHand, bind, class_provider, name_in_catalog
 from shardkit.layout.layout import CannotBuildError, Layout, TensorLayout, declare
 from shardkit.layout.traced import Trace, class_name, trace_model, why_no_class
 from shardkit.layout.wrap_policy import parse_policy
@@ -25,19 +25,19 @@ _EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.", re.ASCII)
 
 
 class Model(Protocol):
-    """What a layout needs of an open model of the Hub."""
+    """The parts of an opened Hub model from which a layout is made."""
 
     @property
     def catalog(self) -> Catalog:
-        """Names, shapes and dtypes."""
+        """The catalog with names, shapes and dtypes."""
 
     @property
     def config(self) -> dict[str, object] | None:
-        """config.json."""
+        """The content of config.json, or None."""
 
     @property
     def directory(self) -> str:
-        """Where config.json lies."""
+        """The directory with config.json."""
 
 
 def make_layout(
@@ -56,21 +56,21 @@ def make_layout(
     Args:
         model: the source.
         mesh: the device mesh that training will use.
-        wrap: see `wrap_policy`.
-        stages: which pipeline stage holds what; see `layout.stages`.
-        dtype: dtype that floating tensors will have; None keeps the stored ones.
+        wrap: the policy, see `wrap_policy`.
+        stages: the assignment to pipeline stages, see `layout.stages`.
+        dtype: the dtype that floating tensors will have; None keeps the stored ones.
         trust_remote_code: whether the model's own code may run, in the tracing child.
-        origin: "traced" refuses where no model can be built, "declared" does not try; "auto" is as above.
-        on_step: told that the model is traced, before the seconds that this takes.
+        origin: "traced" raises an error if no model can be built, "declared" does not try to; "auto" is as above.
+        on_step: called with a text before the model is traced, which takes seconds.
 
     Returns:
         Layout whose tensors are all in the source, under the names in `sources`. A declared layout has a note
-        that says why there was no model.
+        with the reason why there was no model.
 
     Raises:
-        PolicyError: the policy matches nothing, or needs a model where there is none.
-        LayoutError: the model and the source differ in names or shapes, the model fails to build, or there is none and
-            there must be: by `origin`, or because the files have single experts, which models of transformers fuse.
+        PolicyError: the policy matches nothing, or needs a model although none can be built.
+        LayoutError: the model and the source differ in names or shapes, the model fails to build, or a model is needed
+            but cannot be built: by `origin`, or because the files have single experts, which transformers models fuse.
         ResourceError: the tracing child was killed or took too long.
     """
     parse_policy(wrap)
@@ -90,7 +90,7 @@ def make_layout(
         except CannotBuildError as error:
             reason = f"{error.message} ({error.hint})" if error.hint else error.message
         else:
-            return fit(trace, model.catalog.tensors, model.config)
+            return fit_trace(trace, model.catalog.tensors, model.config)
     if origin == "traced":
         raise LayoutError(
             f"--layout traced: no model can be traced: {reason}", hint="--layout auto declares it then"
@@ -101,32 +101,39 @@ def make_layout(
 
 
 def _refuse_single_experts(names: Iterable[str], reason: str) -> None:
-    """Refuse to store single experts because no model says that it fuses them: stock `dcp.load` would not find its names."""
+    """Raise an error for single experts without a traced model.
+
+    A transformers model has them fused, so stock `dcp.load` would not find its names.
+    """
     experts = [name for name in names if _EXPERT.search(name)]
     if experts:
         raise LayoutError(
             f"the files have {count(len(experts), 'tensor')} of single experts, which models of transformers fuse, and no "
             f"model can be traced: {reason}",
             problems=[listed(experts)],
-            hint="mend that; or if the job's model has a module for each expert, --layout declared stores them as they are",
+            hint="fix this; or, if the job's model has a module for each expert, --layout declared stores them as they are",
         )
 
 
-def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None) -> Layout:
-    """Fit a traced layout to a source: which tensors are omitted, and which name of a tie has the bytes.
+def fit_trace(
+    trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, Any] | None = None
+) -> Layout:
+    """Return a traced layout for the tensors of a source: with their names there, omitted tensors, and reordered ties.
 
     Args:
-        trace: the live model.
-        source: tensors of the source, by name.
-        config: config.json, for the hint.
+        trace: the trace of the model.
+        source: name in the source -> tensor.
+        config: the content of config.json, for the hint; or None.
 
     Raises:
-        LayoutError: names or shapes differ. Lists every difference.
+        LayoutError: names or shapes differ; the error lists every difference.
     """
     match = trace.match or ClassNames(names={name: name for name in source})
     shapes_in_files = {name: entry.shape for name, entry in source.items()}
     have = TensorsAtHand(shapes=shapes_in_files, side="hub")
-    names, expressions = as_tensors(bind(have, None, [class_says(lambda _: match)]).expressions, source)
+    names, expressions = name_in_catalog(
+        bind(have, None, [class_provider(lambda _: match)]).expressions, source
+    )
     source_shapes = shapes_in_files | {name: expression.shape for name, expression in expressions.items()}
     layout = _store_present_names(trace.layout, names)
     live = _live_shapes(layout)
@@ -142,11 +149,11 @@ def fit(trace: Trace, source: Mapping[str, TensorEntry], config: Mapping[str, An
     ]
     spare = [name for name in unknown if not IN_BLOCK.search(name)]
     is_quantised = "quantization_config" in (config or {})
-    # `from_pretrained` leaves spare tensors out too.
+    # `from_pretrained` also leaves out tensors outside of blocks for which the model has no place.
     if not missing and not shapes and not is_quantised and len(spare) == len(unknown):
         omitted = (*omitted, *((name, f"{trace.model_class} has no place for it") for name in spare))
     elif unknown or missing or shapes:
-        raise _misfit(
+        raise _misfit_error(
             trace.model_class, match, source, unknown=unknown, missing=missing, shapes=shapes, config=config
         )
     computed = [name for name in layout.tensors if name not in sources]
@@ -178,7 +185,7 @@ def _notes(
 
 
 def _live_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every name of the live model's state dict, including aliases."""
+    """Return name in the live model's state dict -> shape, including aliases."""
     shapes = {name: tensor.shape for name, tensor in layout.tensors.items()}
     for group in layout.ties:
         shapes.update(dict.fromkeys(group, shapes[group[0]]))
@@ -186,7 +193,7 @@ def _live_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
 
 
 def _store_present_names(layout: Layout, source: Mapping[str, str]) -> Layout:
-    """Make a name that the source has the first name of every tie, and the name of its tensor."""
+    """Return the layout with ties reordered, so that the name that the source has comes first and names the tensor."""
     renamed: dict[str, str] = {}
     ties = []
     for group in layout.ties:
@@ -203,7 +210,7 @@ def _store_present_names(layout: Layout, source: Mapping[str, str]) -> Layout:
 def _sort_unknown(
     trace: Trace, match: ClassNames, names: Iterable[str]
 ) -> tuple[list[str], tuple[tuple[str, str], ...]]:
-    """Split the source tensors that the state dict lacks into true differences and (name, reason) to omit."""
+    """Split the source tensors that the state dict lacks into differences, and tensors to omit with their reasons."""
     unknown, omitted = [], []
     for name in names:
         if name in match.fused:
@@ -217,7 +224,7 @@ def _sort_unknown(
     return unknown, tuple(omitted)
 
 
-def _misfit(
+def _misfit_error(
     model_class: str,
     match: ClassNames,
     source: Mapping[str, TensorEntry],
@@ -268,13 +275,13 @@ def _hint(config: Mapping[str, Any], *, is_compiled: bool) -> str:
             f" save the model inside (its {COMPILED}), or remove that from the names"
         )
     if "quantization_config" in config:
-        # One that says how was refused before, or is gone with --dequantize.
+        # A config that describes the quantisation was refused before, or --dequantize has removed it.
         return "config.json has a quantization_config that does not say how weights are quantised: remove it if they are plain"
     return "config.json and the weight files must be of the same model"
 
 
 def _is_compiled(unknown: list[str], missing: list[str]) -> bool:
-    """True if the files hold every missing tensor under the name that a compiled model gives it."""
+    """True if the files have every missing tensor under the name that `torch.compile` gives it."""
     plain = {name.replace(f"{COMPILED}.", "") for name in unknown if f"{COMPILED}." in name}
     return bool(missing) and plain.issuperset(missing)
 
@@ -292,7 +299,7 @@ def _is_renamed(unknown: list[str], missing: list[str], source: Mapping[str, Ten
 
 
 def _name_problems(model_class: str, unknown: list[str], missing: list[str]) -> list[str]:
-    """Return a line for each name, with the nearest of the names without a partner."""
+    """Return a line for each unmatched name, with the most similar unmatched name of the other side."""
     lines = []
     for names, candidates, place in (
         (unknown, missing, f"in the files, not in {model_class}"),

@@ -1,9 +1,9 @@
-"""How tensor and expert parallelism cut tensors, declared by patterns of names where no model's own plan tells.
+"""Declare by patterns of names how tensor and expert parallelism cut tensors, for models without a plan of their own.
 
-    model.layers.*.self_attn.q_proj=colwise      GLOB=STYLE; the glob is of tensors, or of the modules that hold them
+    model.layers.*.self_attn.q_proj=colwise      GLOB=STYLE; the glob matches tensors, or the modules that have them
 
-The styles have the names that they have in transformers and torch, and cut what these cut. A layout is made for the
-data axes of a mesh alone, as `fully_shard` would see it; the rules then say what had been cut before.
+Styles have the same names and effects as in transformers and torch. First a layout is made for only the data axes of
+a mesh, as `fully_shard` would see it; then the rules add the cuts over the other axes, which come before it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _TENSOR = {
     "embedding_rowwise": (-2, 1),
     "embedding_colwise": (-1, 1),
 }
-"""Style -> the dim that it cuts, and the number of blocks in it. A tensor of one dim is cut, or whole if `rowwise`."""
+"""Style -> (dim that it cuts, number of blocks in this dim). A tensor of one dim is cut if this is -2, else whole."""
 STYLES = (*_TENSOR, _EXPERTS, _REPLICATE)
 
 
 class ParallelRule(NamedTuple):
-    """Which tensors are cut how."""
+    """A pattern of tensors, and how they are cut."""
 
     glob: str
-    """Of names of tensors, or of modules that hold them; `*` stands for dots too."""
+    """Matches names of tensors, or of the modules that have them; `*` matches dots too."""
     style: str
     """One of `STYLES`."""
 
@@ -45,10 +45,10 @@ def parse_parallel_rules(texts: Iterable[str]) -> tuple[ParallelRule, ...]:
     """Return the rules that `--parallel-rule` describes.
 
     Args:
-        texts: "GLOB=STYLE" each.
+        texts: rules, each as "GLOB=STYLE".
 
     Raises:
-        UsageError: some cannot be read, all of which are listed.
+        UsageError: some cannot be parsed; the error lists all of these.
     """
     rules, wrong = list[ParallelRule](), list[str]()
     for text in texts:
@@ -64,18 +64,18 @@ def parse_parallel_rules(texts: Iterable[str]) -> tuple[ParallelRule, ...]:
 
 
 def data_axes(mesh: Mesh) -> Mesh:
-    """Return the mesh without tensor and expert parallelism; of one rank if nothing is left."""
+    """Return the mesh without axes of tensor and expert parallelism; it has one rank if no axis is left."""
     axes = tuple(axis for axis in mesh.axes if axis.role != "tensor")
     return Mesh(axes or (Axis("dp_shard", 1, "shard"),), pp=mesh.pp)
 
 
 def parallelise(layout: Layout, mesh: Mesh, rules: Sequence[ParallelRule]) -> Layout:
-    """Return a layout with its tensors cut by rules; of several that match a tensor, the last counts.
+    """Return a layout with its tensors cut by rules. If several rules match a tensor, the last one counts.
 
     Args:
-        layout: on `data_axes(mesh)`. Buffers in it stay whole on each rank.
-        mesh: the mesh of training.
-        rules: at least one.
+        layout: a layout on `data_axes(mesh)`. Its buffers stay whole on each rank.
+        mesh: the device mesh that training will use.
+        rules: the rules, at least one.
 
     Raises:
         PolicyError: a rule matches nothing, an axis has no rule, a function has cut the model, or names of one
@@ -87,19 +87,19 @@ def parallelise(layout: Layout, mesh: Mesh, rules: Sequence[ParallelRule]) -> La
             "it again",
             hint="leave one of the two out",
         )
-    names = {name: (name, *_others(layout, name)) for name in layout.tensors}
+    names = {name: (name, *_aliases(layout, name)) for name in layout.tensors}
     _check_globs(rules, [name for group in names.values() for name in group])
     styles = {name: _style(group, rules) for name, group in names.items()}
     _check_axes(mesh, {rule.style for rule in rules})
-    tensors = {name: _cut(tensor, mesh, styles[name]) for name, tensor in layout.tensors.items()}
-    num_cut = sum(tensors[name] != _cut(tensor, mesh, None) for name, tensor in layout.tensors.items())
+    tensors = {name: _cut_tensor(tensor, mesh, styles[name]) for name, tensor in layout.tensors.items()}
+    num_cut = sum(tensors[name] != _cut_tensor(tensor, mesh, None) for name, tensor in layout.tensors.items())
     note = f"{count(num_cut, 'tensor')} of {len(tensors)} cut over tp or ep by --parallel-rule"
     notes = (*layout.notes, note, *_idle_styles(mesh, rules))
     return replace(layout, origin="declared", mesh=mesh, tensors=tensors, notes=notes)
 
 
 def _idle_styles(mesh: Mesh, rules: Sequence[ParallelRule]) -> Iterator[str]:
-    """Yield a note for each axis that rules cut over and the mesh does not have."""
+    """Yield a note for each axis over which rules would cut, but that the mesh lacks."""
     has_tensor = any(axis.role == "tensor" for axis in mesh.axes)
     for axis, is_there, styles in (("tp", has_tensor, _TENSOR), ("ep", mesh.ep > 1, (_EXPERTS,))):
         idle = [f"{escape(rule.glob)}={rule.style}" for rule in rules if rule.style in styles]
@@ -107,7 +107,7 @@ def _idle_styles(mesh: Mesh, rules: Sequence[ParallelRule]) -> Iterator[str]:
             yield f"--mesh {mesh} has no {axis}, so these rules cut nothing: {', '.join(idle)}"
 
 
-def _others(layout: Layout, name: str) -> tuple[str, ...]:
+def _aliases(layout: Layout, name: str) -> tuple[str, ...]:
     return next((group[1:] for group in layout.ties if group[0] == name), ())
 
 
@@ -139,7 +139,7 @@ def _check_axes(mesh: Mesh, styles: set[str]) -> None:
 
 
 def _style(names: Iterable[str], rules: Sequence[ParallelRule]) -> str | None:
-    """Return the style that the rules give a parameter, by its names; None if no rule is about it."""
+    """Return the style of the rules that match a parameter's names; None if no rule matches."""
     styles = dict[str, str]()
     for name in names:
         for rule in rules:
@@ -154,8 +154,8 @@ def _style(names: Iterable[str], rules: Sequence[ParallelRule]) -> str | None:
     return next(iter(styles.values()), None)
 
 
-def _cut(tensor: TensorLayout, mesh: Mesh, style: str | None) -> TensorLayout:
-    """Return where a tensor lies on the whole mesh, given where it lies on the data axes."""
+def _cut_tensor(tensor: TensorLayout, mesh: Mesh, style: str | None) -> TensorLayout:
+    """Return a tensor's layout on the whole mesh, given its layout on the data axes."""
     if tensor.is_buffer or not tensor.shape:
         style = None
     if style == _EXPERTS and mesh.experts is not None:
@@ -181,6 +181,6 @@ def _on_tensor_axis(num_dims: int, style: str | None) -> Placement:
     from_end, num_blocks = _TENSOR.get(style or "", (0, 0))
     if not num_blocks:
         return REPLICATE
-    if num_dims == 1:  # a bias, which transformers does not take for packed
+    if num_dims == 1:  # a bias, which transformers does not treat as packed
         return REPLICATE if from_end == -1 else Placement(0)
     return Placement(num_dims + from_end, num_blocks)

@@ -24,9 +24,9 @@ from shardkit.formats.hub.base import Base, recorded_names, settings_directories
 from shardkit.keys.expressions import FusedTensors
 from shardkit.keys.peft import (
     PeftNames,
+    base_names_to_save,
     classify_peft,
-    find_cut,
-    names_beside,
+    find_misfits,
 )
 from shardkit.operations.consolidate.adapted import base_warnings
 from shardkit.operations.consolidate.assets import dump_config
@@ -109,7 +109,7 @@ def choose_tensors(
     shapes_in_base = {
         name: tensor.shape for name, tensor in (of_base or {}).items() if tensor.dtype.is_convertible
     }
-    extra_names = names_beside(peft, stored_shapes, settings.values if settings else {}, shapes_in_base)
+    extra_names = base_names_to_save(peft, stored_shapes, settings.values if settings else {}, shapes_in_base)
     chosen = {stored[name]: target for name, target in (peft.adapter_names | extra_names).items()}
     catalog = _deferred(checkpoint, list(chosen))
     shapes = {name: catalog.tensors[stored[name]].shape for name in peft.adapter_names}
@@ -145,7 +145,7 @@ def _refuse_cut(
     settings: AdapterSettings | None,
     base: Mapping[str, tuple[int, ...]],
 ) -> None:
-    problems = find_cut(peft, shapes, settings.values, base) if settings and settings.is_whole else []
+    problems = find_misfits(peft, shapes, settings.values, base) if settings and settings.is_whole else []
     SourceError.raise_for(
         problems,
         f"{count(len(problems), 'module')} of the adapter have other shapes than its settings and its base call for",

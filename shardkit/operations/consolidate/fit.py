@@ -20,10 +20,10 @@ from shardkit.formats.quantised import method_of
 from shardkit.keys.check import (
     BaseComparison,
     compare_with_base,
+    differing_expert_counts,
     holds_fused_experts,
-    other_numbers_of_experts,
-    torn_parts,
-    whole_parts,
+    incomplete_parts,
+    missing_globs,
 )
 from shardkit.keys.names import IN_BLOCK, Segments, split
 from shardkit.keys.ties import tied_names
@@ -193,7 +193,7 @@ def _take_out_experts(
     comparison: BaseComparison, shapes: Mapping[str, Shape], shapes_in_base: Mapping[str, Shape]
 ) -> tuple[BaseComparison, list[str]]:
     """Return a comparison without fused experts whose number differs from the base's, and a problem line for each."""
-    numbers = other_numbers_of_experts(shapes, shapes_in_base)
+    numbers = differing_expert_counts(shapes, shapes_in_base)
     if not numbers:
         return comparison, []
     homes = tuple(f"{name.rpartition('.')[0]}." for name in numbers)
@@ -223,7 +223,7 @@ class _Filling(NamedTuple):
     def notes(self, fill: Iterable[str], label: str) -> Iterator[str]:
         """Yield the notes about copied tensors, and about globs of `fill` that match nothing."""
         if self.names:
-            parts = listed(whole_parts(self.names, self.checkpoint_names))
+            parts = listed(missing_globs(self.names, self.checkpoint_names))
             yield f"copied unchanged from {label}: {count(len(self.names), 'tensor')}: {parts}"
         for glob in fill:
             if not any(fnmatchcase(name, glob) for name in self.names):
@@ -245,7 +245,7 @@ def _fill(missing: Collection[str], base: Base, carried: Collection[str], fill: 
     missing_names = [name for name in missing if name not in fill_names]
     torn = {
         name: f"others of {escape(part) or 'the model'} would not come from the base"
-        for name, part in torn_parts(fill_names, [*checkpoint_names, *missing_names]).items()
+        for name, part in incomplete_parts(fill_names, [*checkpoint_names, *missing_names]).items()
     }
     if not checkpoint_names:
         torn = dict.fromkeys(fill_names, "the checkpoint has no tensor of the base")
@@ -284,7 +284,7 @@ def _hint(
         )
     if holds_fused_experts(comparison.unexpected):
         return _FUSED
-    if comparison.unexpected or torn_parts(comparison.missing, filling.checkpoint_names):
+    if comparison.unexpected or incomplete_parts(comparison.missing, filling.checkpoint_names):
         return _OTHER_NAMES
     shapes_in_base, kept = (
         base_shapes(vocabulary.base) or {},
@@ -297,7 +297,7 @@ def _hint(
         return vocabulary.hint or _OTHER_SHAPES
     if not comparison.missing:
         return "--allow-missing leaves them out"
-    base, globs = vocabulary.base, [*fill, *whole_parts(comparison.missing, filling.checkpoint_names)]
+    base, globs = vocabulary.base, [*fill, *missing_globs(comparison.missing, filling.checkpoint_names)]
     assert base is not None
     options = " ".join(f"--fill-from-base {in_shell(glob)}" for glob in globs)
     if base.catalog is None:

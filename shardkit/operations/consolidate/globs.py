@@ -16,7 +16,7 @@ from shardkit.formats.hub.base import Base, recorded_derived
 from shardkit.keys.expressions import Opaque
 from shardkit.keys.rule_sets import AUTO, NONE, known_names, load_rules
 from shardkit.keys.select import Globs, Selection
-from shardkit.layout.binding import ClassNames, TensorsAtHand, bind, shipped
+from shardkit.layout.binding import ClassNames, TensorsAtHand, bind, shipped_provider
 from shardkit.layout.traced import may_differ_in_memory
 from shardkit.operations.consolidate.adapter import ChosenTensors
 from shardkit.operations.consolidate.options import ConsolidateOptions
@@ -45,7 +45,7 @@ class Sieve:
 
     def selected_names(self, chosen: ChosenTensors) -> dict[str, str]:
         """Return name in the catalog -> current name, for the tensors that the globs select; they need not match any."""
-        return {source: name for source, name in chosen.names.items() if self.globs.take(name)}
+        return {source: name for source, name in chosen.names.items() if self.globs.selects(name)}
 
 
 def exclude_early(
@@ -75,7 +75,7 @@ def exclude_early(
     left_out = {
         stored: name
         for stored, name in selection.names.items()
-        if globs.leave_out(name) and selection.live.get(stored, name) not in late.names
+        if globs.excludes(name) and selection.live.get(stored, name) not in late.names
     }
     if len(left_out) == len(selection.names):
         globs.check(left_out.values())
@@ -115,7 +115,7 @@ def _find_late_names(
         return _LateNames(())
     config = base.config if base is not None else None
     have = TensorsAtHand(shapes=shapes, config=config)
-    if options.key_rules == AUTO and bind(have, None, [shipped]).rules is not None:
+    if options.key_rules == AUTO and bind(have, None, [shipped_provider]).rules is not None:
         return _LateNames(shapes, takes_rules=True)
     changed = {
         fqn for fqn, expression in recorded_derived(checkpoint).items() if not isinstance(expression, Opaque)

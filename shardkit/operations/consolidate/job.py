@@ -58,9 +58,9 @@ from shardkit.keys.expressions import (
     NamedTensor,
     Opaque,
     Stored,
+    computed_name,
     leaves,
-    made_name,
-    under_names,
+    rename_leaves,
 )
 from shardkit.keys.names import in_order, natural, split
 from shardkit.keys.peft import refuse_prompts
@@ -73,19 +73,19 @@ from shardkit.layout.binding import (
     ClassNames,
     Provider,
     TensorsAtHand,
-    as_tensors,
     bind,
-    class_says,
-    part_of,
-    person,
-    shipped,
+    class_provider,
+    name_in_catalog,
+    person_provider,
+    shipped_provider,
+    whole_provider,
 )
-from shardkit.layout.binding import manifest as manifest_says
+from shardkit.layout.binding import manifest_provider as manifest_says
 from shardkit.layout.traced import (
     ClassAnswer,
     ClassReply,
     ask_class,
-    asking,
+    asking_text,
     may_differ_in_memory,
 )
 from shardkit.operations.casts import (
@@ -419,7 +419,7 @@ class _NamedTensors:
             if self.answer is None or self.answer.missing:  # otherwise the class finds all of its weights
                 yield from selection.warnings
         if self.answer is None:  # otherwise the class confirms that its files have these names
-            yield from selection.in_memory(list(self.names.values()), base_shapes(base))
+            yield from selection.in_memory_warnings(list(self.names.values()), base_shapes(base))
         yield from self.chosen.warnings
 
 
@@ -445,7 +445,7 @@ def _name(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions
         chosen=chosen, selection=selection, ties=ties, fit=fit, vocabulary=vocabulary, answer=answer
     )
     model_type = base.config.get("model_type") if base is not None and base.config else None
-    selection = selection.written_as(list(named.names.values()), base_shapes(base), model_type)
+    selection = selection.for_written_names(list(named.names.values()), base_shapes(base), model_type)
     fix = "--keys says which rules turn them into the Hub's" if _has_config(base) else "add --base MODEL"
     return replace(
         named,
@@ -498,7 +498,7 @@ def _choose(
         refuse_factors(checkpoint.catalog.tensors, hint=merged_by_peft(checkpoint, base))
         refuse_prompts(checkpoint.catalog.tensors, base_shapes(base) or ())
     selection, sieve = exclude_early(checkpoint, base, _select(checkpoint, base, naming), options, ask)
-    stored_names = [stored for stored, name in selection.names.items() if sieve.globs.take(name)]
+    stored_names = [stored for stored, name in selection.names.items() if sieve.globs.selects(name)]
     refuse_factors(stored_names, hint=merged_by_peft(checkpoint, base))
     _refuse_objects(checkpoint.catalog.objects, stored_names)
     chosen = choose_tensors(
@@ -530,8 +530,8 @@ def _choose(
         chosen,
         selection.live,
         [
-            person(rules) if rules is not None else manifest_says(derived),
-            *([shipped] if takes_shipped else []),
+            person_provider(rules) if rules is not None else manifest_says(derived),
+            *([shipped_provider] if takes_shipped else []),
         ],
         converted=derived,
         config=base.config if base else None,
@@ -608,9 +608,9 @@ def _bind_names(
     have = TensorsAtHand(shapes=shapes, names=names, config=config, padding=padding)
     binding = bind(have, None, providers)
     SourceError.raise_for(
-        [escape(name) for name in binding.twice],
-        f"{count(len(binding.twice), 'tensor')} would be there twice: under "
-        f"{'its' if len(binding.twice) == 1 else 'their'} own name, and as a part of another",
+        [escape(name) for name in binding.clashing_names],
+        f"{count(len(binding.clashing_names), 'tensor')} would be there twice: under "
+        f"{'its' if len(binding.clashing_names) == 1 else 'their'} own name, and as a part of another",
         hint="--exclude leaves out both",
     )
     if {*binding.by.values()} <= {"selection"}:
@@ -623,8 +623,8 @@ def _bind_names(
     split = [
         FusedTensors(are_experts=are_experts, num_stored=len(gone), num_tensors=len(apart))
         for are_experts in (True, False)
-        for gone in [[name for name in binding.gone if (EXPERTS in name) == are_experts]]
-        for apart in [[name for name in binding.apart if (EXPERTS in name) == are_experts]]
+        for gone in [[name for name in binding.names_taken_apart if (EXPERTS in name) == are_experts]]
+        for apart in [[name for name in binding.made_from if (EXPERTS in name) == are_experts]]
         if gone and apart
     ]
     chosen = replace(chosen, notes=(*chosen.notes, *notes), split=tuple(split))
@@ -660,8 +660,8 @@ def _with_derived_tensors(
         expressions: name in the output -> an expression of names in memory, such as a slice of a fused tensor.
         sources: name in memory -> name in the catalog.
     """
-    stored = {name: under_names(expression, sources) for name, expression in expressions.items()}
-    names, derived_tensors = as_tensors(stored, chosen.catalog.tensors)
+    stored = {name: rename_leaves(expression, sources) for name, expression in expressions.items()}
+    names, derived_tensors = name_in_catalog(stored, chosen.catalog.tensors)
     origins = {
         source: frozenset(leaf.name for leaf in leaves(expression))
         for source, expression in derived_tensors.items()
@@ -706,7 +706,7 @@ def _name_as_saved(
     sources = {selection.live.get(source, name): source for source, name in chosen.names.items()}
     shapes = {name: tensors[source].shape for name, source in sources.items()}
     form = ask_class(
-        base.directory, shapes, in_memory=True, on_start=lambda: options.tell_step(asking(config))
+        base.directory, shapes, in_memory=True, on_start=lambda: options.tell_step(asking_text(config))
     )
     if form is None:  # without the class the names stay as they are
         return chosen, None, (), ()
@@ -867,9 +867,9 @@ def _fit_base(
         )
         if class_names is not None and is_lone and wholes:
             live = _live_in_whole(chosen, live, shapes_in_base, options, class_names)
-        asked_class = [] if class_names is None else [class_says(lambda _: class_names, shapes_in_base)]
+        asked_class = [] if class_names is None else [class_provider(lambda _: class_names, shapes_in_base)]
         converted = class_names.converted if class_names is not None else {}
-        chosen, _ = _bind_names(chosen, live, [*asked_class, part_of(wholes)], converted=converted)
+        chosen, _ = _bind_names(chosen, live, [*asked_class, whole_provider(wholes)], converted=converted)
         rules = find_rules({before.get(source, name): name for source, name in chosen.names.items()})
         chosen = replace(chosen, names=_in_order(chosen.names, shapes_in_base) or chosen.names)
     lacking = [name for name in chosen.names.values() if name not in shapes_in_base]
@@ -922,7 +922,7 @@ def _whole_models(
         options: with the globs of `--fill-from-base`.
     """
     globs = Globs((), tuple(options.fill_from_base))
-    checkpoint_shapes = {fqn: shape for fqn, shape in whole.items() if globs.take(names.get(fqn, fqn))}
+    checkpoint_shapes = {fqn: shape for fqn, shape in whole.items() if globs.selects(names.get(fqn, fqn))}
     return [whole, checkpoint_shapes] if options.fill_from_base else [whole]
 
 
@@ -1000,7 +1000,7 @@ def _add_from_base(chosen: ChosenTensors, base: Base | None, names: Sequence[str
         return chosen
     assert base is not None
     assert base.catalog is not None
-    sources = {made_name(name, chosen.catalog.tensors): name for name in names}
+    sources = {computed_name(name, chosen.catalog.tensors): name for name in names}
     catalog = carry(chosen.catalog, list(chosen.names), base.catalog, sources)
     return replace(chosen, catalog=catalog, names={**chosen.names, **sources})
 
@@ -1192,5 +1192,5 @@ def _ask_class(base: Base, on_step: OnStep) -> ClassNames | None:
     shapes = base_shapes(base)
     if shapes is None or not (base.config or {}).get("architectures"):
         return None
-    reply = ask_class(base.directory, shapes, on_start=lambda: on_step(asking(base.config)))
+    reply = ask_class(base.directory, shapes, on_start=lambda: on_step(asking_text(base.config)))
     return None if reply is None else reply.match

@@ -21,7 +21,7 @@ from shardkit.files.digest import combine, crc32
 from shardkit.formats.dcp.hugging_face import LAST_RANKS
 from shardkit.formats.hub.assets import CONFIG, is_weights
 from shardkit.formats.recorded import SourceManifests
-from shardkit.layout.traced import ClassAnswer, ClassQuestion, asking
+from shardkit.layout.traced import ClassAnswer, ClassQuestion, asking_text
 from shardkit.operations.companions import FileToCopy
 from shardkit.operations.consolidate.assets import Asset
 from shardkit.operations.consolidate.job import ConsolidateJob
@@ -172,7 +172,7 @@ class ClassCheck:
             config = next(asset.read() for asset in self._job.assets if asset.name == CONFIG)
             shapes = {tensor.fqn: tensor.shape for tensor in self._job.tensors}
             content = json.loads(config)
-            self._step, self._question = asking(content), ClassQuestion(content, shapes)
+            self._step, self._question = asking_text(content), ClassQuestion(content, shapes)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -29,7 +29,7 @@ from shardkit.formats.derived import derive_checkpoint
 from shardkit.formats.rankfiles.inside import find_states, settings_in
 from shardkit.formats.torchsave.file import open_torch_file
 from shardkit.formats.trainers.full_file import is_full_file
-from shardkit.keys.trainer_state import is_optimizer_of, is_optimizers
+from shardkit.keys.trainer_state import is_optimizer_name, is_optimizer_of
 from shardkit.transfer.codecs.lerp import Lerp
 from shardkit.transfer.sources import same_bytes
 
@@ -332,7 +332,7 @@ def _directory_beside(checkpoint: Checkpoint) -> str | None:
     names = [
         name
         for name in listing(home)
-        if is_optimizers(name)
+        if is_optimizer_name(name)
         and is_optimizer_of(name, model, is_only=True)
         and is_dcp(os.path.join(home, name))
     ]
@@ -380,6 +380,6 @@ def _settings_beside_hub_model(checkpoint: Checkpoint) -> dict[str, object]:
     settings = dict[str, object]()
     for name in listing(checkpoint.path) if checkpoint.hub is not None else ():
         path = os.path.join(checkpoint.path, name)
-        if is_optimizers(os.path.splitext(name)[0]) and storage.isfile(path) and is_full_file(path):
+        if is_optimizer_name(os.path.splitext(name)[0]) and storage.isfile(path) and is_full_file(path):
             settings |= settings_in(find_states(open_torch_file(path, name).tree))
     return settings

@@ -19,11 +19,11 @@ from shardkit.formats.hub.directory import read_config
 from shardkit.formats.hub.tokenizer import Tokenizer, tokenizer_files
 from shardkit.keys.tokens import (
     TokenRows,
-    as_counted,
     counts_tokens,
     find_token_rows,
     paddings,
     with_counts,
+    with_token_rows,
 )
 from shardkit.layout.traced import SAME_IN_MEMORY
 
@@ -91,7 +91,7 @@ def _by_config(shapes: Mapping[str, Shape], config: Mapping[str, object]) -> dic
     tokens = config.get("vocab_size")
     if config.get("model_type") not in SAME_IN_MEMORY or not isinstance(tokens, int):
         return {}
-    return as_counted(shapes, tokens)
+    return with_token_rows(shapes, tokens)
 
 
 def _why_not(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> str:

@@ -29,10 +29,18 @@ from shardkit.formats.folded import floating_targets
 from shardkit.formats.hub.base import recorded_derived, recorded_rules
 from shardkit.formats.hub.files import refuse_part
 from shardkit.formats.quantised import can_dequantize, unmarked_tensors, why_narrow, why_quantised
-from shardkit.keys.expressions import under_names
+from shardkit.keys.expressions import rename_leaves
 from shardkit.keys.renaming import apply_key_rules
 from shardkit.keys.select import Globs, select_model
-from shardkit.layout.binding import ClassNames, TensorsAtHand, as_tensors, bind, class_says, manifest, shipped
+from shardkit.layout.binding import (
+    ClassNames,
+    TensorsAtHand,
+    bind,
+    class_provider,
+    manifest_provider,
+    name_in_catalog,
+    shipped_provider,
+)
 from shardkit.layout.traced import SAME_IN_MEMORY, ask_class, may_differ_in_memory, why_no_class
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.resolve import ChosenCheckpoint, ResolvedCheckpoint
@@ -184,7 +192,7 @@ def open_sides(
     globs = Globs(tuple(options.include), tuple(options.exclude))
     globs.check(a.names.keys() | b.names.keys())
     a, b = (
-        replace(side, names={name: stored for name, stored in side.names.items() if globs.take(name)})
+        replace(side, names={name: stored for name, stored in side.names.items() if globs.selects(name)})
         for side in (a, b)
     )
     return a, b, [*notes, *name_notes]
@@ -275,8 +283,11 @@ def _convert_to_other(side: Side, other_side: Side, label: str) -> tuple[Side, l
         config=other_side.checkpoint.hub.config if other_side.checkpoint.hub is not None else None,
         padding=side.checkpoint.contents.padding,
     )
-    providers = [manifest(recorded_derived(side.checkpoint)), *([shipped] if is_saved else [])]
-    providers += [class_says(lambda _: _ask_class(other_side, unasked.append))]
+    providers = [
+        manifest_provider(recorded_derived(side.checkpoint)),
+        *([shipped_provider] if is_saved else []),
+    ]
+    providers += [class_provider(lambda _: _ask_class(other_side, unasked.append))]
     binding = bind(have, other_shapes, providers)
     because = [
         f"{label}: tensors that the model's class stores in another form count as other tensors: {why}"
@@ -284,8 +295,10 @@ def _convert_to_other(side: Side, other_side: Side, label: str) -> tuple[Side, l
     ]
     if set(binding.by.values()) == {"selection"}:
         return side, because
-    expressions = {name: under_names(expression, stored) for name, expression in binding.expressions.items()}
-    renamed, derived_tensors = as_tensors(expressions, side.catalog.tensors)
+    expressions = {
+        name: rename_leaves(expression, stored) for name, expression in binding.expressions.items()
+    }
+    renamed, derived_tensors = name_in_catalog(expressions, side.catalog.tensors)
     notes = because
     if binding.rules is not None:
         notes.append(

@@ -25,11 +25,11 @@ from shardkit.formats.gaps import find_gaps
 from shardkit.keys.expressions import Expression, Opaque
 from shardkit.keys.rule_sets import NONE, foreign_type, load_rules
 from shardkit.keys.rules import RuleSet
-from shardkit.layout.binding import TensorsAtHand, as_tensors, bind, person
+from shardkit.layout.binding import TensorsAtHand, bind, name_in_catalog, person_provider
 from shardkit.layout.choice.choose import make_layout
 from shardkit.layout.choice.parallel_rules import data_axes, parallelise
 from shardkit.layout.layout import Layout, declare
-from shardkit.layout.own_code import of_directory
+from shardkit.layout.own_code import own_code_for
 from shardkit.operations.casts import (
     apply_rules,
     check_cast,
@@ -226,7 +226,7 @@ def _catalog_of_layout(model: OpenedHubModel, layout: Layout, options: PreshardO
     """Return a catalog of the stored tensors, and of those that the layout computes from them."""
     catalog = model.catalog
     if layout.expressions:
-        convert = of_directory(model.directory, trust_remote_code=options.trust_remote_code)
+        convert = own_code_for(model.directory, trust_remote_code=options.trust_remote_code)
         catalog = bound_catalog(catalog, layout.expressions, convert)
     return catalog
 
@@ -380,8 +380,8 @@ def _lay_out_by_rules(model: OpenedHubModel, mesh: Mesh, wrap: str, rules: RuleS
     stored = model.catalog.tensors
     shapes = {name: entry.shape for name, entry in stored.items()}
     have = TensorsAtHand(shapes=shapes, side="hub", config=model.config)
-    binding = bind(have, None, [person(rules)])
-    sources, derived_tensors = as_tensors(binding.expressions, stored)
+    binding = bind(have, None, [person_provider(rules)])
+    sources, derived_tensors = name_in_catalog(binding.expressions, stored)
     bound = bound_catalog(model.catalog, derived_tensors).tensors
     layout = declare(
         {fqn: replace(bound[source], fqn=fqn) for fqn, source in sources.items()},

@@ -29,7 +29,7 @@ from shardkit.formats.hub.directory import library_of
 from shardkit.formats.hub.repo import fetch_files
 from shardkit.formats.quantised import FILES
 from shardkit.formats.torchsave.writer import Plain, plain_record
-from shardkit.keys.rule_sets import shipped
+from shardkit.keys.rule_sets import shipped_sets
 from shardkit.layout.layout import Layout
 from shardkit.operations.companions import FileToCopy
 from shardkit.operations.describe import OutputFiles
@@ -184,7 +184,7 @@ def choose_keys(profile: Profile, config: Mapping[str, Any] | None) -> str:
         UsageError: no rules are for such a model, or only rules for an older version of the trainer.
     """
     model_type = (config or {}).get("model_type")
-    candidates = [rules for rules in shipped() if rules.name.startswith(profile.key_sets)]
+    candidates = [rules for rules in shipped_sets() if rules.name.startswith(profile.key_sets)]
     fitting = [rules for rules in candidates if model_type in rules.model_types]
     current = [rules.name for rules in fitting if not rules.name.rpartition("-")[2][:1].isdigit()]
     if len(current) == 1:

@@ -68,7 +68,7 @@ from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.keys.expressions import Expression
 from shardkit.keys.moments import NamedShape, parts_of_ranks
 from shardkit.keys.renaming import KeyRule
-from shardkit.keys.trainer_state import Kind, is_optimizers, object_kind, optimizer_names
+from shardkit.keys.trainer_state import Kind, is_optimizer_name, object_kind, optimizer_names
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.casts import check_cast
 from shardkit.operations.companions import FileToCopy, Survey, check_survey, drop_shard_folders, survey
@@ -339,7 +339,7 @@ def _drop_optimizer(surveyed: Survey) -> list[str]:
 
 def _is_of_optimizer(folder: str) -> bool:
     """True for a folder of an optimizer, such as `optimizer_0`, and for names below it."""
-    return any(map(is_optimizers, folder.split("/")))
+    return any(map(is_optimizer_name, folder.split("/")))
 
 
 def _state_note(tensors: Collection[str], objects: Collection[str]) -> Iterator[str]:
@@ -479,7 +479,7 @@ def _open_other_format(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         skipped = [pair for pair in skipped if not _is_optimizer(pair[0])]
     elif no_optimizer:
         states = [name for name, _ in skipped if _is_optimizer(name)]
-        states += [name for name in listing(checkpoint.path) if is_optimizers(name)]
+        states += [name for name in listing(checkpoint.path) if is_optimizer_name(name)]
         notes.append(f"{_LEFT_OUT}{f': {listed(states)}' if states else ''}")
         skipped = [pair for pair in skipped if not _is_optimizer(pair[0])]
     else:

@@ -17,7 +17,7 @@ from shardkit.files import storage
 from shardkit.files.listing import walk
 from shardkit.formats.contract import folder_below, listing
 from shardkit.formats.dcp.directory import is_dcp, open_dcp
-from shardkit.keys.trainer_state import is_optimizer_of, is_optimizers, object_kind, optimizer_names
+from shardkit.keys.trainer_state import is_optimizer_name, is_optimizer_of, object_kind, optimizer_names
 from shardkit.operations.resolve import is_a_step, is_ordered
 
 OF_A_RANK = re.compile(r"(?:^|[_-])rank[_-]?\d+\.|(?:rng_state|random_states)_\d+\.")
@@ -83,7 +83,7 @@ def find_left_out(path: str, given_path: str, *, no_optimizer: bool = False) -> 
         for name in sorted(listing(directory) - {child}):
             if name.startswith(".") or storage.islink(os.path.join(directory, name)):
                 continue
-            if no_optimizer and is_optimizers(name):
+            if no_optimizer and is_optimizer_name(name):
                 continue
             if is_in_step or _is_its_optimizer(directory, name, child):
                 _add(left_out, home, os.path.join(directory, name))
@@ -97,10 +97,12 @@ def _is_its_optimizer(directory: str, name: str, checkpoint_name: str) -> bool:
     With `model_1/` and `model_2/` in the directory, `optimizer_2/` belongs to `model_2/`.
     """
     stem = os.path.splitext(name)[0] if name.endswith(_RECORDS) else name
-    if not is_optimizers(stem) or not _is_state_alone(os.path.join(directory, name)):
+    if not is_optimizer_name(stem) or not _is_state_alone(os.path.join(directory, name)):
         return False
     other_names = (
-        each for each in listing(directory) if each not in (name, checkpoint_name) and not is_optimizers(each)
+        each
+        for each in listing(directory)
+        if each not in (name, checkpoint_name) and not is_optimizer_name(each)
     )
     if any(is_optimizer_of(stem, each, is_only=False) for each in other_names):
         return is_optimizer_of(stem, checkpoint_name, is_only=False)
@@ -192,7 +194,7 @@ def _add_file(left_out: LeftOutFiles, name: str) -> None:
 
 
 def _kind(left_out: LeftOutFiles, name: str) -> list[str]:
-    if name.endswith(_RECORDS) and is_optimizers(os.path.splitext(name)[0]):
+    if name.endswith(_RECORDS) and is_optimizer_name(os.path.splitext(name)[0]):
         return left_out.optimizers
     return left_out.of_ranks if OF_A_RANK.search(name) else left_out.other_names
 

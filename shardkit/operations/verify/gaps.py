@@ -9,7 +9,7 @@ from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape
 from shardkit.formats.contract import Checkpoint
 from shardkit.formats.gaps import find_absent_files, find_cut_modules, is_whole_model
-from shardkit.layout.traced import ClassQuestion, asking, why_no_class
+from shardkit.layout.traced import ClassQuestion, asking_text, why_no_class
 from shardkit.operations.verify.result import Report
 
 _MODEL = "the model"
@@ -41,7 +41,7 @@ def _finds_all(config: Mapping[str, Any], catalog: Catalog, report: Report) -> b
     failure = why_no_class(config)
     if failure is None:
         shapes = {name: entry.shape for name, entry in catalog.tensors.items()}
-        report.progress.start(0, asking(config).removesuffix(" ..."))
+        report.progress.start(0, asking_text(config).removesuffix(" ..."))
         try:
             with ClassQuestion(config, shapes) as question:
                 answer = question.answer()

@@ -23,10 +23,18 @@ from shardkit.core.text import count, escape
 from shardkit.errors import LayoutError
 from shardkit.osft.svd import Factors, check_factors, factorise, num_operations
 from shardkit.osft.training.orthogonal import prove_orthogonal
-from shardkit.training.fill.broadcast import Sent, WeightReader, send_parts
-from shardkit.training.fill.reading import Filled, Supply, Wanted, compare_together, torch_dtype
+from shardkit.training.fill.broadcast import SentTensor, WeightReader, send_parts
+from shardkit.training.fill.reading import Filled, Supply, WantedPart, compare_together, torch_dtype
 from shardkit.training.fill.strategy import FillPlan
-from shardkit.training.ranks.agree import agreed, broadcast_json, device_for, gather_json, say, wire, world
+from shardkit.training.ranks.agree import (
+    agreed,
+    broadcast_json,
+    device_for,
+    gather_json,
+    log_once,
+    wire,
+    world,
+)
 from shardkit.training.ranks.local import LocalShard, flat_bytes
 
 _PHASE = "computing factors"
@@ -35,10 +43,10 @@ _NUM_PEERS = 32  # ranks that a rank sends to concurrently
 Round = tuple[Target | None, ...]
 """The target of each rank."""
 HeldFactors = Mapping[str, LocalShard]
-"""This rank's part of each factor, by FQN."""
+"""FQN of each factor -> this rank's part of it."""
 
 
-def deal(targets: Sequence[Target], num_ranks: int) -> list[Round]:
+def deal_targets(targets: Sequence[Target], num_ranks: int) -> list[Round]:
     """Assign targets to ranks, round by round, most expensive first.
 
     The total time exceeds an equal share of the operations by at most the time of the largest target.
@@ -61,12 +69,12 @@ def fill_factors(targets: Sequence[Target], svd: Svd, shards: Sequence[LocalShar
         What this rank filled, by FQN.
 
     Raises:
-        ShardkitError: on all ranks: a weight cannot be read or decomposed, factors miss their weight, or what the
-            ranks hold is not orthogonal.
-        ResourceError: a rank died, or did not come within the process group's timeout.
+        ShardkitError: on all ranks: a weight cannot be read or decomposed, factors do not fold back to their weight,
+            or the factors on the ranks are not orthogonal.
+        ResourceError: a rank died, or did not respond within the process group's timeout.
     """
     rank, num_ranks = world()
-    rounds = deal(targets, num_ranks)
+    rounds = deal_targets(targets, num_ranks)
     sources = range(num_ranks) if plan.sources is None else plan.sources
     with agreed(_PHASE):
         factor_shards = _factor_shards(shards, targets)
@@ -77,11 +85,11 @@ def fill_factors(targets: Sequence[Target], svd: Svd, shards: Sequence[LocalShar
             reader, entries = _reader(stack, plan, sources, rounds)
         dtypes = broadcast_json(_dtypes(plan.supply, targets), min(sources), phase=_PHASE)
         sent = {
-            target.path: _sent(target, entries.get(target.path), BY_NAME[dtypes[target.path]])
+            target.path: _sent_weight(target, entries.get(target.path), BY_NAME[dtypes[target.path]])
             for target in targets
         }
         for number, of_ranks in enumerate(rounds):
-            _say_progress(number, rounds)
+            _log_progress(number, rounds)
             target, factors = of_ranks[rank], None
             weight, error = _deliver(reader, sources, [sent[one.path] for one in of_ranks if one], read)
             with agreed(_PHASE):
@@ -98,7 +106,7 @@ def fill_factors(targets: Sequence[Target], svd: Svd, shards: Sequence[LocalShar
     filled = Filled(elements=exchange.elements, read_bytes=read.read_bytes)
     filled.checked = compare_together(None if reader is None else reader.files.check)
     prove_orthogonal(factor_shards, targets, svd)
-    _say_how_good(measured)
+    _log_accuracy(measured)
     return filled
 
 
@@ -147,16 +155,16 @@ def _reader(
     return reader, {path: located.catalog.tensors[name] for path, name in names.items()}
 
 
-def _sent(target: Target, entry: TensorEntry | None, dtype: DType) -> Sent:
+def _sent_weight(target: Target, entry: TensorEntry | None, dtype: DType) -> SentTensor:
     """Return shape and dtype of a weight as it is sent, that is, as stored. Only reading ranks have an entry."""
     if entry is None:
         shape = (target.rows, target.columns)
         entry = TensorEntry(fqn=target.weight, dtype=dtype, shape=shape, first_chunk=0, num_chunks=0)
-    return Sent(entry, torch_dtype(dtype))
+    return SentTensor(entry, torch_dtype(dtype))
 
 
 def _deliver(
-    reader: WeightReader | None, sources: Sequence[int], sent: Sequence[Sent], filled: Filled
+    reader: WeightReader | None, sources: Sequence[int], sent: Sequence[SentTensor], filled: Filled
 ) -> tuple[torch.Tensor | None, BaseException | None]:
     """Return this rank's weight of a round, on the CPU in its stored dtype, or None, and the error of this rank.
 
@@ -167,7 +175,7 @@ def _deliver(
         return None, send_parts(reader, sources, sent, {}, filled)
     entry, dtype = sent[rank]
     weight = torch.empty(entry.shape, dtype=dtype)
-    mine = Wanted(LocalShard.plain((entry.fqn,), weight), entry, full_region(entry.shape), weight)
+    mine = WantedPart(LocalShard.plain((entry.fqn,), weight), entry, full_region(entry.shape), weight)
     error = send_parts(reader, sources, sent, {rank: [mine]}, filled)
     is_here = filled.elements.pop(entry.fqn, 0) == weight.numel()
     return weight if is_here and error is None else None, error
@@ -249,7 +257,7 @@ class _Exchange:
 
 
 Slices = Mapping[str, Sequence[tuple[str, Region]]]
-"""(factor, region) pairs that a rank holds, by path of the target, in the order in which they are sent."""
+"""Path of each target -> (factor, region) pairs that a rank stores, in the order in which they are sent."""
 
 
 def _gather_regions(factor_shards: HeldFactors, targets: Sequence[Target]) -> list[Slices]:
@@ -278,20 +286,20 @@ def _gather_regions(factor_shards: HeldFactors, targets: Sequence[Target]) -> li
     return slices_of_ranks
 
 
-def _say_progress(number: int, rounds: Sequence[Round]) -> None:
+def _log_progress(number: int, rounds: Sequence[Round]) -> None:
     """Log each tenth of the weights: all of them may take hours."""
     if number * 10 // len(rounds) > (number - 1) * 10 // len(rounds) >= 0:
-        say(f"weights: {number} of {len(rounds)} rounds of decompositions are done")
+        log_once(f"weights: {number} of {len(rounds)} rounds of decompositions are done")
 
 
-def _say_how_good(measured: Sequence[tuple[str, float, float]]) -> None:
+def _log_accuracy(measured: Sequence[tuple[str, float, float]]) -> None:
     """Log the accuracy of all factors, once for all ranks."""
     every = [numbers for rank_numbers in gather_json(measured, phase=_PHASE) for numbers in rank_numbers]
     if not every:
         return
     names, errors, distances = zip(*every, strict=True)
     algorithms = ", ".join(f"{number} by {name}" for name, number in Counter(names).items())
-    say(
+    log_once(
         f"weights: {count(len(every), 'weight')} decomposed ({algorithms}): they fold back to {max(errors):.1e}, and are "
         f"orthogonal to {max(distances):.1e}"
     )

@@ -1,4 +1,4 @@
-"""Choice of the weights that are OSFT factors, from the source, the model, or a plan."""
+"""Choose the weights of a model that become OSFT factors, by the source, the model, or a plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Factoring:
     targets: tuple[Target, ...] = ()
     """In the model's order."""
     svd: Svd | None = None
-    """How they are computed from dense weights; None if the source has the factors."""
+    """The algorithm that computes them from dense weights; None if the source has the factors."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -112,7 +112,7 @@ def factor_model(
 
 
 def own_targets(model: nn.Module) -> tuple[Target, ...]:
-    """Return the targets that a model already has as factors, whatever library created or wrapped it.
+    """Return the targets that a model already has as factors, regardless of the library that created or wrapped it.
 
     Raises:
         LayoutError: the factors of a weight do not match.
@@ -141,7 +141,7 @@ def _compare(account: str, targets: Iterable[Target], rival: str, rival_targets:
     by_path, rival_by_path = ({target.path: target for target in side} for side in (targets, rival_targets))
     problems = []
     for path in dict.fromkeys((*by_path, *rival_by_path)):
-        shown, rival_shown = _shown(by_path.get(path)), _shown(rival_by_path.get(path))
+        shown, rival_shown = _target_text(by_path.get(path)), _target_text(rival_by_path.get(path))
         if shown != rival_shown:
             problems.append(f"{escape(path)}: {shown} in {account}, {rival_shown} in {rival}")
     LayoutError.raise_for(
@@ -151,14 +151,14 @@ def _compare(account: str, targets: Iterable[Target], rival: str, rival_targets:
     )
 
 
-def _shown(target: Target | None) -> str:
+def _target_text(target: Target | None) -> str:
     if target is None:
         return "dense"
     return f"{target.rank} directions of [{target.rows}, {target.columns}] kept"
 
 
 def _refuse_grown(targets: Iterable[Target], grown: Collection[str]) -> None:
-    """Refuse targets with rows added for the tokenizer: these were not part of the decomposition."""
+    """Raise an error for targets with rows added for the tokenizer, which were not part of the decomposition."""
     longer = {factor_of(fqn) or fqn.removesuffix(".weight") for fqn in grown}
     problems = [
         f"{escape(target.weight)}: [{target.rows}, {target.columns}]"

@@ -25,7 +25,7 @@ _PHASE = "proving that factors are orthogonal"
 
 
 def prove_orthogonal(factors: Mapping[str, LocalShard], targets: Sequence[Target], svd: Svd) -> None:
-    """Refuse factors whose directions are not orthonormal, or whose singular values do not descend; every rank calls it.
+    """Raise an error unless the factors' directions are orthonormal and singular values descend; every rank calls it.
 
     Args:
         factors: this rank's part of each factor, by FQN; filled.
@@ -42,7 +42,7 @@ def prove_orthogonal(factors: Mapping[str, LocalShard], targets: Sequence[Target
             [
                 f"{escape(path)}: {distance:.1e}"
                 for path, distance in measured.items()
-                if not distance <= _allowed(factors, path, svd)  # nan too
+                if not distance <= _allowed_deviation(factors, path, svd)  # nan too
             ]
             + [f"{escape(each.path)}: singular values" for each in targets if not _descend(factors, each)],
             "the factors on the ranks are not orthonormal",
@@ -50,7 +50,7 @@ def prove_orthogonal(factors: Mapping[str, LocalShard], targets: Sequence[Target
         )
 
 
-def _allowed(factors: Mapping[str, LocalShard], path: str, svd: Svd) -> float:
+def _allowed_deviation(factors: Mapping[str, LocalShard], path: str, svd: Svd) -> float:
     """Return the allowed deviation from orthonormality: other trainers store factors in half precision."""
     return max(PROMISED[svd], 4 * torch.finfo(factors[f"{path}.{LOW[0]}"].dtype).eps)
 
@@ -59,10 +59,10 @@ def _measure(factors: Mapping[str, LocalShard], target: Target) -> float:
     """Return the deviation of a target's directions from orthonormality; every rank calls it."""
     apart = list[torch.Tensor]()
     for side, is_v in _sides(factors, target):
-        whole = sum(_summed(shard, _product(shard, vectors, is_v)) for shard, vectors in side)
+        whole = sum(_sum_shares(shard, _product(shard, vectors, is_v)) for shard, vectors in side)
         assert isinstance(whole, torch.Tensor)
         for shard, vectors in side:
-            again = _summed(shard, _product(shard, whole, not is_v))
+            again = _sum_shares(shard, _product(shard, whole, not is_v))
             apart.append((again - vectors).abs().max())
     return float(torch.stack(apart).max())  # unlike `max` of floats, this propagates NaN
 
@@ -97,7 +97,7 @@ def _product(shard: LocalShard, vectors: torch.Tensor, is_transposed: bool) -> t
     return product
 
 
-def _summed(shard: LocalShard, share: torch.Tensor) -> torch.Tensor:
+def _sum_shares(shard: LocalShard, share: torch.Tensor) -> torch.Tensor:
     """Return the sum of shares over the mesh axes that cut a matrix; every rank calls it."""
     matrix = shard.whole
     groups = map(matrix.device_mesh.get_group, cut_axes(matrix)) if isinstance(matrix, DTensor) else ()

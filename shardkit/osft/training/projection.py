@@ -33,11 +33,11 @@ from shardkit.osft.modules import factors_of, osft_modules
 from shardkit.training.ranks.local import (
     cut_axes,
     local_tensor,
+    optimizer_parameters,
     refuse_copies,
     refuse_fsdp1,
     reshard,
-    stepped_by,
-    unwrapped,
+    unwrap_optimizer,
 )
 
 _U_HIGH, _, _V_HIGH = HIGH
@@ -81,8 +81,8 @@ def project_gradients_(model: nn.Module) -> None:
         model: with OSFT layers, plain, or sharded by FSDP2 or HSDP.
 
     Raises:
-        LayoutError: it has no OSFT layers, or their factors do not lie alike on the ranks.
-        UsageError: it is wrapped by FSDP1.
+        LayoutError: the model has no OSFT layers, or the frozen and trained factors of a layer are sharded differently.
+        UsageError: the model is wrapped by FSDP1.
     """
     _project(_pairs(model, lambda parameter: parameter.grad))
 
@@ -102,30 +102,30 @@ def project_parameters_(model: nn.Module) -> None:
 
 
 def osft_leak(model: nn.Module) -> float:
-    """Return how much of the trained factors lies in the frozen subspace; every rank calls it.
+    """Return the share of the trained factors that lies in the frozen subspace; every rank calls it.
 
     Args:
         model: as for `project_gradients_`.
 
     Returns:
-        The largest of all layers' norm of H'L to the norm of L (Frobenius), for U and V; the same on every rank.
-        After `project_parameters_` in float32 it is below 1e-6; a step of AdamW without it leaves about 1e-2. It is
-        nan where training has diverged.
+        The ratio of the norms of H'L and L (Frobenius), the largest over all layers and over U and V; the same on every
+        rank. After `project_parameters_` in float32 it is below 1e-6; a step of AdamW without projection leaves about
+        1e-2. It is nan if training has diverged.
 
     Raises:
         As `project_gradients_`.
     """
     leaks = [0.0]
-    with _exactly():
+    with _full_precision():
         for pairs in _buckets(_pairs(model, lambda parameter: parameter)):
             for pair, inside in zip(pairs, _coefficients(pairs), strict=True):
                 assert pair.vectors is not None
                 parts = [inside.double().square().sum(), pair.vectors.double().square().sum()]
                 if pair.gathered is None:  # `inside` is complete already
-                    parts[1] = _summed(parts[1], pair.groups, pair.device)
+                    parts[1] = _sum_over(parts[1], pair.groups, pair.device)
                 else:
                     shared = _shard_groups(pair.gathered)
-                    parts = [_summed(part, shared, pair.device) for part in parts]
+                    parts = [_sum_over(part, shared, pair.device) for part in parts]
                 leak, whole = (float(part.sqrt()) for part in parts)
                 leaks.append(leak / whole if whole else 0.0)
     return nan if any(map(isnan, leaks)) else max(leaks)
@@ -135,13 +135,13 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
     """Make each step of an optimizer leave the frozen subspace unchanged; every rank calls it.
 
     Gradients are projected before the step and parameters after it, by hooks of the optimizer, so schedulers, gradient
-    scalers and checkpoints of its state work as ever. A step with a learning rate of 0 moves nothing. Clip gradients
-    before the step, as usual. Doing it twice does it once.
+    scalers and checkpoints of its state work as usual. A step with a learning rate of 0 changes no parameter. Clip
+    gradients before the step, as usual. A second call with the same arguments has no effect.
 
     Args:
         model: with OSFT layers, wrapped already.
-        optimizer: of its parameters; accelerate's stands for the one that it wraps. A closure that it is given is run as
-            it is, and gradients are projected after it.
+        optimizer: of its parameters; for accelerate's, the optimizer that it wraps is used. If a step gets a closure,
+            gradients are projected after each of its calls.
 
     Returns:
         The same optimizer.
@@ -151,7 +151,7 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
         UsageError: the optimizer steps frozen factors, none of those that are trained, or copies that a forward has
             gathered.
     """
-    outer_optimizer, optimizer = optimizer, unwrapped(optimizer)
+    outer_optimizer, optimizer = optimizer, unwrap_optimizer(optimizer)
     layers = _layers(model)
     reshard(model)  # gathered parameters are copies
     refuse_copies(model, optimizer)
@@ -170,17 +170,17 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
         if not closures:
             project_gradients_(model)
             return args, kwargs
-        return (args[0], _projecting(closures[0], model)), {}
+        return (args[0], _with_projection(closures[0], model)), {}
 
     def after(*_: object) -> None:
-        _project(_pairs(model, _moved_by(optimizer)))
+        _project(_pairs(model, _moving_parameters(optimizer)))
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
     return outer_optimizer
 
 
-def _moved_by(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], nn.Parameter | None]:
+def _moving_parameters(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], nn.Parameter | None]:
     """Return a function that returns a parameter, or None if its learning rate is 0.
 
     torch initialises an optimizer's state by a step with rates of 0, to save or load it. Projecting afterwards would
@@ -197,7 +197,7 @@ def _moved_by(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], nn.P
     return lambda parameter: None if is_all or id(parameter) in resting else parameter
 
 
-def _projecting(closure: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:
+def _with_projection(closure: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:
     @functools.wraps(closure)
     def run() -> Any:
         loss = closure()
@@ -208,7 +208,7 @@ def _projecting(closure: Callable[[], Any], model: nn.Module) -> Callable[[], An
 
 
 def _check_parameters(layers: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    stepped = {id(parameter) for parameter in stepped_by(optimizer)}
+    stepped = {id(parameter) for parameter in optimizer_parameters(optimizer)}
     factors = [factors_of(layer) for layer in layers]
     every = (parameter for of_layer in factors for parameter in of_layer.values())
     if not any(id(parameter) in stepped for parameter in every if parameter.requires_grad):
@@ -264,7 +264,7 @@ def _pair(
     name: str, high: nn.Parameter, trained: nn.Parameter, target: torch.Tensor | None, *, is_v: bool
 ) -> _Pair:
     basis = local_tensor(high)
-    vectors = None if target is None else local_tensor(_placed_as(trained, target))
+    vectors = None if target is None else local_tensor(_check_placements(trained, target))
     long_dim = 1 if is_v else 0
     groups, gathered, device = tuple[dist.ProcessGroup, ...](), None, basis.device
     if isinstance(high, DTensor):
@@ -284,7 +284,7 @@ def _pair(
     )
 
 
-def _placed_as(parameter: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _check_placements(parameter: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     if (
         isinstance(target, DTensor)
         and isinstance(parameter, DTensor)
@@ -303,16 +303,16 @@ def _shard_groups(whole: DTensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _project(pairs: Iterable[_Pair]) -> None:
-    with _exactly():
+    with _full_precision():
         for bucket in _buckets(pairs):
             for pair, inside in zip(bucket, _coefficients(bucket), strict=True):
                 if pair.vectors is None or not pair.vectors.numel():
                     continue
-                pair.vectors.sub_(_wide(pair.basis) @ inside)
+                pair.vectors.sub_(_widen(pair.basis) @ inside)
 
 
 @contextlib.contextmanager
-def _exactly() -> Iterator[None]:
+def _full_precision() -> Iterator[None]:
     """Disable gradients, autocast and TF32, which would leave a thousandth of the leak."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -346,24 +346,26 @@ def _buckets(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
 def _coefficients(pairs: list[_Pair]) -> list[torch.Tensor]:
     """Return H'L (k, r) of each pair, summed over the ranks. A rank without vectors adds nothing."""
     parts = [
-        _wide(pair.basis).T @ _wide(pair.vectors)
+        _widen(pair.basis).T @ _widen(pair.vectors)
         if pair.vectors is not None
-        else pair.basis.new_zeros((pair.basis.shape[1], pair.num_vectors), dtype=_wide(pair.basis).dtype)
+        else pair.basis.new_zeros((pair.basis.shape[1], pair.num_vectors), dtype=_widen(pair.basis).dtype)
         for pair in pairs
     ]
     if not pairs[0].groups:
         return parts
-    flat = _summed(torch.cat([part.flatten() for part in parts]), pairs[0].groups, pairs[0].device)
+    flat = _sum_over(torch.cat([part.flatten() for part in parts]), pairs[0].groups, pairs[0].device)
     pieces = torch.split(flat, [part.numel() for part in parts])
     return [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)]
 
 
-def _wide(values: torch.Tensor) -> torch.Tensor:
+def _widen(values: torch.Tensor) -> torch.Tensor:
     """Return values in at least float32: half precision would leave a hundredth of the leak."""
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _summed(values: torch.Tensor, groups: Iterable[dist.ProcessGroup], device: torch.device) -> torch.Tensor:
+def _sum_over(
+    values: torch.Tensor, groups: Iterable[dist.ProcessGroup], device: torch.device
+) -> torch.Tensor:
     """Return the sum over ranks on the device of the values; offloaded values are summed on `device`."""
     home, total = values.device, values
     for group in groups:

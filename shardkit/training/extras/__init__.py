@@ -1,4 +1,4 @@
-"""What a job calls beside the three phases: diagnosis, gradients, optimizers, FSDP1, and torch's own reader and state dicts.
+"""Further functions for a training job: diagnosis, gradients, optimizers, FSDP1, Lightning, and help for stock `dcp`.
 
 Internal: import from `shardkit`.
 """

@@ -1,8 +1,8 @@
-"""State dicts that stock `dcp.save` and `dcp.load` take right, whatever the placements of their tensors.
+"""Make state dicts that stock `dcp.save` and `dcp.load` handle correctly, for all placements of their tensors.
 
-torch describes a rank's part of a DTensor as one region. For a packed dim (fused experts under `packed_colwise`) that is
-wrong: `dcp.load` fills other values without an error, `dcp.save` refuses. It is wrong too for some uneven sizes under
-`fully_shard` over tensor parallelism.
+torch describes a rank's part of a DTensor as one region. For a packed dim (fused experts under `packed_colwise`) that
+is wrong: `dcp.load` fills wrong values without an error, and `dcp.save` fails. It is also wrong for some uneven sizes
+under `fully_shard` over tensor parallelism.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def checkpointable(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         dcp.load(shardkit.checkpointable(state), checkpoint_id=path)  # fills the tensors of `state`
 
     Args:
-        state_dict: of a model or an optimizer, nested or not. It is not changed.
+        state_dict: the state dict of a model or an optimizer, nested or not. It is not changed.
 
     Returns:
-        The same names and values; a DTensor that torch would take for another region stands as a view of its memory.
+        The same names and values. A DTensor that torch would describe wrongly is replaced by a view of its memory.
 
     Raises:
-        LayoutError: a DTensor is placed in a way that is not understood.
+        LayoutError: a DTensor has placements that are not supported.
     """
     return {name: _checkpointable(value) for name, value in state_dict.items()}
 
 
 def _checkpointable(value: Any) -> Any:
     if isinstance(value, DTensor):
-        return _stored(value)
+        return _describe_memory(value)
     if isinstance(value, Mapping):
         return checkpointable(value)
     if type(value) in (list, tuple):
@@ -48,7 +48,7 @@ def _checkpointable(value: Any) -> Any:
     return value
 
 
-def _stored(tensor: DTensor) -> torch.Tensor:
+def _describe_memory(tensor: DTensor) -> torch.Tensor:
     coordinate = tensor.device_mesh.get_coordinate()
     placements, shape = placements_of(tensor), tuple(tensor.shape)
     if coordinate is None or all(placement.split_factor == 1 for placement in placements):

@@ -1,6 +1,6 @@
-"""What wrapping really did to a model: units, settings, this rank's share, and what will go wrong.
+"""Report the result of wrapping a model: units, settings, this rank's share, and problems to expect.
 
-Ranks do not communicate and nothing is changed: one rank may ask alone, even without a process group.
+Ranks do not communicate and nothing is changed, so one rank may call it alone, even without a process group.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shardkit.core.text import MIB, count, escape, listed
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import broken_ties, is_transformers_layer
 from shardkit.training.ranks.agree import world
-from shardkit.training.ranks.local import distinct, full_name, local_tensor, with_root
+from shardkit.training.ranks.local import distinct_tensors, full_name, local_tensor, with_root
 
-_TOLERANCE = 0.2  # of the expected share; a rank that differs by more gets a problem
+_TOLERANCE = 0.2  # fraction of the expected share; a larger deviation is reported as a problem
 _KINDS = {
     "fsdp2": "FSDP2 (fully_shard)",
     "fsdp1": "FSDP1 (FullyShardedDataParallel)",
@@ -44,50 +44,53 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnosedUnit:
-    """One unit, the root included."""
+    """A unit of FSDP, which may be the root."""
 
     path: str
-    """Of its module, without wrappers; "" is the model."""
+    """Path of its module, without wrappers; "" is the model."""
     is_root: bool
-    """No other unit is around it: a forward begins with it."""
+    """True if no other unit is around it, so that a forward begins with it."""
     class_name: str
-    """Of the module before wrapping."""
+    """Class of the module before wrapping."""
     parameters: int
-    """Elements of its whole parameters."""
+    """Number of elements of its whole parameters."""
     local_parameters: int
-    """Elements of them on this rank."""
+    """Number of these elements on this rank."""
     mesh: str = ""
     """Axes and sizes: "dp_replicate=2, dp_shard=4"."""
     placements: tuple[str, ...]
-    """Every combination that its parameters have, such as "R, S(0)"."""
+    """All placements that its parameters have, such as "R, S(0)"."""
     reshard_after_forward: str = ""
-    """"True", "False", or the number of ranks that keep a part; for FSDP1 the sharding strategy."""
+    """"True", "False", or the number of ranks that share it after forward; for FSDP1 the sharding strategy."""
     mixed_precision: str = ""
-    """dtypes of computing, reducing and outputs; empty if none is set."""
+    """Dtypes of computing, reducing and outputs; empty if none is set."""
     cpu_offload: bool = False
     dtypes: tuple[str, ...]
-    """Of the parameters that are trained in it."""
+    """Dtypes of its trained parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredParameter:
-    """A parameter as it is stored."""
+    """The storage of a parameter (or of a flat parameter of FSDP1) over the ranks."""
 
     fqn: str
     numel: int
-    """Of the whole parameter."""
+    """Number of elements of the whole parameter."""
     itemsize: int
     local_numel: int
+    """Number of elements on this rank."""
     num_parts: int
+    """Number of parts into which it is cut."""
     placements: str
     dtype: torch.dtype
     is_trainable: bool
     is_uneven: bool
+    """True if its parts differ in size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """A model as one rank sees it. `str()` is a table; `problems` lists what is wrong."""
+    """A wrapped model as one rank sees it. `str()` is a table; `problems` lists the problems."""
 
     kind: str
     """"fsdp2", "fsdp1", "ddp", "tensor-parallel" or "plain"."""
@@ -95,34 +98,36 @@ class Diagnosis:
     rank: int
     world_size: int
     units: tuple[DiagnosedUnit, ...]
-    """In module order, a root before what is inside it."""
+    """Units in module order, with a root before its inner units."""
     checkpoint_wrappers: int
-    """Modules whose activations are computed again in backward, by torch's wrapper or by transformers."""
+    """Number of modules whose activations are recomputed in backward, by torch's wrapper or by transformers."""
     parameters: int
-    """Elements of all whole parameters, ties once."""
+    """Number of elements of all whole parameters; tied ones count once."""
     parameter_bytes: int
+    """Size of all whole parameters."""
     local_parameters: int
-    """Elements on this rank."""
+    """Number of elements on this rank."""
     local_bytes: int
+    """Size of the parameters on this rank."""
     expected_bytes: int
-    """What this rank would hold if all parts had the same size and nothing were whole: `parameter_bytes` /
-    `num_parts`, unless tensor parallelism cuts some parameters into more parts."""
+    """Size on this rank if all parts had equal sizes and no parameter were whole: `parameter_bytes` / `num_parts`,
+    unless tensor parallelism cuts some parameters into more parts."""
     num_parts: int
     """Number of parts into which most of the model was cut."""
     uneven: tuple[str, ...]
     """Parameters whose parts differ in size."""
     empty: tuple[str, ...]
-    """Parameters of which this rank has nothing."""
+    """Parameters of which this rank stores no element."""
     whole: tuple[str, ...]
-    """Parameters that this rank holds whole, although the model is cut."""
+    """Parameters that are whole on this rank although the model is cut."""
     ties: tuple[tuple[str, ...], ...]
     """Groups of names that are one parameter."""
     broken_ties: tuple[tuple[str, ...], ...]
-    """Groups of names that the model says are one parameter, but that are several."""
+    """Groups of names that the model's class declares to be one parameter, but that are several."""
     meta: tuple[str, ...]
     """Parameters, buffers and plain tensor attributes without memory."""
     problems: tuple[str, ...]
-    """What is wrong; one sentence each."""
+    """The problems, one sentence each."""
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -133,11 +138,11 @@ class Diagnosis:
 
 
 def diagnose(model: nn.Module) -> Diagnosis:
-    """Look at a model that anybody wrapped: by FSDP2, FSDP1, DDP, tensor parallelism, or not at all.
+    """Return a report on a model that is wrapped by FSDP2, FSDP1, DDP, tensor parallelism, or not at all.
 
     Args:
-        model: with weights or on meta; not inside a forward. Of a LightningModule, the unit that its strategy has put
-            around it is seen too.
+        model: the model, with weights or on meta, outside of a forward. For a LightningModule, the report includes the
+            unit that its strategy has put around it.
     """
     rank, world_size = world()
     model = with_root(model)
@@ -162,7 +167,9 @@ def diagnose(model: nn.Module) -> Diagnosis:
         empty=tuple(p.fqn for p in stored if p.numel and not p.local_numel),
         whole=tuple(p.fqn for p in stored if p.num_parts == 1 < num_parts),
         ties=tuple(
-            names for names, _, expected in distinct(model) if len(names) > 1 and expected.kind == "parameter"
+            names
+            for names, _, expected in distinct_tensors(model)
+            if len(names) > 1 and expected.kind == "parameter"
         ),
         broken_ties=tuple(map(tuple, broken_ties(model))),
         meta=tuple(_on_meta(model)),
@@ -180,7 +187,7 @@ def _kind(model: nn.Module) -> str:
 
 
 def _usual_parts(stored: list[StoredParameter]) -> int:
-    """Return the number of parts into which most bytes are cut, of those that are cut at all."""
+    """Return the number of parts into which most bytes are cut, not counting parameters that are not cut."""
     weights: dict[int, int] = {}
     for p in stored:
         if p.num_parts > 1:
@@ -193,7 +200,7 @@ def _even_share(p: StoredParameter, usual_parts: int) -> float:
 
 
 def _on_meta(model: nn.Module) -> Iterator[str]:
-    """Yield the names of tensors without memory: a forward would run on garbage, or fail."""
+    """Yield the names of tensors without memory, with which a forward would compute garbage or fail."""
     for path, module in model.named_modules():
         prefix = f"{clean_name(path)}." if path else ""
         named = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
@@ -232,7 +239,7 @@ def _problems(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _read_units(model: nn.Module) -> tuple[list[StoredParameter], list[DiagnosedUnit]]:
-    """Return parameters and units of any model but FSDP1's."""
+    """Return parameters and units of a model that is not wrapped by FSDP1."""
     sharded: dict[tuple[int, str], nn.Parameter] = {}
     parts: list[tuple[str, bool, Any, Fsdp2Unit | None]] = []  # FSDPModule is no nn.Module to type checkers
     roots: list[str] = []
@@ -305,7 +312,7 @@ def _fsdp2_unit(
 
 
 def _unit(path: str, is_root: bool, module: nn.Module, parameters: list[StoredParameter]) -> DiagnosedUnit:
-    """Return a unit with certain parameters, without its settings."""
+    """Return a unit with some parameters, but without settings."""
     return DiagnosedUnit(
         path=clean_name(path),
         is_root=is_root,
@@ -330,7 +337,7 @@ def _precision(dtypes: Mapping[str, Sequence[torch.dtype | None]]) -> str:
 
 
 def _read_fsdp1(model: nn.Module) -> tuple[list[StoredParameter], list[DiagnosedUnit]]:
-    """Return parameters and units of FSDP1, where only a flat parameter as a whole is cut evenly."""
+    """Return parameters and units of FSDP1, with each flat parameter as one, since it is cut as a whole."""
     stored, units = list[StoredParameter](), list[DiagnosedUnit]()
     flat_ids: set[int] = set()
     roots: list[str] = []
@@ -389,9 +396,10 @@ def plain_class(module: nn.Module) -> str:
 
 
 def _make_table(diagnosis: Diagnosis, kind: str) -> str:
-    """Return a diagnosis as text, with one line for units of one kind.
+    """Return a diagnosis as text, with one line for all units of one kind.
 
     Args:
+        diagnosis: the diagnosis.
         kind: `diagnosis.kind` in words.
     """
     lines = [

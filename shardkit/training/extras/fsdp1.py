@@ -1,7 +1,7 @@
-"""FSDP1 (FullyShardedDataParallel): its units get their values one by one as they are wrapped.
+"""Fill the units of FSDP1 (FullyShardedDataParallel) one by one, while they are wrapped.
 
 FSDP1 cuts whole tensors, and calls `param_init_fn` for each unit whose parameters are on meta, inner units
-first. So every rank holds its shards and one whole unit at a time.
+first. So every rank has only its shards and one whole unit in memory at a time.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from shardkit.core.keywords import suggests_keywords
 from shardkit.core.text import count, escape, listed
 from shardkit.errors import IntegrityError, LayoutError, UsageError
 from shardkit.training.fill.reading import Filled
-from shardkit.training.fill.samples import kept_open
+from shardkit.training.fill.samples import keep_files_open
 from shardkit.training.fill.source import remember
 from shardkit.training.fill.strategy import FillPlan, ReadOptions, Strategy, choose_sources, fill_shards
-from shardkit.training.model.between import check_hidden, compare_parameters, say_put_back
+from shardkit.training.model.between import check_hidden, compare_parameters, warn_of_restored_buffers
 from shardkit.training.model.buffers import equalise_buffers, memory_for_buffers, restore_buffers, retie
 from shardkit.training.model.fit import ModelInitializationContext, supply_of
 from shardkit.training.model.initialise import fill_initialised
-from shardkit.training.model.states import hand_over, read_states
+from shardkit.training.model.states import read_states, set_extra_states
 from shardkit.training.ranks.agree import agreed, device_for, world
-from shardkit.training.ranks.local import LocalShard, allocate, distinct, places_of
+from shardkit.training.ranks.local import LocalShard, allocate, distinct_tensors, module_places
 
 # accelerate 1.15, utils/dataclasses.py: if either is on, accelerate replaces param_init_fn by a function that
-# leaves memory as it is, and rank 0 sends that to all.
+# does not fill memory, and rank 0 sends its memory to all ranks.
 _SETTINGS = ("sync_module_states", "cpu_ram_efficient_loading")
 
 
@@ -48,18 +48,18 @@ def param_init_fn(
 ) -> UnitFiller:
     """Return a `param_init_fn` for FSDP1 that fills each unit from the context's source; every rank calls it.
 
-    It does for FSDP1 what `finalize` does for `fully_shard`: it reads or receives, initialises, ties,
-    restores buffers, and proves. The first forward checks that all of the model was filled.
+    It does for FSDP1 what `finalize` does for `fully_shard`: it reads or receives weights, initialises others, mends
+    ties, restores buffers, and checks the result. The first forward checks that the whole model was filled.
 
     Args:
-        ctx: from `prepare`; FSDP1 has to wrap `ctx.model`, or a module that holds it.
+        ctx: the result of `prepare`. FSDP1 must wrap `ctx.model`, or a module that contains it.
         strategy: accelerate's FSDP plugin, Lightning's FSDPStrategy, or FSDP1's arguments as a mapping, whose
             settings are checked; None checks accelerate's environment variables.
-        read: "direct", "broadcast" or "auto", as `finalize`'s strategy.
-        device: where a unit is filled; None is where the process group can send from, preferably the CPU.
+        read: "direct", "broadcast" or "auto", as for the strategy of `finalize`.
+        device: the device on which units are filled; None for one that the process group supports, preferably the CPU.
 
     Returns:
-        A function of a module that returns the module.
+        A function that takes a module, fills it and returns it.
 
     Raises:
         UsageError: on all ranks: `sync_module_states` or `cpu_ram_efficient_loading` is on, the plugin is for
@@ -103,7 +103,7 @@ def _refuse_replaced(strategy: object) -> None:
 
 
 class UnitFiller:
-    """Fills the units of FSDP1; made by `param_init_fn`."""
+    """Fills the units of FSDP1; the result of `param_init_fn`."""
 
     def __init__(
         self, ctx: ModelInitializationContext, options: ReadOptions, device: torch.device | str | None
@@ -120,10 +120,10 @@ class UnitFiller:
         self._hook = ctx.model.register_forward_pre_hook(self._check_complete, prepend=True)
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """Fill what is on meta in a module and in unwrapped modules inside it; return the module.
+        """Fill the tensors on meta in a module and in the modules inside it that are not wrapped; return the module.
 
-        FSDP1 calls it for the modules of a unit one after the other, the outermost first. The first
-        call fills all.
+        FSDP1 calls this for the modules of a unit one after the other, the outermost first, so the first
+        call fills all of them.
         """
         if not any(parameter.is_meta for part in _unit(module) for parameter in part.parameters(False)):
             return module
@@ -141,20 +141,20 @@ class UnitFiller:
         return module
 
     def _begin(self) -> None:
-        """Look at what was done to the model since `prepare`, and decide once who reads."""
+        """Check the user's changes of the model since `prepare`, and decide which ranks read. Called once."""
         ctx = self._ctx
-        parameters = [(names, tensor.requires_grad) for names, tensor, _ in distinct(ctx.model)]
+        parameters = [(names, tensor.requires_grad) for names, tensor, _ in distinct_tensors(ctx.model)]
         compare_parameters(parameters, ctx)
         self._groups.update({name: names for names, _ in parameters if len(names) > 1 for name in names})
         supply, sources = supply_of(ctx), None
         with agreed("looking at the prepared model"):
-            say_put_back(ctx.model, ctx)
+            warn_of_restored_buffers(ctx.model, ctx)
             check_hidden(ctx.model, ctx)
             unread = memory_for_buffers(ctx.model, self._device)
             restore_buffers(ctx.model, {**unread, **ctx.buffers}, self._device)
             retie(ctx.model, ctx.ties)
         if ctx.source is not None:
-            with kept_open(supply) as opened:
+            with keep_files_open(supply) as opened:
                 sources = choose_sources([], opened, self._options)
         with agreed("opening the source"):
             is_reader = sources is None or sources[world()[0]] == world()[0]
@@ -163,7 +163,7 @@ class UnitFiller:
         self._plan = FillPlan(supply=supply, sources=sources, check_source=self._options.check_source)
 
     def _shards(self, modules: Sequence[nn.Module]) -> list[LocalShard]:
-        """Return a unit's parameters and persistent buffers as whole tensors that every rank holds."""
+        """Return a unit's parameters and persistent buffers as shards that are whole on every rank."""
         shards: dict[int, LocalShard] = {}
         inside: set[str] = set()
         strangers: list[str] = []
@@ -174,7 +174,7 @@ class UnitFiller:
                 strangers += [
                     f"{type(module).__name__}: {escape(name)}" for name, tensor in tensors if tensor.is_meta
                 ]
-            for place in places_of((path, module) for path in paths):
+            for place in module_places((path, module) for path in paths):
                 inside.add(place.fqn)
                 if place.persistent and id(place.tensor) not in shards:
                     names = self._groups.get(place.fqn, (place.fqn,))
@@ -219,11 +219,11 @@ class UnitFiller:
         with agreed("proving the filled model"):
             if differing:
                 raise IntegrityError("buffers differ between ranks", problems=map(escape, differing))
-            hand_over(self._ctx.model, states)
+            set_extra_states(self._ctx.model, states)
         remember(self._ctx.model, self._plan.supply.weights)
 
     def _check_complete(self, module: nn.Module, args: Any) -> None:
-        """Refuse to run on memory that nobody filled: a forward pre-hook, removed once it has passed."""
+        """A forward pre-hook that raises an error if tensors were not filled, and removes itself otherwise."""
         if self._unfilled:
             unfilled = sorted(self._unfilled)
             raise UsageError(
@@ -236,7 +236,7 @@ class UnitFiller:
 
 
 def _unit(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those inside it that lie in no inner unit."""
+    """Yield a module and all modules inside it that are not in an inner unit."""
     yield module
     for child in module.children():
         if not isinstance(child, FullyShardedDataParallel):
@@ -249,15 +249,15 @@ _VARIABLES = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 @contextlib.contextmanager
 def hf_ram_efficient_loading(enabled: bool) -> Iterator[None]:
-    """Turn transformers' RAM-efficient loading on or off for a while; always restore what was set before.
+    """Turn transformers' RAM-efficient loading on or off in this context, and restore the previous setting afterwards.
 
-    shardkit does not need it. It is for code that also calls `from_pretrained`, where the two variables must
-    agree. These are the effects of the variables, found by running each version on two ranks:
+    shardkit does not need it. It is for code that also calls `from_pretrained`, for which two environment variables
+    must agree. These are the effects of the variables, found by running each version on two ranks:
 
     - transformers 5.23: none. Every rank reads every value.
     - transformers 5.12, 5.17, 5.20 and 5.22: ranks whose LOCAL_RANK is 0 read; the others have zeros.
-      5.0: the others have random values instead. In all of these versions the others take the memory of the
-      whole model all the same, and have the right non-persistent buffers. Without LOCAL_RANK in the
+      5.0: the others have random values instead. In all of these versions the others still use the memory of the
+      whole model, and have the right non-persistent buffers. Without LOCAL_RANK in the
       environment no rank reads, not even rank 0.
     - Any transformers, if torch.distributed is not initialised: none.
     - accelerate 1.10 and 1.15: FSDP_CPU_RAM_EFFICIENT_LOADING is the default for the argument
@@ -265,7 +265,7 @@ def hf_ram_efficient_loading(enabled: bool) -> Iterator[None]:
       the variable, and leaves it set.
 
     Args:
-        enabled: the value of both variables inside.
+        enabled: the value of both variables in this context.
     """
     before = {name: os.environ.get(name) for name in _VARIABLES}
     try:

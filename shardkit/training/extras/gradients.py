@@ -1,8 +1,8 @@
-"""The gradient norm of a sharded model, and clipping by it.
+"""Compute the gradient norm of a sharded model, and clip gradients by it.
 
 A rank's own parts give a part of the norm. Each parameter's norm is summed over exactly those axes of its
 mesh that cut it, or over the ranks that share an FSDP1 unit. So parameters on different meshes (such as
-tensor parallel ones), replicated ones and plain ones add up correctly, whatever holds them.
+tensor-parallel ones), replicated ones and plain ones add up correctly.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class _SharedGradients:
     """Gradients that are cut over the same ranks."""
 
     groups: tuple[dist.ProcessGroup, ...] = ()
-    """Groups to sum over, one after the other; none if every rank has the whole."""
+    """Groups to sum over, one after the other; empty if every rank has whole gradients."""
     device: torch.device | str = "cpu"
-    """Where `groups` communicate: offloaded gradients lie elsewhere."""
+    """Device for communication in `groups`; offloaded gradients are on another one."""
     tensors: list[torch.Tensor] = field(default_factory=list)
-    """This rank's parts, empty ones left out."""
+    """This rank's parts, without empty ones."""
 
 
 @suggests_keywords
@@ -41,20 +41,21 @@ class _SharedGradients:
 def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients together, as one process with the whole model would compute it.
 
-    It is a collective: every rank calls it with the same parameters. Gradients that are None count as zero,
+    Every rank calls it, with the same parameters. Gradients that are None count as zero,
     even if only some ranks lack them. Gradients in half precision are accumulated in fp32.
 
     Args:
-        parameters: a model, which may hold roots of FSDP2, FSDP1 and DDP at any depth, or be a LightningModule that
-            its strategy has wrapped; or parameters: DTensors on any meshes, and plain ones, whose gradients all ranks have.
+        parameters: a model, which may contain roots of FSDP2, FSDP1 and DDP at any depth, or be a LightningModule that
+            its strategy has wrapped. Or parameters: DTensors on any meshes, and plain ones whose gradients are equal
+            on all ranks.
         norm_type: 2.0, any other positive order, or `inf`.
 
     Returns:
-        A plain tensor without dims, fp32 (fp64 if there are such gradients), the same on every rank.
+        A plain tensor without dims, fp32 (fp64 if a gradient is), equal on every rank.
 
     Raises:
-        UsageError: parameters of FSDP1 without the model that they belong to, FSDP1 over tensor parallelism,
-            gradients of FSDP1 that are not reduced yet, or an order that is not positive.
+        UsageError: parameters of FSDP1 are given without their model, FSDP1 is used over tensor parallelism, gradients
+            of FSDP1 are not reduced yet, or the order is not positive.
     """
     return _norm(*_parameters(parameters), norm_type)
 
@@ -64,14 +65,14 @@ def grad_norm(parameters: Parameters, norm_type: float = 2.0) -> torch.Tensor:
 def clip_grad_norm_(
     parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale all gradients in place so that their norm is at most `max_norm`; return what it was.
+    """Scale all gradients in place so that their norm is at most `max_norm`; return the norm before.
 
     Args:
-        parameters: as `grad_norm` takes them.
-        max_norm: of the whole model, not of a rank's part.
-        norm_type: as `grad_norm` takes it.
-        error_if_nonfinite: raise if the norm is infinite or not a number; otherwise the gradients
-            become so too.
+        parameters: as for `grad_norm`.
+        max_norm: limit for the whole model, not for a rank's part.
+        norm_type: as for `grad_norm`.
+        error_if_nonfinite: raise an error if the norm is infinite or not a number. Otherwise the gradients become so
+            too.
 
     Raises:
         UsageError: as for `grad_norm`.
@@ -84,7 +85,7 @@ def clip_grad_norm_(
             f"the gradient norm of order {norm_type} is {norm.item()}",
             hint="no gradient was changed; skip this step, or look for the batch that caused it",
         )
-    # The arithmetic of torch.nn.utils.clip_grad_norm_, without a branch: a GPU would have to wait for it.
+    # The arithmetic of torch.nn.utils.clip_grad_norm_, without a branch, for which a GPU would have to synchronise.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     parts: dict[torch.device, list[torch.Tensor]] = {}
     for parameter in unique:
@@ -97,7 +98,7 @@ def clip_grad_norm_(
 
 
 def _parameters(parameters: Parameters) -> tuple[list[torch.Tensor], Mapping[int, Fsdp1Unit]]:
-    """Return each parameter once, since ties must not count twice; and FSDP1 units by id of parameter."""
+    """Return (each parameter once, so that ties do not count twice; id of parameter -> FSDP1 unit)."""
     units: dict[int, Fsdp1Unit] = {}
     if isinstance(parameters, nn.Module):
         reshard(parameters)  # gathered copies have no gradients
@@ -111,7 +112,7 @@ def _parameters(parameters: Parameters) -> tuple[list[torch.Tensor], Mapping[int
 
 
 def _refuse_fsdp1(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit]) -> None:
-    """Refuse gradients that cannot be summed correctly, on every rank, before any of them communicates."""
+    """Raise an error, on every rank and before communication, for gradients that cannot be summed correctly."""
     if any(is_fsdp1_part(parameter) and id(parameter) not in units for parameter in parameters):
         raise UsageError(
             "parameters of FSDP1 do not say which ranks hold their other parts",
@@ -137,7 +138,7 @@ def _norm(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit], norm_t
     is_double = any(gradient.dtype == torch.float64 for gradient in gradients)
     dtype = torch.float64 if is_double else torch.float32
     device = gradients[0].device if gradients else torch.device("cpu")
-    powers = [_reduced(share, norm_type, dtype).to(device) for share in _shares(parameters, units)]
+    powers = [_reduce_share(share, norm_type, dtype).to(device) for share in _shares(parameters, units)]
     if not powers:
         return torch.zeros((), dtype=dtype, device=device)
     stacked = torch.stack(powers)
@@ -145,10 +146,9 @@ def _norm(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit], norm_t
 
 
 def _shares(parameters: list[torch.Tensor], units: Mapping[int, Fsdp1Unit]) -> list[_SharedGradients]:
-    """Sort gradients by the ranks that share them.
+    """Group gradients by the ranks over which they are cut.
 
-    Parameters, not gradients, decide which collectives there are: a rank that lacks a gradient must
-    not miss one.
+    The collectives depend on parameters, not on gradients, so that a rank without a gradient does not miss one.
     """
     shares: dict[object, _SharedGradients] = {}
     for parameter in parameters:
@@ -179,8 +179,8 @@ def _share_of(
     return shares.setdefault(None, _SharedGradients())
 
 
-def _reduced(share: _SharedGradients, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum of |x|^norm_type over some whole gradients, or their largest |x|."""
+def _reduce_share(share: _SharedGradients, norm_type: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of |x|^norm_type over gradients on all their ranks, or their largest |x| for `inf`."""
     is_max = math.isinf(norm_type)
     total = torch.zeros((), dtype=dtype)
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

@@ -1,6 +1,6 @@
-"""A Lightning callback that logs what wrapping did, and where memory peaks in the first batches.
+"""A Lightning callback that logs the result of wrapping, and the memory peaks in the first batches.
 
-Lightning is imported when a callback is made, not before.
+Lightning is imported when a callback is created, not before.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ _FIELDS = {
     "cuda_peak": "peak",
     "cuda_reserved": "reserved",
 }
-"""Field of `PhaseUsage` that loggers get -> what a line of text calls it."""
+"""Field of `PhaseUsage` that loggers get -> its label in lines of text."""
 
 
 class FSDPDiagnosticsCallback:
     """Logs `diagnose` of the wrapped model when fit starts, and memory in the first batches, on every rank.
 
-    It is for FSDPStrategy (FSDP1) and ModelParallelStrategy (FSDP2); with any other strategy it says that
-    nothing is cut. Rank 0 also logs the settings to which the strategy resolved: the mixed precision of the
-    strategy, that of `Trainer(precision=...)` and which of them the wrapped model has, state_dict_type,
-    offload and policies. For each batch it logs the memory held at its start, after backward, before the
-    optimizer's step and at its end, with the peak since the point before.
+    It is for FSDPStrategy (FSDP1) and ModelParallelStrategy (FSDP2); with any other strategy it logs that
+    nothing is cut. Rank 0 also logs the effective settings of the strategy: the mixed precision of the
+    strategy, that of `Trainer(precision=...)`, the one that the wrapped model has, state_dict_type,
+    offload and policies. For each batch it logs the used memory at its start, after backward, before the
+    optimizer's step and at its end, with the peak since the previous point.
 
     Args:
-        num_logged_batches: how many batches of each fit are watched, from the first; 0 for none.
-        log_module_tree_top_k: how many modules are logged, of those that hold the most parameters;
-            0 for none.
-        log_to_logger: the trainer's loggers also get the settings as hyperparameters, and rank 0's shares and
-            memory as metrics in bytes (`shardkit/...`).
+        num_logged_batches: number of batches at the start of each fit whose memory is logged; 0 for none.
+        log_module_tree_top_k: number of modules to log, of those with the most parameters; 0 for none.
+        log_to_logger: also send the settings as hyperparameters, and rank 0's shares and memory as metrics in bytes
+            (`shardkit/...`), to the trainer's loggers.
 
     Raises:
         UsageError: Lightning is not installed.
@@ -69,9 +68,9 @@ class FSDPDiagnosticsCallback:
         self.log_module_tree_top_k = log_module_tree_top_k
         self.log_to_logger = log_to_logger
         self.settings: dict[str, str] = {}
-        """Settings to which the strategy resolved, by name; empty before fit."""
+        """Name -> effective setting of the strategy; empty before fit."""
         self.diagnosis: Diagnosis | None = None
-        """Of this rank; None before fit."""
+        """This rank's diagnosis; None before fit."""
         self.phases: list[PhaseUsage] = []
         """The memory that was logged; names are "batch 0 after backward" and so on."""
         self._memory: PhaseMemory | None = None
@@ -110,13 +109,13 @@ class FSDPDiagnosticsCallback:
             )
 
     def _send(self, trainer: Any, metrics: Mapping[str, int]) -> None:
-        """Give the trainer's loggers numbers; they take those of rank 0."""
+        """Send numbers to the trainer's loggers, which log those of rank 0."""
         named = {f"shardkit/{name}": float(value) for name, value in metrics.items()}
         for logger in trainer.loggers:
             logger.log_metrics(named, step=trainer.global_step)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Start watching a batch."""
+        """Start recording the memory of a batch."""
         if self._batch < self.num_logged_batches:
             self._memory = PhaseMemory().__enter__()
             self._mark(trainer, "start")
@@ -126,7 +125,7 @@ class FSDPDiagnosticsCallback:
         self._mark(trainer, "after backward")
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Log the peak between backward and step: clipping, logging."""
+        """Log the peak between backward and step, such as of clipping."""
         self._mark(trainer, "before optimizer step")
 
     def on_train_batch_end(
@@ -138,7 +137,7 @@ class FSDPDiagnosticsCallback:
         self._batch += 1
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop watching a batch that failed."""
+        """Stop recording the memory of a batch that failed."""
         self._close()
 
     def _mark(self, trainer: Any, point: str) -> None:
@@ -162,7 +161,7 @@ class FSDPDiagnosticsCallback:
 
 
 def _settings(trainer: Any, model: nn.Module, diagnosis: Diagnosis) -> dict[str, str]:
-    """Return the settings to which a strategy resolved, read from it and from the model that it wrapped."""
+    """Return name -> effective setting, from a strategy and from the model that it wrapped."""
     strategy = trainer.strategy
     settings = {"strategy": f"{type(strategy).__name__}, {trainer.world_size} processes"}
     strategy_policy = getattr(strategy, "mixed_precision", None)
@@ -194,7 +193,7 @@ def _settings(trainer: Any, model: nn.Module, diagnosis: Diagnosis) -> dict[str,
 
 
 def _in_effect(model: nn.Module, diagnosis: Diagnosis, strategy_policy: object, implied: object) -> str:
-    """Say which mixed precision the outermost unit has, and where that comes from."""
+    """Return the mixed precision of the outermost unit, and its origin, as text."""
     first = next((module for module in model.modules() if isinstance(module, FullyShardedDataParallel)), None)
     if first is None:
         kinds = dict.fromkeys(unit.mixed_precision or "none" for unit in diagnosis.units)
@@ -211,7 +210,7 @@ def _in_effect(model: nn.Module, diagnosis: Diagnosis, strategy_policy: object, 
 
 
 def _precision(value: Any) -> str:
-    """Return dtypes of torch's MixedPrecision or MixedPrecisionPolicy."""
+    """Return the dtypes of torch's MixedPrecision or MixedPrecisionPolicy as text."""
     if value is None:
         return "not set"
     kinds = ("param", "reduce", "buffer", "output")
@@ -223,7 +222,7 @@ def _precision(value: Any) -> str:
 
 
 def _policy(value: Any) -> str:
-    """Return a policy, or another argument, in a few words; sets of classes by their names."""
+    """Return a policy or another argument as short text, with classes by their names."""
     if value is None:
         return "none"
     classes = value if isinstance(value, (set, frozenset, list, tuple)) else wrap_policy_classes(value)
@@ -233,12 +232,12 @@ def _policy(value: Any) -> str:
 
 
 def _largest(model: nn.Module, number: int) -> list[str]:
-    """Return a line for each of the modules, below the model, that hold the most parameters on this rank."""
+    """Return a line for each of the modules inside the model with the most parameters on this rank."""
     rows: list[tuple[int, int, str, str]] = []
     for path, module in model.named_modules():
         children = [child for child in module.children() if any(True for _ in child.parameters())]
         parameters = list(module.parameters(recurse=False))
-        if not path or (len(children) == 1 and not parameters):  # a wrapper around the one that counts
+        if not path or (len(children) == 1 and not parameters):  # a wrapper around one module
             continue
         local = [local_tensor(parameter) for parameter in module.parameters()]
         numel, nbytes = sum(tensor.numel() for tensor in local), sum(tensor.nbytes for tensor in local)
@@ -252,7 +251,7 @@ def _largest(model: nn.Module, number: int) -> list[str]:
 
 
 def _callback_classes() -> tuple[type, ...]:
-    """Return Lightning's Callback from each package that is imported, else from the first that works."""
+    """Return Lightning's Callback class from each imported package, else from the first that can be imported."""
     imported = [name for name in _PACKAGES if name in sys.modules]
     for name in imported or _PACKAGES:
         if not imported:
@@ -267,6 +266,6 @@ def _callback_classes() -> tuple[type, ...]:
 
 
 def _logger() -> logging.Logger:
-    """Return a child of Lightning's own logger, which shows up where Lightning's messages do."""
+    """Return a child of Lightning's own logger, so that messages appear where Lightning's do."""
     name = next((name for name in _PACKAGES if name in sys.modules), "shardkit")
     return logging.getLogger(f"{name}.shardkit")

@@ -1,8 +1,8 @@
-"""Memory of the phases of a program: what this process really holds, and the most that it held.
+"""Record the memory of the phases of a program: the current use and the peak of this process.
 
-On the CPU that is anonymous memory. Pages of mapped files, which reading a checkpoint fills, belong to the
+On the CPU this is anonymous memory. Pages of mapped files, which reading a checkpoint fills, belong to the
 system and do not count. A thread samples it, so a peak shorter than the interval may be missed. On CUDA it is
-what the allocator hands out, whose peaks are exact.
+the memory that the allocator has given out, whose peaks are exact.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ _INTERVAL_S = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseUsage:
-    """One phase. Values are bytes; None if the system does not tell, or there is no CUDA."""
+    """The memory of one phase, in bytes; None if it is not known, or without CUDA."""
 
     name: str
     """Names of nested phases are joined with slashes."""
     cpu_before: int | None
-    """Anonymous memory when it began."""
+    """Anonymous memory at the start."""
     cpu_after: int | None
+    """Anonymous memory at the end."""
     cpu_peak: int | None
-    """The most that was seen during the phase."""
+    """Largest sample of anonymous memory during the phase."""
     cuda_before: int | None = None
-    """Allocated on this process's current device when it began."""
+    """Memory allocated on this process's current device at the start."""
     cuda_after: int | None = None
+    """Memory allocated at the end."""
     cuda_peak: int | None = None
-    """The most that was allocated during the phase."""
+    """Peak of allocated memory during the phase."""
     cuda_reserved: int | None = None
-    """What the allocator held when it ended."""
+    """Memory reserved by the allocator at the end."""
 
 
 @dataclass(slots=True)
@@ -61,14 +63,14 @@ class PhaseMemory:
             with memory.phase("load"):
                 with memory.phase("read"):  # recorded as load/read
                     ...
-            memory.mark("after forward")  # what was held since the last mark, without a block
+            memory.mark("after forward")  # records the time since the last mark, without a block
         print(memory)
 
-    On CUDA it resets the allocator's peak statistics whenever a phase begins or ends. It can
+    On CUDA it resets the allocator's peak statistics whenever a phase begins or ends. The object can
     be entered again.
 
     Args:
-        interval_s: between samples of the CPU's memory.
+        interval_s: interval between samples of the CPU's memory.
     """
 
     def __init__(self, *, interval_s: float = _INTERVAL_S) -> None:
@@ -98,7 +100,7 @@ class PhaseMemory:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record what runs inside, even if it ends with an exception.
+        """Record the block as a phase, even if it ends with an exception.
 
         Raises:
             UsageError: outside `with`.
@@ -117,7 +119,7 @@ class PhaseMemory:
             self.phases.append(_usage(begun, begun.name))
 
     def mark(self, name: str) -> PhaseUsage:
-        """Record the time between the last mark, or the beginning, and now.
+        """Record the time since the last mark, or since the beginning, as a phase.
 
         Raises:
             UsageError: outside `with`.
@@ -168,7 +170,7 @@ class PhaseMemory:
                     phase.cpu_peak = nbytes
 
     def _look(self) -> None:
-        """Bring all running phases up to date, and let CUDA's peak start again."""
+        """Update the peaks of all running phases, and reset CUDA's peak."""
         self._raise_cpu()
         if _has_cuda():
             peak = torch.cuda.max_memory_allocated()
@@ -189,7 +191,7 @@ def _usage(phase: _OpenPhase, name: str) -> PhaseUsage:
 
 
 def anonymous_bytes() -> int | None:
-    """Return this process's anonymous memory in bytes; None if the system does not tell (not Linux)."""
+    """Return this process's anonymous memory in bytes; None if the system does not report it (other than Linux)."""
     try:
         with open(_STATUS, "rb", buffering=0) as file:
             text = file.read()
@@ -200,7 +202,7 @@ def anonymous_bytes() -> int | None:
 
 
 def _has_cuda() -> bool:
-    # Asking must not create a context, which takes hundreds of megabytes.
+    # This check must not create a context, which would use hundreds of megabytes.
     return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 

@@ -1,7 +1,7 @@
-"""An optimizer that was made before the model was wrapped.
+"""Give an optimizer that was created before wrapping the parameters that the model has afterwards.
 
-`fully_shard` replaces parameters by new ones, and an optimizer keeps stepping the old ones: the loss does not
-move, and no message says why. accelerate finds the new ones by the address of the old ones' memory. That
+`fully_shard` replaces parameters by new ones, and an optimizer continues to step the old ones: the loss does not
+change, and there is no error. accelerate finds the new ones by the address of the old ones' memory. That
 address is 0 for everything on meta, so its optimizer ends up with one parameter in every place.
 
     names = parameter_names(model, optimizer)      # before
@@ -23,7 +23,7 @@ from shardkit.core.keywords import suggests_keywords
 from shardkit.core.text import count, escape, suggestions
 from shardkit.errors import UsageError
 from shardkit.keys.names import clean_name
-from shardkit.training.ranks.local import refuse_copies, reshard, stepped_by, unwrapped
+from shardkit.training.ranks.local import optimizer_parameters, refuse_copies, reshard, unwrap_optimizer
 
 Names = Sequence[Sequence[str]]
 """FQNs of an optimizer's parameters, group by group, in the order of each group's `params`."""
@@ -33,8 +33,8 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> Names
     """Return the model's names for an optimizer's parameters; call it before the model is wrapped.
 
     Args:
-        model: not wrapped yet.
-        optimizer: made from its parameters.
+        model: a model that is not wrapped yet.
+        optimizer: an optimizer of its parameters.
 
     Raises:
         UsageError: the optimizer steps tensors that are not parameters of the model.
@@ -56,24 +56,24 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> Names
 
 @suggests_keywords
 def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: Names | None = None) -> None:
-    """Point an optimizer that was made before wrapping at the parameters that the model has now.
+    """Replace the parameters of an optimizer that was created before wrapping by those that the model has now.
 
-    Groups, their order and their options stay as they are, and learning rate schedules keep working. An
-    optimizer that steps each of the model's parameters once is left alone.
+    Groups, their order and their options do not change, and learning rate schedules continue to work. An
+    optimizer whose parameters are all the model's, each once, is not changed.
 
     Args:
-        model: wrapped, by `wrap`, `fully_shard` or `accelerator.prepare`.
-        optimizer: has not stepped yet; accelerate's will do too.
-        names: what `parameter_names` returned before wrapping; None takes the names that torch recorded, if
-            the optimizer was made from `model.named_parameters()` (torch 2.6). One group of all parameters
-            needs neither: it gets them in the model's order.
+        model: the model after `wrap`, `fully_shard` or `accelerator.prepare`.
+        optimizer: an optimizer that has not stepped yet, or accelerate's wrapper of one.
+        names: the result of `parameter_names` before wrapping. None uses the names that torch recorded, if
+            the optimizer was created from `model.named_parameters()` (torch 2.6). An optimizer with one group of all
+            parameters needs neither: it gets the parameters in the model's order.
 
     Raises:
-        UsageError: the optimizer has state or keeps parameters elsewhere; or names are not known, are not in
-            the model, belong to another shape, or mean one parameter twice.
+        UsageError: the optimizer has state or has parameters elsewhere; or names are not known, are not in
+            the model, belong to another shape, or name one parameter twice.
     """
-    reshard(model)  # nobody steps gathered copies
-    optimizer = unwrapped(optimizer)
+    reshard(model)  # gathered parameters are copies
+    optimizer = unwrap_optimizer(optimizer)
     current = dict(model.named_parameters(remove_duplicate=False))
     by_name = {clean_name(name): parameter for name, parameter in current.items()}
     if _is_bound(optimizer, names, by_name):
@@ -81,7 +81,7 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
     if optimizer.state or (names is None and not _has_names(optimizer)):
         refuse_copies(model, optimizer)
     _check_unused(optimizer)
-    names_by_group = names if names is not None else _recorded(optimizer, model)
+    names_by_group = names if names is not None else _known_names(optimizer, model)
     shape = [len(group["params"]) for group in optimizer.param_groups]
     if [len(group) for group in names_by_group] != shape:
         raise UsageError(
@@ -99,15 +99,15 @@ def rebind_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, names: 
 
 
 def _has_names(optimizer: torch.optim.Optimizer) -> bool:
-    """True if torch recorded names of all parameters."""
+    """True if torch has recorded the names of all parameters."""
     return all("param_names" in group for group in optimizer.param_groups)
 
 
 def _is_bound(
     optimizer: torch.optim.Optimizer, names: Names | None, by_name: Mapping[str, nn.Parameter]
 ) -> bool:
-    """True if every parameter is the model's, occurs once, and is the one that `names` give."""
-    stepped = [id(parameter) for parameter in stepped_by(optimizer)]
+    """True if every parameter is the model's, occurs once, and is the one with the given name, if names are given."""
+    stepped = [id(parameter) for parameter in optimizer_parameters(optimizer)]
     if len(set(stepped)) < len(stepped) or not {id(p) for p in by_name.values()}.issuperset(stepped):
         return False
     if names is None:
@@ -135,11 +135,14 @@ def _check_unused(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _recorded(optimizer: torch.optim.Optimizer, model: nn.Module) -> Names:
-    """Return the names that torch recorded, or all of the model's if one group holds all its parameters."""
+def _known_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> Names:
+    """Return the names that torch recorded, or all names of the model if one group has all of its parameters."""
     if _has_names(optimizer):
         return [group["param_names"] for group in optimizer.param_groups]
-    stepped, model_names = stepped_by(optimizer), [clean_name(name) for name, _ in model.named_parameters()]
+    stepped, model_names = (
+        optimizer_parameters(optimizer),
+        [clean_name(name) for name, _ in model.named_parameters()],
+    )
     present = {id(parameter) for parameter in model.parameters()}
     if (
         len(optimizer.param_groups) == 1
@@ -159,7 +162,7 @@ def _recorded(optimizer: torch.optim.Optimizer, model: nn.Module) -> Names:
 def _mismatches(
     optimizer: torch.optim.Optimizer, names: Names, by_name: Mapping[str, nn.Parameter]
 ) -> Iterator[str]:
-    places = Counter(map(id, stepped_by(optimizer)))
+    places = Counter(map(id, optimizer_parameters(optimizer)))
     bound_names: dict[int, str] = {}
     clean_names = dict.fromkeys(clean_name(name) for group_names in names for name in group_names)
     # A tied parameter is known under one of its names.
@@ -174,7 +177,7 @@ def _mismatches(
             if new is None:
                 near = closest.get(clean_name(name), "")
                 yield f"{escape(name)}: the model has no parameter of that name{near}"
-            # A shape that occurs in several places says nothing.
+            # A parameter in several places was put there by accelerate, so its shape means nothing.
             elif new.shape != old.shape and places[id(old)] == 1:
                 yield f"{escape(name)}: {tuple(old.shape)} in the optimizer, {tuple(new.shape)} in the model"
             elif id(new) in bound_names:

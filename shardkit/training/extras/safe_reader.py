@@ -1,13 +1,13 @@
-"""A storage reader for stock `dcp.load` that executes nothing from a checkpoint.
+"""A storage reader for stock `dcp.load` that executes no code from a checkpoint.
 
-torch's own reader unpickles `.metadata`, and its planner every byte entry, without restriction: a checkpoint
-can run code. Here `.metadata` and records go through our parsers and are compared with the files and with
-each other, and tensors are read straight into their memory.
+torch's own reader unpickles `.metadata`, and its planner every byte entry, without restriction, so that a checkpoint
+can run code. Here `.metadata` and records are parsed by shardkit, and compared with the files and with
+each other. Tensors are read directly into their memory.
 
-Byte entries (a step, a learning rate, an RNG state) never reach the planner as they are in the file. Our
-interpreter looks through the pickle first. It refuses every name but those of plain data and plain tensors,
-and everything that would cost much. What passes is put into a new zip and loaded with torch's weights-only
-loader. The resulting value is saved anew, and the planner sees only that.
+Byte entries (a step, a learning rate, an RNG state) never reach the planner as they are in the file. shardkit's
+interpreter checks the pickle first. It refuses all names but those of plain data and plain tensors,
+and everything that would be expensive. An accepted entry is put into a new zip and loaded with torch's weights-only
+loader. The resulting value is saved again, and the planner gets only that.
 
 Source: torch 2.13, torch/distributed/checkpoint/storage.py (`StorageReader`), filesystem.py
 (`FileSystemReader`), state_dict_loader.py, default_planner.py (`load_bytes`),
@@ -55,11 +55,11 @@ from shardkit.transfer.checks import SourceCheck
 from shardkit.transfer.sources import SourceFiles
 
 MAX_OBJECT_NBYTES = 1 << 30
-"""Most bytes of one byte entry; a step or a scheduler's state has hundreds."""
+"""Limit on the bytes of one byte entry; a step or a scheduler's state has hundreds."""
 
 _MAX_PICKLE = 1 << 25
 _MAX_ENTRIES = 1 << 16
-# What torch.save puts into its zip, beside the storages.
+# Names of the files that torch.save puts into its zip, other than the storages.
 _NAMES = (
     "data.pkl",
     "byteorder",
@@ -70,7 +70,7 @@ _NAMES = (
 )
 _STORAGE = re.compile(r"data/[0-9]{1,9}")
 _MAX_LIST_GAPS = 1 << 16
-_MAX_UNPACKED_NBYTES = 1 << 26  # of a compressed byte entry: a few bytes of it may claim anything
+_MAX_UNPACKED_NBYTES = 1 << 26  # of a compressed byte entry, as a few bytes may expand to any size
 
 
 class SafeReader(StorageReader):
@@ -78,18 +78,17 @@ class SafeReader(StorageReader):
 
         dcp.load(state, storage_reader=shardkit.SafeReader("run/last"))
 
-    It replaces torch's `FileSystemReader`, with any planner; nothing else has to change. Everything that is
-    read is checked: every place in its file, every tensor tiled exactly once, every record's dtype and shape.
-    A byte entry that is more than plain data and plain tensors is refused by name, unless its class was given
-    to `torch.serialization.add_safe_globals`. If there is no `.metadata`, the rank-local metadata of all
+    It replaces torch's `FileSystemReader`, with any planner; nothing else needs to change. Everything is checked:
+    that records lie within their files, that chunks tile every tensor exactly once, and every record's dtype and shape.
+    A byte entry with more than plain data and plain tensors causes an error that names its classes, unless they were
+    passed to `torch.serialization.add_safe_globals`. If there is no `.metadata`, the rank-local metadata of all
     ranks is read together, but never instead of a damaged `.metadata`. Data that torch's ZStandard extension
     compressed is decompressed.
 
     Args:
         path: the directory with `.metadata`.
-        check_crc: compare every record that is read with the CRC-32 in it first, which costs a second
-            read of it.
-        check_source: compare with the CRC-32 as the bytes move, if this rank reads a whole record.
+        check_crc: first compare every record with the CRC-32 in it, which requires reading it twice.
+        check_source: compare data with the CRC-32 while it is read, if this rank reads a whole record.
 
     Raises:
         SourceError, IntegrityError, ResourceError: from `read_metadata` and `read_data`; they name file and
@@ -114,19 +113,19 @@ class SafeReader(StorageReader):
         return storage.isdir(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Start again, with another directory if one is given."""
+        """Forget the opened checkpoint, and use another directory if one is given."""
         self._opened = None
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
 
-    # Without **kwargs: with them, torch calls it again for rank-local metadata when `.metadata` cannot
+    # There are no **kwargs, because with them torch calls this again for rank-local metadata if `.metadata` cannot
     # be read.
     def read_metadata(self) -> Metadata:
-        """Parse and check `.metadata`; return it as torch's planners expect it. The places stay here.
+        """Parse and check `.metadata`; return it in torch's form for planners, without the places of records.
 
         Raises:
-            SourceError: missing, damaged, hostile or contradictory.
-            ResourceError: a file may not be read.
+            SourceError: `.metadata` is missing, damaged, hostile or contradictory.
+            ResourceError: a file cannot be read.
         """
         opened = open_dcp(self.path)
         catalog = opened.catalog
@@ -142,24 +141,24 @@ class SafeReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: places are not taken from `metadata`."""
+        """Do nothing, because the places of records are not read from `metadata`."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for into the planner's tensors.
+        """Read the items of a plan into the planner's tensors.
 
         Raises:
-            SourceError, IntegrityError: records are damaged, or not what `.metadata` says; all of a
-                kind at once.
-            LayoutError: the planner gave a tensor of another shape than it planned.
-            ResourceError: a file may not be read.
+            SourceError, IntegrityError: records are damaged, or do not fit `.metadata`; the error lists all problems of
+                one kind.
+            LayoutError: the planner passed a tensor of another shape than it planned.
+            ResourceError: a file cannot be read.
         """
         if self._opened is None:
             self.read_metadata()
@@ -173,7 +172,7 @@ class SafeReader(StorageReader):
         return done
 
     def _read_tensors(self, opened: DcpDirectory, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
-        """Open only the records that items need; then fill the targets, file by file."""
+        """Open only the records that the items need, then fill the targets file by file."""
         rows = [(item, _row(opened.catalog, item.storage_index)) for item in items]
         needed: dict[str, dict[int, None]] = defaultdict(dict)  # by name, rows in the order of need
         for item, row in rows:
@@ -209,13 +208,13 @@ def _torch_tensor(catalog: Catalog, entry: TensorEntry) -> TensorStorageMetadata
 
 
 def _check_backed(opened: DcpDirectory) -> None:
-    """Refuse a tensor whose records are shorter than its data: planners allocate what `.metadata` says."""
+    """Raise an error for a tensor whose records are shorter than its data, as planners would allocate its full size."""
     catalog, problems = opened.catalog, []
     lengths = catalog.chunks.nbytes
     for fqn, entry in catalog.tensors.items():
         rows = entry.chunk_ids
         if any(row in opened.transforms for row in rows):
-            continue  # compressed: the length says nothing
+            continue  # compressed, so the length is not known
         stored = sum(lengths[rows.start : rows.stop])
         if stored < entry.nbytes:
             problems.append(f"{escape(fqn)}: {entry.nbytes} bytes of data in records of {stored} bytes")
@@ -225,7 +224,7 @@ def _check_backed(opened: DcpDirectory) -> None:
 
 
 def _check_lists(catalog: Catalog) -> None:
-    """Refuse planner paths that make torch create long, empty lists: it extends a list up to an index."""
+    """Raise an error for planner paths with huge indexes, because torch would create lists of that length."""
     lengths: dict[tuple[str | int, ...], int] = {}
     num_steps = 0
     for path in (catalog.paths or {}).values():
@@ -242,7 +241,7 @@ def _check_lists(catalog: Catalog) -> None:
 
 
 def _row(catalog: Catalog, index: MetadataIndex) -> int:
-    """Return the chunk that a plan means. torch's hint suggests one; its offsets decide."""
+    """Return the row of the chunk that an index of a plan refers to, by its offsets; torch's hint is tried first."""
     entry, table = catalog.tensors[index.fqn], catalog.chunks
     offsets, hint = list(index.offset or ()), index.index
     if hint is not None and 0 <= hint < entry.num_chunks:
@@ -256,7 +255,7 @@ def _row(catalog: Catalog, index: MetadataIndex) -> int:
 
 
 def _part(opened: DcpDirectory, needed: Mapping[str, Iterable[int]]) -> tuple[DcpDirectory, dict[int, int]]:
-    """Return a directory with some of the chunks, and the row that each has there; its tensors are not whole."""
+    """Return (a directory with only some chunks, old row of each chunk -> new row). Its tensors are not complete."""
     whole = opened.catalog
     table, new_rows = whole.chunks, dict[int, int]()
     part = Catalog(
@@ -285,12 +284,12 @@ def _reads(raw: Catalog, targets: Iterable[tuple[ReadItem, int, torch.Tensor]]) 
 
 
 def _read_objects(opened: DcpDirectory, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
-    """Vet byte entries one by one and give them to the planner; then raise for those that were refused."""
+    """Vet byte entries one by one and pass them to the planner; then raise one error for all that were refused."""
     refused: list[SourceError] = []
     for item in items:
         fqn = item.storage_index.fqn
         try:
-            planner.load_bytes(item, vetted(_object_bytes(opened, fqn), escape(fqn)))
+            planner.load_bytes(item, vet_entry(_object_bytes(opened, fqn), escape(fqn)))
         except SourceError as error:
             refused.append(error)
     if len(refused) == 1:
@@ -315,18 +314,18 @@ def _object_bytes(opened: DcpDirectory, fqn: str) -> memoryview:
         return memoryview(read_exactly(fd, place.start, place.nbytes, source.name))
 
 
-def vetted(data: memoryview, where: str) -> io.BytesIO:
-    """Vet a byte entry and return its value, saved anew by torch. No name is looked up before it is vetted.
+def vet_entry(data: memoryview, where: str) -> io.BytesIO:
+    """Vet a byte entry, load it, and return its value saved again by torch. No name is resolved before it is vetted.
 
-    The program's own classes, if it gave them to `torch.serialization.add_safe_globals`, are admitted too.
+    Classes that the program has passed to `torch.serialization.add_safe_globals` are accepted too.
 
     Args:
-        data: what `torch.save` wrote.
-        where: the entry, escaped, for messages.
+        data: a file of `torch.save`.
+        where: the name of the entry, escaped, for messages.
 
     Raises:
-        SourceError: the entry is damaged, hostile, or more than plain data and plain tensors;
-            names the classes.
+        SourceError: the entry is damaged, hostile, or has more than plain data and plain tensors; the error names the
+            classes.
         IntegrityError: the bytes do not have the recorded CRC-32.
     """
     reader = ZipReader(lambda start, nbytes: bytes(data[start : start + nbytes]), 0, len(data), where)
@@ -347,7 +346,7 @@ def vetted(data: memoryview, where: str) -> io.BytesIO:
     )
     try:
         value = torch.load(_clean_copy(reader, entries, pickle), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch may refuse with any kind of exception
+    except Exception as error:  # torch may raise any kind of exception
         match = re.search(r"WeightsUnpickler error: (.*)", str(error))
         reason = escape(match[1] if match else (str(error).splitlines() or [type(error).__name__])[0])
         raise SourceError(f"{where}: torch's weights-only loader refuses it: {reason}") from None
@@ -362,14 +361,14 @@ def _is_known(name: str) -> bool:
 
 
 def _trusted_names() -> frozenset[str]:
-    """Return the classes that the program declared safe, without torch's own: DTensor, for one, is not plain data."""
+    """Return the classes that the program declared safe, without torch's own, as e.g. DTensor is not plain data."""
     items: list[Any] = torch.serialization.get_safe_globals()
     names = (i[1] if isinstance(i, tuple) else f"{i.__module__}.{i.__qualname__}" for i in items)
     return frozenset(name for name in names if not name.startswith("torch."))
 
 
 def _clean_copy(reader: ZipReader, entries: dict[str, ZipEntry], pickle: bytes) -> io.BytesIO:
-    """Put what was checked into a new zip, so that no other reader finds entries that ours did not."""
+    """Return a new zip with only the checked content, so that torch's reader cannot find other entries."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         archive.writestr("archive/data.pkl", pickle)

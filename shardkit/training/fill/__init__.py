@@ -1,4 +1,4 @@
-"""From an opened source to the parameters' memory: each rank reads its own part, or a few read and send.
+"""Fill the parameters' memory from an opened source: each rank reads its own part, or a few ranks read and send.
 
 Internal: import from `shardkit`.
 """

@@ -1,9 +1,9 @@
-"""Source ranks read, and send every other rank only what it holds.
+"""Let source ranks read tensors, and send to every other rank only the parts that it stores.
 
-Source and receivers derive the same sequence of messages from names, shapes and dtypes, so that only a status
-and bytes are sent. Large tensors go band by band, with one message to each rank that holds a part. Small ones
-are packed together behind a status: a source that cannot read on says so there, and nobody waits for what
-will not come.
+Source and receivers derive the same sequence of messages from names, shapes and dtypes, so only statuses and bytes
+are sent. Large tensors are sent in *bands* (boxes of bounded size), with one message for each part of a band that a
+rank stores. Small tensors are *packed* into one message per rank, which begins with a status. If a source rank fails,
+it reports this in the next status, so that no rank waits for messages that are never sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardkit.training.fill.reading import (
     Filled,
     ReadWorker,
     Supply,
-    Wanted,
+    WantedPart,
     Weights,
     compare_together,
     match,
@@ -49,10 +49,10 @@ from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.plan import chunk_ranges
 
 BAND_NBYTES = 4 * MIB
-"""Most bytes of a tensor in one message."""
+"""Limit on the bytes of a tensor in one message."""
 
-_ALIGN = 16  # bytes, of the parts in a packed message: they can be viewed as any dtype
-_IN_FLIGHT = 4  # bands
+_ALIGN = 16  # bytes; alignment of parts in a packed message, so that they can be viewed as any dtype
+_IN_FLIGHT = 4  # bands that are sent at a time
 _OK, _FAILED = 1, 2
 _PHASE = "sending weights"
 
@@ -60,19 +60,19 @@ _PHASE = "sending weights"
 def fill_broadcast(
     shards: Sequence[LocalShard], supply: Supply, sources: Sequence[int], *, check_source: bool = True
 ) -> Filled:
-    """Fill shards from what source ranks read and send; every rank calls it.
+    """Fill shards with data that source ranks read and send; every rank calls it.
 
     Args:
-        shards: of this rank, materialised.
-        supply: what fills them.
-        sources: the source rank of every rank; the same on all of them.
-        check_source: compare what is read with the checksums in the source.
+        shards: this rank's shards, with memory.
+        supply: the weights that fill them.
+        sources: the source rank of every rank; equal on all ranks.
+        check_source: compare the data with the checksums in the source.
 
     Returns:
-        What this rank filled, by FQN; the bytes that it read.
+        The numbers of elements that this rank filled, and of bytes that it read.
 
     Raises:
-        ShardkitError: on all ranks, if any fails; names these.
+        ShardkitError: on all ranks, if any fails; the error names these.
     """
     rank, _ = world()
     rows: list[Any] = []
@@ -85,14 +85,14 @@ def fill_broadcast(
     rows = broadcast_json(rows, min(sources), phase=_PHASE)
     with agreed("comparing the source with the model"):
         if supply.weights is None:
-            parts = match(shards, replace(supply, weights=_described(rows)))
+            parts = match(shards, replace(supply, weights=_weights_of_rows(rows)))
         tensors = _in_rows_order(parts, rows)
     mine = {
         number: kept
         for number, items in enumerate(tensors)
         if (kept := [i for i in items if i.region.num_elements])
     }
-    sent = [Sent(items[0].entry, _narrower(items[0])) for items in tensors]
+    sent = [SentTensor(items[0].entry, _dtype_to_send(items[0])) for items in tensors]
     filled, reader, error = Filled(), None, None
     with contextlib.ExitStack() as stack:
         if sources[rank] == rank:
@@ -103,7 +103,7 @@ def fill_broadcast(
         if reader is not None and error is None:
             try:
                 reader.files.check_unchanged()
-            except BaseException as caught:  # Ctrl-C too: the others must not wait
+            except BaseException as caught:  # also Ctrl-C, so that the others do not wait
                 error = caught
     agree(error, phase=_PHASE)
     if check_source:
@@ -111,19 +111,19 @@ def fill_broadcast(
     return filled
 
 
-def _row(item: Wanted) -> list[Any]:
-    """Describe a tensor for ranks that cannot open the source."""
-    dtype = str(_narrower(item)).removeprefix("torch.")
+def _row(item: WantedPart) -> list[Any]:
+    """Return a description of a tensor as plain data, for ranks that cannot open the source."""
+    dtype = str(_dtype_to_send(item)).removeprefix("torch.")
     return [item.shard.fqn, item.entry.fqn, item.entry.dtype.name, list(item.entry.shape), dtype]
 
 
-def _narrower(item: Wanted) -> torch.dtype:
-    """Return the dtype to send: stored values widen without loss, and are narrowed once, by the source."""
+def _dtype_to_send(item: WantedPart) -> torch.dtype:
+    """Return the narrower of the stored and the wanted dtype: the source narrows values, the receiver widens them."""
     stored = torch_dtype(item.entry.dtype)
     return stored if stored.itemsize <= item.shard.dtype.itemsize else item.shard.dtype
 
 
-def _described(rows: Sequence[Any]) -> Weights:
+def _weights_of_rows(rows: Sequence[Any]) -> Weights:
     catalog = Catalog(format="", directory="")
     for _, stored, dtype, shape, _ in rows:
         catalog.add_tensor(stored, BY_NAME[dtype], tuple(shape), iter(()))
@@ -131,19 +131,19 @@ def _described(rows: Sequence[Any]) -> Weights:
     return Weights(path="the source", catalog=catalog, names=names, identity="")
 
 
-def _by_tensor(parts: Sequence[Wanted]) -> dict[str, list[Wanted]]:
-    """Return the parts of each tensor, by FQN: one, or several of a packed dim."""
-    by_tensor: dict[str, list[Wanted]] = {}
+def _by_tensor(parts: Sequence[WantedPart]) -> dict[str, list[WantedPart]]:
+    """Return FQN -> this rank's parts of the tensor: one, or several if a dim is packed."""
+    by_tensor: dict[str, list[WantedPart]] = {}
     for item in parts:
         by_tensor.setdefault(item.shard.fqn, []).append(item)
     return by_tensor
 
 
-def _in_rows_order(parts: Sequence[Wanted], rows: Sequence[Any]) -> list[list[Wanted]]:
+def _in_rows_order(parts: Sequence[WantedPart], rows: Sequence[Any]) -> list[list[WantedPart]]:
     """Return this rank's parts of each tensor, in the order of the messages.
 
     Raises:
-        LayoutError: this rank's model has others, or wants other dtypes.
+        LayoutError: this rank's model has other tensors or dtypes than the source rank's.
     """
     by_fqn = _by_tensor(parts)
     differ = {fqn for fqn, *_ in rows} ^ by_fqn.keys()
@@ -156,43 +156,46 @@ def _in_rows_order(parts: Sequence[Wanted], rows: Sequence[Any]) -> list[list[Wa
     return [by_fqn[row[0]] for row in rows]
 
 
-class Sent(NamedTuple):
-    """How a tensor is sent."""
+class SentTensor(NamedTuple):
+    """A tensor to send."""
 
     entry: TensorEntry
+    """The stored tensor."""
     dtype: torch.dtype
-    """The narrower of the stored and the wanted one."""
+    """The dtype in which it is sent: the narrower of the stored and the wanted one."""
 
 
 class Band(NamedTuple):
     """A contiguous box of a tensor, of bounded size."""
 
     number: int
-    """Of the tensor, in the order in which they are sent."""
+    """Index of the tensor, in the order of sending."""
     box: Region
 
 
 class Message(NamedTuple):
-    """What is read, and sent, together."""
+    """Bands that are read and sent together."""
 
     bands: tuple[Band, ...]
     is_packed: bool
-    """Whole small tensors behind a status, in one message to each rank. Otherwise a band of a large tensor, of which each
-    part is a message of its own."""
+    """True for whole small tensors, sent after a status in one message to each rank. False for one band of a large
+    tensor, each part of which is sent as a message of its own."""
 
 
 class PackedPart(NamedTuple):
     """A rank's part of a tensor, in a packed message."""
 
     number: int
+    """Index of the tensor."""
     box: Region
     start: int
     """First byte in the message."""
     stop: int
+    """End in the message."""
 
 
-def build_messages(tensors: Sequence[Sent]) -> Iterator[Message]:
-    """Yield what is sent together, in order; a status precedes every large tensor, and ends everything."""
+def build_messages(tensors: Sequence[SentTensor]) -> Iterator[Message]:
+    """Yield the messages in order. A packed one, which has a status, precedes every large tensor, and is the last."""
     packed: list[Band] = []
     nbytes = 0
     for number, (entry, dtype) in enumerate(tensors):
@@ -208,21 +211,21 @@ def build_messages(tensors: Sequence[Sent]) -> Iterator[Message]:
             packed += bands
             nbytes += size
     yield Message(tuple(packed), True)
-    yield Message((), True)  # how the one before ended
+    yield Message((), True)  # the status of the message before it
 
 
 def packed_layout(
-    bands: Iterable[Band], tensors: Sequence[Sent], regions: Mapping[int, Sequence[Region]]
+    bands: Iterable[Band], tensors: Sequence[SentTensor], regions: Mapping[int, Sequence[Region]]
 ) -> tuple[tuple[PackedPart, ...], int]:
-    """Return where each part lies in a rank's packed message, and the bytes of the message.
+    """Return (parts in a rank's packed message, size of the message in bytes).
 
     Args:
-        bands: what is sent together.
-        tensors: all that is sent.
-        regions: what the rank holds of each, by number.
+        bands: the bands of the message.
+        tensors: all tensors to send.
+        regions: index of each tensor -> regions that the rank stores.
     """
     parts: list[PackedPart] = []
-    stop = _ALIGN  # behind the status
+    stop = _ALIGN  # after the status
     for number, band in bands:
         for box in (intersect(region, band) for region in regions.get(number, ())):
             if box is not None:
@@ -236,20 +239,20 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-def _into(items: Sequence[Wanted], part: Region) -> torch.Tensor:
-    """Return this rank's memory for a part of a tensor, which lies in one of those that it holds."""
+def _memory_for(items: Sequence[WantedPart], part: Region) -> torch.Tensor:
+    """Return this rank's memory for a region of a tensor, which one of `items` contains."""
     item = next(item for item in items if intersect(item.region, part) == part)
     return item.target[window(relative_to(part, item.region.offsets))]
 
 
 class WeightReader:
-    """Reads tensors for a rank and for those that it serves.
+    """Reads tensors for a source rank and the ranks that it serves.
 
     Args:
-        stack: closes its files.
-        weights: where they lie.
-        names: of the tensors, as they are stored.
-        check_source: compare what is read with the checksums in the source.
+        stack: the stack that closes the files.
+        weights: the source.
+        names: stored names of the tensors.
+        check_source: compare the data with the checksums in the source.
     """
 
     def __init__(
@@ -257,7 +260,7 @@ class WeightReader:
     ) -> None:
         self.catalog = weights.catalog
         self.files = stack.enter_context(source_files(weights, check_source=check_source))
-        """Its check has what was read once the stack is closed."""
+        """The open files. Their check is complete after the stack was closed."""
         self.files.expect(chunk_ranges(self.catalog, names), 1)
         self.worker = ReadWorker(stack.enter_context(self.files.reader()))
 
@@ -265,21 +268,21 @@ class WeightReader:
 def send_parts(
     reader: WeightReader | None,
     sources: Sequence[int],
-    sent: Sequence[Sent],
-    mine: Mapping[int, Sequence[Wanted]],
+    sent: Sequence[SentTensor],
+    mine: Mapping[int, Sequence[WantedPart]],
     filled: Filled,
 ) -> BaseException | None:
-    """Bring each rank its parts of some tensors, read by its source rank; every rank calls it.
+    """Fill each rank's parts of tensors, which its source rank reads and sends; every rank calls it.
 
     Args:
-        reader: of this rank, if it reads for any.
+        reader: this rank's reader if it is a source rank, else None.
         sources: the source rank of every rank.
-        sent: the tensors; the same on all ranks.
-        mine: what this rank holds of each, by number.
-        filled: counts what comes.
+        sent: the tensors to send; equal on all ranks.
+        mine: index of each tensor -> this rank's parts.
+        filled: counter to which the received and read data is added.
 
     Returns:
-        What went wrong here, instead of raising it: the others must not wait.
+        This rank's error or None. It is not raised, so that the other ranks do not wait.
     """
     rank, _ = world()
     local_regions = {number: [item.region for item in items] for number, items in mine.items()}
@@ -316,10 +319,14 @@ def send_parts(
 
 
 class _Receiver:
-    """Takes what a source sends, straight into memory where it can."""
+    """Receives this rank's parts from its source rank, directly into the parameters' memory if possible."""
 
     def __init__(
-        self, source: int, sent: Sequence[Sent], mine: Mapping[int, Sequence[Wanted]], filled: Filled
+        self,
+        source: int,
+        sent: Sequence[SentTensor],
+        mine: Mapping[int, Sequence[WantedPart]],
+        filled: Filled,
     ) -> None:
         self._source, self._sent, self._mine, self._filled = source, sent, mine, filled
         self._device = _device_for(mine)
@@ -329,7 +336,7 @@ class _Receiver:
         self._error: Exception | None = None
 
     def run(self, regions: Mapping[int, Sequence[Region]]) -> Exception | None:
-        """Receive everything; return an error instead of raising it, so that the source need not wait."""
+        """Receive all parts. An error is returned instead of raised, so that the source rank does not wait."""
         with wire(_PHASE):
             _send_json(list(regions.items()), self._source, self._device)
         for message in build_messages(self._sent):
@@ -345,13 +352,13 @@ class _Receiver:
             if int(packed[0]) != _OK:
                 break
             for part in parts:
-                self._take(part, packed[part.start : part.stop])
+                self._store(part, packed[part.start : part.stop])
         return self._error
 
     def _receive_part(self, part: PackedPart) -> None:
-        """Begin to receive a part of a large tensor, a few ahead; all of them come."""
+        """Begin to receive a part of a large tensor, while a few earlier ones may still be arriving."""
         self._finish(_IN_FLIGHT - 1)
-        target, dtype = _into(self._mine[part.number], part.box), self._sent[part.number].dtype
+        target, dtype = _memory_for(self._mine[part.number], part.box), self._sent[part.number].dtype
         staged = None
         if target.dtype != dtype or target.device != self._device or not target.is_contiguous():
             self._turn = (self._turn + 1) % _IN_FLIGHT
@@ -362,41 +369,44 @@ class _Receiver:
         self._pending.append((work, part, staged))
 
     def _finish(self, most: int) -> None:
-        """Wait until at most so many parts are on their way."""
+        """Wait until at most `most` parts are still arriving."""
         while len(self._pending) > most:
             work, part, staged = self._pending.pop(0)
             with wire(_PHASE):
                 work.wait()
-            self._take(part, staged)
+            self._store(part, staged)
 
-    def _take(self, part: PackedPart, content: torch.Tensor | None) -> None:
-        """Count a part that has come, and put it into its place, unless it came there."""
+    def _store(self, part: PackedPart, content: torch.Tensor | None) -> None:
+        """Count a part that has arrived, and copy it to its place, unless it was received there (`content` is None)."""
         items = self._mine[part.number]
         try:
             if content is not None:
                 values = content.view(self._sent[part.number].dtype).view(part.box.sizes)
-                _into(items, part.box).copy_(values)
-        except Exception as error:  # kept for the end: the source goes on sending
+                _memory_for(items, part.box).copy_(values)
+        except Exception as error:  # returned at the end, since the source rank continues to send
             self._error = self._error or error
         else:
             self._filled.elements[items[0].shard.fqn] += part.box.num_elements
 
 
 _Layouts = Mapping[int, tuple[Sequence[PackedPart], int]]
-"""Parts of a message, and its bytes if it is packed, by receiver."""
+"""Receiver -> (parts of a message, size of the message if it is packed)."""
 _BandValues = Mapping[int, tuple[Region, torch.Tensor]]
-"""Number of a tensor -> a band of it, and its values."""
+"""Index of a tensor -> (a band of it, the values of the band)."""
 
 
 class _Sender:
-    """Reads every tensor once, keeps this rank's parts, and sends each receiver its own."""
+    """Reads every tensor once, copies this rank's own parts, and sends each receiver its parts."""
 
     def __init__(
-        self, reader: WeightReader, sent: Sequence[Sent], mine: Mapping[int, Sequence[Wanted]], filled: Filled
+        self,
+        reader: WeightReader,
+        sent: Sequence[SentTensor],
+        mine: Mapping[int, Sequence[WantedPart]],
+        filled: Filled,
     ) -> None:
         self.error: BaseException | None = None
-        """What went wrong. What is read then means nothing, and is sent all the same: receivers wait for it until the
-        next status."""
+        """The first error. Until the next status, meaningless data is sent after it, as receivers wait for data."""
         self._reader, self._sent, self._mine, self._filled = reader, sent, mine, filled
         self._device = _device_for(mine)
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=self._device)] * _IN_FLIGHT
@@ -404,7 +414,7 @@ class _Sender:
         self._turn = 0
 
     def receive_regions(self, receivers: Iterable[int]) -> dict[int, dict[int, list[Region]]]:
-        """Return what each receiver holds of each tensor, by number."""
+        """Return receiver -> index of each tensor -> regions that the receiver stores."""
         regions = dict[int, dict[int, list[Region]]]()
         for receiver in receivers:
             with wire(_PHASE):
@@ -416,8 +426,13 @@ class _Sender:
         return regions
 
     def read(self, bands: Sequence[Band], local_parts: Sequence[PackedPart]) -> _BandValues:
-        """Return bands, at most `BAND_NBYTES` together, as they are sent, and keep this rank's own parts of them."""
-        content = self._room(bands)
+        """Return the values of bands in the dtype to send, and copy this rank's own parts of them into its memory.
+
+        Args:
+            bands: bands of at most `BAND_NBYTES` together.
+            local_parts: this rank's own parts of them.
+        """
+        content = self._next_buffer(bands)
         if self.error is not None or not bands:
             return content
         try:
@@ -430,14 +445,14 @@ class _Sender:
             self._reader.worker.finish()
             for part in local_parts:
                 items = self._mine[part.number]
-                _into(items, part.box).copy_(_cut(content, part))
+                _memory_for(items, part.box).copy_(_cut(content, part))
                 self._filled.elements[items[0].shard.fqn] += part.box.num_elements
-        except BaseException as error:  # told with the next status; Ctrl-C too
+        except BaseException as error:  # also Ctrl-C; reported with the next status
             self.error = error
         return content
 
-    def _room(self, bands: Sequence[Band]) -> _BandValues:
-        """Return memory for bands, once what was there before was sent."""
+    def _next_buffer(self, bands: Sequence[Band]) -> _BandValues:
+        """Return memory for bands, in the next buffer, after its previous content was sent."""
         self._turn = (self._turn + 1) % _IN_FLIGHT
         self._wait(self._turn)
         content, start = dict[int, tuple[Region, torch.Tensor]](), 0
@@ -451,7 +466,7 @@ class _Sender:
 
     def send_packed(self, layouts: _Layouts, content: _BandValues) -> None:
         """Send each receiver a status, and its parts of small tensors."""
-        # One message for all ranks that hold the same parts, as replicas do.
+        # Ranks that store the same parts, such as replicas, share one message.
         messages: dict[tuple[PackedPart, ...], torch.Tensor] = {}
         for receiver, (parts, nbytes) in layouts.items():
             message = messages.get(tuple(parts))
@@ -471,7 +486,7 @@ class _Sender:
                 self._send(_cut(content, part).contiguous(), receiver)
 
     def finish(self) -> None:
-        """Wait until all was sent."""
+        """Wait until everything was sent."""
         for turn in range(_IN_FLIGHT):
             self._wait(turn)
 
@@ -494,14 +509,14 @@ def _cut(content: _BandValues, part: PackedPart) -> torch.Tensor:
 
 
 def _buffer(buffers: list[torch.Tensor], turn: int) -> torch.Tensor:
-    """Return a buffer of `BAND_NBYTES`, which is made at its first turn."""
+    """Return a buffer of `BAND_NBYTES`, which is allocated at its first use."""
     if not len(buffers[turn]):
         buffers[turn] = torch.empty(BAND_NBYTES, dtype=torch.uint8, device=buffers[turn].device)
     return buffers[turn]
 
 
-def _device_for(mine: Mapping[int, Sequence[Wanted]]) -> torch.device:
-    """Return where messages must lie: with the parameters, if the process group supports that."""
+def _device_for(mine: Mapping[int, Sequence[WantedPart]]) -> torch.device:
+    """Return the device for messages: that of the parameters, if the process group supports it."""
     if world()[1] == 1:
         return torch.device("cpu")
     return device_for(None, next((items[0].target.device for items in mine.values()), None))

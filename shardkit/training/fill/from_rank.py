@@ -1,4 +1,4 @@
-"""A source in the memory of one rank: a state dict that a merge or surgery made there, and only there."""
+"""Use the memory of one rank as the source: a state dict that exists only there, after a merge or model surgery."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardkit.training.ranks.agree import gather_json, shown_once, world
 from shardkit.training.ranks.local import memory_of
 
 StateDict = Mapping[str, Any] | nn.Module
-"""What the rank holds: names and tensors, or the model that has them."""
+"""The rank's data: names and tensors, or a model that has them."""
 
 
 class RankSource:
@@ -31,26 +31,26 @@ class RankSource:
 
     @property
     def is_here(self) -> bool:
-        """True on the rank that holds the state dict."""
+        """True on the rank that has the state dict."""
         return world()[0] == self.rank
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """Name of the source for messages."""
         return f"the state dict of rank {self.rank}"
 
     @property
     def has_state(self) -> bool:
-        """True if this rank gave a state dict."""
+        """True if this rank passed a state dict."""
         return self._state is not None
 
     def open(self) -> Catalog:
-        """Return a catalog of the tensors; each becomes bytes when it is read, one at a time.
+        """Return a catalog of the tensors. Each tensor is turned into bytes when it is read, one at a time.
 
         Raises:
-            UsageError: not a mapping of names to tensors, or a model that is wrapped by FSDP1.
-            SourceError: another rank holds it; or tensors whose values are not all here, or that are not plain, all of
-                which it lists.
+            UsageError: the state is not a mapping of names to tensors, or a model that is wrapped by FSDP1.
+            SourceError: another rank has it; or tensors are not plain, or not all of their values are on this rank; the
+                error lists all of them.
         """
         if not self.is_here:
             raise SourceError(f"rank {self.rank} alone holds the state dict")
@@ -59,30 +59,28 @@ class RankSource:
 
 @suggests_keywords
 def from_rank(state_dict: StateDict | None, rank: int = 0) -> RankSource:
-    """Let `prepare` or `load_into` take weights from one rank's memory; it sends the others their shards.
+    """Return a source for `prepare` or `load_into` in one rank's memory. This rank sends the others their shards.
 
-    Nothing is read before `finalize`: until then the tensors must stay as they are, and the
-    context keeps them.
+    Nothing is read before `finalize`. Until then the tensors must not change, and the context keeps them in memory.
 
     Args:
-        state_dict: on that rank names and tensors, of any dtype, device and strides, under the model's or the
-            Hub's names; or a model, whose `state_dict()` is taken. None on all other ranks.
-        rank: the rank that holds it.
+        state_dict: on the rank with the weights: a mapping of the model's or the Hub's names to tensors, of any dtype,
+            device and strides; or a model, whose `state_dict()` is used. None on all other ranks.
+        rank: the rank with the weights.
 
     Returns:
-        A source. Every rank has to give it, with the same `rank`. If it is wrong, the function that takes it
-        raises on all ranks.
+        The source. Every rank must pass it, with the same `rank`. Mistakes are raised on all ranks by the function
+        that gets it.
     """
     return RankSource(state_dict, rank)
 
 
 @shown_once()
 def check_sources(source: object) -> None:
-    """Compare what the ranks gave as their source; every rank calls it.
+    """Compare the sources that the ranks have passed; every rank calls it.
 
     Raises:
-        UsageError: on all ranks: they do not all name the same rank, another rank holds a state dict, or that
-            rank holds none.
+        UsageError: on all ranks: they name different ranks, the named rank has no state dict, or another one has.
     """
     mine = None
     if isinstance(source, RankSource):
@@ -136,7 +134,9 @@ def _tensors(state: StateDict | None) -> Mapping[str, Any]:
 
 def _catalog(state: Mapping[str, Any], label: str) -> Catalog:
     catalog = Catalog(format="memory", directory=label)
-    problems = [f"{escape(name)}: {reason}" for name, value in state.items() if (reason := _refused(value))]
+    problems = [
+        f"{escape(name)}: {reason}" for name, value in state.items() if (reason := _why_refused(value))
+    ]
     SourceError.raise_for(
         problems,
         f"{count(len(problems), 'tensor')} of {label} cannot be sent",
@@ -151,7 +151,7 @@ def _catalog(state: Mapping[str, Any], label: str) -> Catalog:
         tensor, dtype = value.detach(), BY_NAME[str(value.dtype).removeprefix("torch.")]
         region = full_region(tuple(tensor.shape))
         nbytes = region.num_elements * dtype.itemsize
-        # Tied tensors are one file: their values need not be compared.
+        # Tied tensors are one file, so that their values are not compared.
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         place = memory if nbytes else name
         if place not in numbers:
@@ -165,8 +165,8 @@ def _catalog(state: Mapping[str, Any], label: str) -> Catalog:
     return catalog
 
 
-def _refused(value: object) -> str | None:
-    """Return why a tensor's bytes are not its values; None for plain tensors and for other objects."""
+def _why_refused(value: object) -> str | None:
+    """Return why a tensor cannot be sent as plain bytes; None for plain tensors and for objects that are no tensors."""
     if not isinstance(value, torch.Tensor):
         return None
     if isinstance(value, DTensor):
@@ -198,7 +198,7 @@ def _decoder(tensor: torch.Tensor, name: str) -> Callable[[OnRead], memoryview]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False if the storage was made smaller than the tensor, as to free it: a read would be out of bounds."""
+    """False if the storage was made smaller than the tensor, for example to free it; a read would be out of bounds."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = (tensor.storage_offset() + last + 1) * tensor.element_size()
     return not tensor.numel() or end <= tensor.untyped_storage().nbytes()

@@ -1,7 +1,7 @@
-"""A directory that preshard or reshard wrote, opened from its manifest; no record is looked at.
+"""Open a directory from preshard or reshard by its manifest, without reading a record.
 
-Where a region lies is arithmetic on the manifest's meshes and placements. So a rank opens the chunk lists of
-the files that it reads from, its own as a rule, and never those of a thousand others.
+The file that has a region is computed from the manifest's meshes and placements. So a rank opens only the chunk lists
+of the files from which it reads, usually one, and not those of a thousand other ranks.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ class PreshardedSource:
     """A pre-sharded directory, as its manifest describes it."""
 
     catalog: Catalog
-    """Every tensor and every file; no chunk: `open_chunks` finds those."""
+    """All tensors and files, but no chunks; these come from `open_chunks`."""
     content: manifest.Presharded
     """The manifest; it has the catalog's files in the same order."""
     layout: Layout
-    """Of every tensor, its other names aside."""
+    """The layout of every tensor, without aliases."""
     ties: Mapping[str, str]
-    """Another name of a tensor -> the one that has the records."""
+    """Alias of a tensor -> the name under which it is stored."""
     meshes: Mapping[str, Mesh]
-    """On which each tensor lies."""
+    """Name of each tensor -> the mesh that it lies on."""
     key_rules: tuple[KeyRule, ...]
-    """Rules that turn the model's names into the Hub's; none if they are the Hub's, or that is not known."""
+    """Rules that turn the model's names into the Hub's; empty if these are equal or not known."""
     derived: Mapping[str, Expression]
-    """What names are made of in the Hub's files, where that is another form."""
+    """Name -> expression of the Hub's tensors, for tensors that the Hub's files have in another form."""
 
     def open_chunks(self, regions_by_name: Mapping[str, Sequence[Region]] | None = None) -> Catalog:
-        """Return the catalog with the chunks in which some regions lie.
+        """Return the catalog with the chunks of the files that have some regions.
 
         Args:
-            regions_by_name: regions of tensors, in elements; None is all of them.
+            regions_by_name: name of each tensor -> regions, in elements; None for all tensors.
 
         Raises:
-            IntegrityError: manifest, chunk lists and files are not of one run, or a file is not whole.
+            IntegrityError: manifest, chunk lists and files are of different runs, or a file is not whole.
             SourceError: a chunk list cannot be read.
         """
         if regions_by_name is not None:
@@ -74,9 +74,9 @@ class PreshardedSource:
         return catalog
 
     def _files_of(self, regions_by_name: Mapping[str, Sequence[Region]]) -> list[int]:
-        """Return the files in which regions lie; layers are alike, so that few are looked for twice."""
+        """Return the indexes of files that have regions. Equal regions, as in equal layers, are computed only once."""
         num_shards = self.layout.mesh.pp * self.layout.mesh.num_shards
-        if num_shards > 2 * len(self.content.files):  # a number in a small file could keep us for hours
+        if num_shards > 2 * len(self.content.files):  # a hostile number could make the computation take hours
             raise IntegrityError(
                 f"{escape(self.catalog.directory)}: {manifest.NAME} lists {count(len(self.content.files), 'file')} for "
                 f"{count(num_shards, 'shard')}",
@@ -126,7 +126,7 @@ class PreshardedSource:
         return catalog
 
     def _check(self, catalog: Catalog, regions_by_name: Mapping[str, Sequence[Region]] | None) -> None:
-        """Compare the chunks with what should lie in them."""
+        """Raise an error unless the chunks contain the regions completely, without overlaps."""
         problems = []
         for fqn in self.layout.tensors if regions_by_name is None else regions_by_name:
             entry = catalog.tensors[fqn]
@@ -145,7 +145,7 @@ class PreshardedSource:
 
 
 def _are_apart(parts: Sequence[Region], region: Region) -> bool:
-    """True if parts, which have as many elements as the region, cover it without overlap."""
+    """True if parts, with as many elements in total as the region, cover it without overlap."""
     kept = [part for part in parts if part.num_elements]
     if len(kept) < 2:
         return True
@@ -154,14 +154,14 @@ def _are_apart(parts: Sequence[Region], region: Region) -> bool:
 
 
 def open_presharded(directory: str) -> PreshardedSource | None:
-    """Open a directory by its manifest; None if it has none, or one of something else.
+    """Open a directory by its manifest; return None if it is not a pre-sharded directory.
 
     Args:
-        directory: with `shardkit.json` beside shard files.
+        directory: the directory, with `shardkit.json` next to shard files.
 
     Raises:
         IntegrityError: a file is missing.
-        SourceError: the manifest makes no sense, or the run that wrote the directory did not end.
+        SourceError: the manifest contradicts itself, or the run that wrote the directory did not finish.
     """
     directory = home_of(directory)
     content = manifest.read(directory)
@@ -174,7 +174,7 @@ def open_presharded(directory: str) -> PreshardedSource | None:
             hint="copy all of the directory; or preshard again",
         )
     try:
-        source = _opened(directory, content)
+        source = _build_source(directory, content)
     except (ValueError, LayoutError) as error:
         raise SourceError(
             f"{escape(os.path.join(directory, manifest.NAME))} does not describe shards as this version does",
@@ -191,7 +191,7 @@ def open_presharded(directory: str) -> PreshardedSource | None:
     return source
 
 
-def _opened(directory: str, content: manifest.Presharded) -> PreshardedSource:
+def _build_source(directory: str, content: manifest.Presharded) -> PreshardedSource:
     catalog = Catalog(format="dcp", directory=directory)
     for file in content.files:
         path = os.path.join(directory, file.name)
@@ -216,7 +216,7 @@ def _opened(directory: str, content: manifest.Presharded) -> PreshardedSource:
 
 
 def _ties(groups: Sequence[Sequence[str]], tensors: Mapping[str, object]) -> dict[str, str]:
-    """Return other name -> the name that has the records."""
+    """Return alias -> name under which the tensor is stored."""
     name_of: dict[str, str] = {}
     for group in groups:
         if not group or group[0] not in tensors:
@@ -250,7 +250,7 @@ def _read_lists(
 
 
 def _read_list(directory: str, file: manifest.ShardFile) -> tuple[ChunkList, FileStamp]:
-    """Return a chunk list, and the stamp of its file, which is opened only to be read."""
+    """Return a file's chunk list and stamp. The file itself is opened only when it is read."""
     try:
         stamp = FileStamp.of(storage.stat(locate(directory, file.name)))
     except OSError as error:

@@ -1,7 +1,10 @@
-"""Which part of which stored tensor fills which shard; reading it into the shard's memory, and comparing it.
+"""Match stored tensors to shards, read their parts into the shards' memory, and compare them with checksums.
 
-If dtype and order agree, bytes go from the file into the tensor's own memory. Otherwise they pass through one
-small buffer for each thread. torch copies them from there: strided, converted, or to another device.
+If dtype and order agree, bytes are read from the file directly into the tensor's own memory. Otherwise they pass
+through one small buffer for each thread, from which torch copies them: strided, converted, or to another device.
+
+Terms: a *read* fills a box of a tensor from one chunk; *runs* are the contiguous byte ranges of a box; *neighbours* are
+small reads that are close together in a file and share one system call.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from shardkit.errors import LayoutError
 from shardkit.files.storage import BLOCK
 from shardkit.keys.expressions import Expression, leaves, pieces, read_regions
 from shardkit.layout.binding import ClassNames
-from shardkit.training.ranks.agree import agreed, gather_json, say
+from shardkit.training.ranks.agree import agreed, gather_json, log_once
 from shardkit.training.ranks.local import LocalShard, memory_of
 from shardkit.transfer.checks import CheckedSource, SourceCheck, as_json, have_read, judge
 from shardkit.transfer.codecs.bound import bind
@@ -51,88 +54,88 @@ DAMAGED = "use another copy of the checkpoint; check_source=False takes the dama
 _PHASE = "comparing the source with its checksums"
 
 KeyRules = tuple[tuple[str, str], ...]
-"""(prefix of a model's names, the Hub's prefix in its place), as `keys.renaming.KeyRule` spells them."""
+"""(prefix of a model's names, the Hub's prefix in its place), in the form of `keys.renaming.KeyRule`."""
 
 
 class HubNaming(NamedTuple):
-    """How a model's tensors are those of the Hub's files, as its source told."""
+    """The relation of a model's tensors to those in the Hub's files, as known from the model's source."""
 
     key_rules: KeyRules | None
-    """They turn the model's names into the Hub's; None if that is not known."""
+    """Rules that turn the model's names into the Hub's; None if they are not known."""
     derived: Mapping[str, Any]
-    """FQN -> what it is made of, as plain data, where the Hub's files have another form."""
+    """FQN -> expression of the Hub's tensors as plain data, where the Hub's files have another form."""
     tied: Sequence[str] = ()
-    """Of the names of tied tensors, those that the Hub's files have."""
+    """Those names of tied tensors that the Hub's files have."""
 
 
 OpenChunks = Callable[[Mapping[str, Sequence[Region]], dict[str, int] | None], Catalog]
-"""Makes a catalog with the chunks of some regions, by stored name. Files that it opens it takes from descriptors by path,
-and puts some there."""
+"""Returns a catalog with the chunks that contain some regions (stored name -> regions). The second argument is a cache
+of open files, path -> descriptor, which it uses and extends."""
 
-_APART_NBYTES = 256 << 10  # runs of a box that begin so far from each other are fetched one by one
-_SHORT_NBYTES = 6 << 20  # a shorter read, such as a large tensor's end, is done together with the next one
-_AHEAD_NBYTES = 32 << 20  # are being fetched; they take no memory of this process
-_ALIGNED_NBYTES = 16  # of what neighbours share a buffer: torch makes no other view of a dtype
-_NUM_BUFFERS = 2  # of a device: one is filled from storage while the other is copied
-_NUM_THREADS = 2  # one waits or converts while the other reads; more threads gain nothing on local files
+_APART_NBYTES = 256 << 10  # runs of a box at this distance or more are fetched one by one
+_SHORT_NBYTES = 6 << 20  # a shorter read, such as the end of a large tensor, is combined with the next one
+_AHEAD_NBYTES = 32 << 20  # that the system fetches ahead; they use no memory of this process
+_ALIGNED_NBYTES = 16  # alignment of neighbours in a shared buffer, which torch needs to view them as a dtype
+_NUM_BUFFERS = 2  # for each device: one is filled from storage while the other is copied
+_NUM_THREADS = 2  # one waits or converts while the other reads; more do not help with local files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A source of weights, opened for one model: no tensor has been read."""
+    """A source of weights, opened for one model. No tensor has been read yet."""
 
     path: str
-    """Where it lies, for messages."""
+    """Path of the source, for messages."""
     catalog: Catalog
-    """Of the tensors that the model wants, under their stored names; extents are raw bytes. If there is an
-    `open_chunks`, it has no chunks yet, or records in their place."""
+    """The tensors that the model needs, under their stored names, with extents of raw bytes. If `open_chunks` is set,
+    the chunks are not known yet, or the catalog has records in their place."""
     names: Mapping[str, str]
-    """The model's FQN -> stored name. A tie may have all of its names here, or one of them."""
+    """The model's FQN -> stored name. All names of a tie may be listed, or one of them."""
     identity: str
-    """Hex digest that is the same for every copy of these weights, whatever its path and times: of the
+    """Hex digest that is equal for every copy of these weights, regardless of path and times: of the
     manifest, or of sizes and headers."""
     sampled_files: int = 0
-    """Of how many files at most `take_samples` compares some bytes."""
+    """Limit on the files of which `take_samples` compares some bytes."""
     has_all_checksums: bool = False
-    """The identity stands for the CRC-32 of every byte: ranks that compare what they read need no samples."""
+    """True if the identity covers the CRC-32 of every byte, so that ranks that compare checksums need no samples."""
     source_identity: str = ""
-    """The same digest of the source alone, whatever of it this model has: stages of a pipeline have different parts."""
+    """Such a digest of the source alone, independent of the model, as pipeline stages need different parts of it."""
     unused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shape of every weight of the source that the model has no place for, by its stored name."""
+    """Stored name -> shape, for weights that have no place in the model."""
     match: ClassNames = field(default_factory=ClassNames)
-    """What the model says of the stored names."""
+    """How the model matches the stored names."""
     made_of: Mapping[str, Expression] = field(default_factory=dict)
-    """What a name of `names` is made of that is not stored itself, such as fused experts."""
+    """Name in the values of `names` -> expression of stored tensors, for names that are not stored (fused experts)."""
     convert: Convert | None = None
-    """Makes what of `made_of` only transformers' own code makes."""
+    """Computes the opaque expressions in `made_of` by transformers' own code."""
     quantised: str | None = None
-    """What shows that the stored values mean nothing by themselves."""
+    """The evidence that the stored values are quantised, or None."""
     notes: tuple[str, ...] = ()
-    """What a person should be told."""
+    """Remarks for the user."""
     naming: HubNaming | None = None
-    """How the model's tensors are those of the Hub's files; None if nothing is known about that."""
+    """The relation of the model's tensors to those in the Hub's files; None if it is not known."""
     assets: tuple[str, ...] = ()
-    """Directories that have the config and tokenizer of these weights."""
+    """Directories with the config and tokenizer of these weights."""
     open_chunks: OpenChunks | None = None
-    """Opens what this rank reads, and nothing else."""
+    """Opens only the files that this rank reads; None if all chunks are known."""
     opened: dict[str, int] | None = None
-    """Descriptors by path, for `open_chunks` and whoever reads then; None keeps none."""
+    """Path -> descriptor of files that stay open from `open_chunks` until they are read; None to keep none open."""
 
     def located(self, regions_by_name: Mapping[str, Sequence[Region]] | None = None) -> Weights:
-        """Return these weights with the chunks in which some regions lie.
+        """Return the weights with a catalog that has the chunks of some regions.
 
         Args:
-            regions_by_name: regions of tensors, in elements, by stored name; None is everything.
+            regions_by_name: stored name -> regions, in elements; None for all tensors.
 
         Raises:
-            IntegrityError, SourceError: the record of where they lie is damaged or missing.
-            ResourceError: a file may not be read.
+            IntegrityError, SourceError: the records of the chunks are damaged or missing.
+            ResourceError: a file cannot be read.
         """
         if self.open_chunks is None:
             if not self.made_of:
                 return self
             return replace(self, catalog=bind(self.catalog, self.made_of, self.convert), made_of={})
-        # All have an entry, also where this rank reads nothing of them: the ranks count together what they compared.
+        # Every tensor gets an entry, even if this rank reads none of it, because ranks add up the data they compared.
         stored: dict[str, list[Region]] = {name: [] for name in self.catalog.tensors}
         if regions_by_name is None:
             regions_by_name = {
@@ -151,7 +154,7 @@ class Weights:
         return opened.located()
 
     def stored_names(self) -> set[str]:
-        """Return the stored names that the model is filled from."""
+        """Return the stored names from which the model is filled."""
         used = set[str]()
         for name in self.names.values():
             expression = self.made_of.get(name)
@@ -159,7 +162,7 @@ class Weights:
         return used
 
     def entry(self, name: str) -> TensorEntry:
-        """Return a tensor of `names`' values; that of one which is not stored itself has no chunks."""
+        """Return the entry for a name in the values of `names`. That of a tensor made of others has no chunks."""
         expression = self.made_of.get(name)
         if expression is None:
             return self.catalog.tensors[name]
@@ -169,16 +172,16 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supply:
-    """What a model's tensors are filled with, as this rank sees it."""
+    """The weights for a model's tensors, as this rank sees them."""
 
     weights: Weights | None
     """None if this rank cannot open the source."""
     unavailable: str | None = None
-    """Why it cannot."""
+    """Why this rank cannot open the source, or None."""
     initialised: Collection[str] = ()
-    """FQNs that are not read."""
+    """FQNs of tensors that are not read."""
     grown: Mapping[str, int] = field(default_factory=dict)
-    """FQN -> rows in the source, for tensors that are longer in the model."""
+    """FQN -> number of rows in the source, for tensors with more rows in the model."""
 
 
 class Read(NamedTuple):
@@ -189,24 +192,24 @@ class Read(NamedTuple):
     place: int
     """First byte of the chunk in the file."""
     sizes: Shape
-    """Of the chunk."""
+    """Sizes of the chunk."""
     part: Region
-    """The box, counted from the chunk's corner."""
+    """The box, relative to the chunk's corner."""
     dtype: DType
-    """As stored."""
+    """The stored dtype."""
     target: torch.Tensor
-    """Of the box's sizes; any dtype, strides and device."""
+    """Memory of the box's sizes, with any dtype, strides and device."""
     fqn: str
-    """For messages, and for counting what was filled."""
+    """Name of the tensor, for messages and for counting filled elements."""
 
     @property
     def first(self) -> tuple[int, int]:
-        """Where it begins: file and byte."""
+        """(file, first byte) of the box."""
         return self.file, self.place + flat_offset(self.part.offsets, self.sizes) * self.dtype.itemsize
 
     @property
     def is_straight(self) -> bool:
-        """True if its bytes are read into the target as they are: its runs are worth a system call each."""
+        """True if bytes can be read directly into the target, with runs large enough for a system call each."""
         if not _is_straight(self.target, self.dtype) or not self.target.is_contiguous():
             return False
         return (
@@ -216,32 +219,32 @@ class Read(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """As stored."""
+        """Size of the box in the file."""
         return self.part.num_elements * self.dtype.itemsize
 
 
 @dataclass(slots=True)
 class Filled:
-    """What reading did."""
+    """Counts of the data that was filled."""
 
     elements: Counter[str] = field(default_factory=Counter)
-    """How many elements of each tensor were filled."""
+    """FQN -> number of elements that were filled."""
     read_bytes: int = 0
-    """Bytes that were read to fill them."""
+    """Number of bytes that were read to fill them."""
     checked: CheckedSource = field(default_factory=CheckedSource)
-    """How much all ranks together compared with the checksums in the source."""
+    """The amount of data that all ranks together compared with the checksums in the source."""
 
     def add(self, filled: Filled) -> None:
-        """Add the counts of another."""
+        """Add other counts to these."""
         self.elements.update(filled.elements)
         self.read_bytes += filled.read_bytes
         self.checked = CheckedSource.of_all([self.checked, filled.checked])
 
     def problems(self, shards: Iterable[LocalShard]) -> Iterator[str]:
-        """Yield a problem for each parameter and persistent buffer that has not been filled exactly once.
+        """Yield a problem for each parameter and persistent buffer that was not filled exactly once.
 
         Args:
-            shards: everything that this rank holds.
+            shards: all shards of this rank.
         """
         for shard in shards:
             num_elements, filled = shard.num_elements, self.elements[shard.fqn]
@@ -256,32 +259,32 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return torch_type
 
 
-class Wanted(NamedTuple):
+class WantedPart(NamedTuple):
     """A part of a stored tensor, and this rank's memory for it."""
 
     shard: LocalShard
     entry: TensorEntry
     """The stored tensor."""
     region: Region
-    """What of it this rank holds; may be empty."""
+    """This rank's region of it, which may be empty."""
     target: torch.Tensor
     """Memory of the region's sizes."""
 
 
-def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
-    """Return which parts of the source fill which shard, after comparing names, shapes and dtypes.
+def match(shards: Iterable[LocalShard], supply: Supply) -> list[WantedPart]:
+    """Return the parts of the source that fill shards, after comparing names, shapes and dtypes.
 
     Args:
-        shards: of the model, materialised. Buffers that are in no state dict are not looked for.
-        supply: with weights.
+        shards: the model's shards, with memory. Buffers that are in no state dict are not matched.
+        supply: a supply with weights.
 
     Raises:
-        LayoutError: tensors that the source lacks, or has in another shape, or in a dtype that cannot be
-            converted; all of them at once.
+        LayoutError: the source lacks tensors, or has them in other shapes or in dtypes that cannot be converted; the
+            error lists all of them.
     """
     weights = supply.weights
     assert weights is not None
-    parts: list[Wanted] = []
+    parts: list[WantedPart] = []
     problems: list[str] = []
     for shard in shards:
         if not shard.persistent or any(name in supply.initialised for name in shard.names):
@@ -302,28 +305,28 @@ def match(shards: Iterable[LocalShard], supply: Supply) -> list[Wanted]:
                 f"{escape(shard.fqn)}: {shard.dtype} in the model, {entry.dtype.name} in the source"
             )
         else:
-            parts += _want(shard, entry)
+            parts += _wanted_parts(shard, entry)
     LayoutError.raise_for(problems, f"{escape(weights.path)} does not fit the model")
     return parts
 
 
 def converts(source: DType, target: torch.dtype) -> bool:
-    """True if values of a stored dtype can be converted to another: floats of two bytes and more can."""
+    """True if the dtypes are equal, or both are floating dtypes of two bytes or more, which can be converted."""
     return torch_dtype(source) == target or (
         source.is_convertible and target.is_floating_point and target.itemsize >= 2
     )
 
 
-def _want(shard: LocalShard, entry: TensorEntry) -> Iterator[Wanted]:
-    """Yield each part of a shard that the stored tensor has, or an empty one."""
+def _wanted_parts(shard: LocalShard, entry: TensorEntry) -> Iterator[WantedPart]:
+    """Yield the parts of a shard that the stored tensor has, or one empty part."""
     overlaps = [
         overlap for part in shard.parts if (overlap := shard.cut(part, full_region(entry.shape))) is not None
     ]
     for region, target in overlaps:
-        yield Wanted(shard, entry, region, target)
-    if not overlaps:  # the shard is empty, or has new rows only
+        yield WantedPart(shard, entry, region, target)
+    if not overlaps:  # the shard is empty or has only new rows
         nothing = (0,) * len(entry.shape)
-        yield Wanted(
+        yield WantedPart(
             shard,
             entry,
             Region(shard.parts[0].region.offsets, nothing),
@@ -338,10 +341,10 @@ def plan_reads(
 
     Args:
         entry: the stored tensor.
-        catalog: where it lies.
-        region: of the stored tensor.
-        target: memory of the region's sizes; any dtype, strides and device.
-        fqn: the model's name for it; the stored name if None.
+        catalog: the catalog with its chunks.
+        region: the region of the stored tensor.
+        target: memory of the region's sizes, with any dtype, strides and device.
+        fqn: the tensor's name in the model; None for the stored name.
     """
     name = entry.fqn if fqn is None else fqn
     table, itemsize = catalog.chunks, entry.dtype.itemsize
@@ -356,12 +359,12 @@ def plan_reads(
 
 
 def _is_straight(target: torch.Tensor, dtype: DType) -> bool:
-    """True for memory into which bytes of a dtype can be read as they are."""
+    """True for memory into which bytes of a dtype can be read directly."""
     return type(target) is torch.Tensor and target.device.type == "cpu" and target.dtype == torch_dtype(dtype)
 
 
 def _boxes(part: Region, sizes: Shape, limit: int) -> Iterator[Region]:
-    """Cut a box of a row-major chunk so that each piece lies within `limit` elements of the chunk."""
+    """Cut a box of a row-major chunk into boxes, each of which spans at most `limit` elements of the chunk."""
     strides = _strides(sizes)
     dim = 0
     while dim < len(sizes) and strides[dim] * part.sizes[dim] > limit:
@@ -381,10 +384,10 @@ def _boxes(part: Region, sizes: Shape, limit: int) -> Iterator[Region]:
 
 
 def _rows(part: Region, sizes: Shape) -> tuple[int, int]:
-    """Return the first element and the end of the whole rows that a box lies in.
+    """Return (first element, end) of the whole rows of a chunk that contain a box.
 
-    They are rows of the first dim in which the box has several. Ranks that hold other columns of them read the very
-    same bytes, so that what one has read is compared with what all have.
+    They are rows along the first dim in which the box has several. Ranks that need other columns of these rows read the
+    same bytes, so that their checksums can be compared.
     """
     dims = next((dim for dim, size in enumerate(part.sizes) if size > 1), len(sizes)) + 1
     stride = prod(sizes[dims:])
@@ -397,25 +400,25 @@ def _strides(sizes: Shape) -> Shape:
 
 
 def source_files(weights: Weights, *, check_source: bool) -> SourceFiles:
-    """Return the files of located weights, to be opened; their check lists what is read, if it is to be compared."""
+    """Return the files of located weights, not opened yet. With `check_source` they record checksums of the data."""
     check = SourceCheck(weights.catalog) if check_source else None
     return SourceFiles(weights.catalog.files, check=check, opened=weights.opened)
 
 
 def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _NUM_THREADS) -> Filled:
-    """Carry out reads, in the order of the files, with a few threads.
+    """Execute reads in the order of the files, with a few threads.
 
     Args:
-        reads: what to read.
+        reads: the reads.
         sources: the catalog's files.
-        num_threads: at most; none is started without work.
+        num_threads: limit on the threads; none is started without work.
 
     Returns:
-        What was filled.
+        The counts of filled elements and read bytes.
 
     Raises:
-        IntegrityError: a file ends early, or is not the one that was looked at.
-        ResourceError: the system cannot read it.
+        IntegrityError: a file ends early, or has been replaced since its headers were read.
+        ResourceError: the system cannot read a file.
     """
     ordered = sorted(reads, key=lambda read: read.first)
     sources.expect(_ranges(ordered), 1)
@@ -436,7 +439,11 @@ def run_reads(reads: Iterable[Read], sources: SourceFiles, num_threads: int = _N
 
 
 def neighbours(ordered: Iterable[Read]) -> Iterator[list[Read]]:
-    """Yield reads, which are in the order of the files, in groups for one system call: small ones that lie side by side."""
+    """Yield reads in groups for one system call each: a single read, or small ones that are close together in a file.
+
+    Args:
+        ordered: reads in the order of the files.
+    """
     group: list[Read] = []
     begin = end = most = 0
     kind: object = None
@@ -464,19 +471,19 @@ def neighbours(ordered: Iterable[Read]) -> Iterator[list[Read]]:
 
 
 class _SharedGroups:
-    """Groups of reads, each for the first thread that comes; the system fetches what comes next while one is read.
+    """An iterator over groups of reads, which threads share. It lets the system fetch the next groups ahead.
 
-    One by one, each request would be a wait. Nothing else is fetched: what the system reads ahead by itself goes beyond
-    the ranges of a Hub file that a rank needs.
+    Without this, each request would wait for storage. Only the needed byte ranges are fetched, while the system's own
+    read-ahead would exceed the ranges of a Hub file that a rank needs.
 
     Args:
-        groups: what is read, in order.
+        groups: groups of reads, in order.
         sources: the files.
     """
 
     def __init__(self, groups: Sequence[Sequence[Read]], sources: SourceFiles) -> None:
         self.stop = threading.Event()
-        """Set where no further group is to be read."""
+        """Set to end the iteration."""
         self._groups, self._pages, self._sources = iter(groups), _fetched_pages(groups), sources
         self._fetched_nbytes = self._begun_nbytes = 0
         self._lock = threading.Lock()
@@ -485,12 +492,12 @@ class _SharedGroups:
         return self
 
     def __next__(self) -> Sequence[Read]:
-        """Return the next group, and have as many bytes fetched beyond it as it has."""
+        """Return the next group, and request pages until `_AHEAD_NBYTES` are being fetched beyond it."""
         with self._lock:
             if self.stop.is_set():
                 raise StopIteration
             group = next(self._groups)
-            self._begun_nbytes += sum(end - begin for begin, end in _fetched(group))
+            self._begun_nbytes += sum(end - begin for begin, end in _fetch_ranges(group))
             while self._fetched_nbytes < self._begun_nbytes + _AHEAD_NBYTES:
                 page = next(self._pages, None)
                 if page is None:
@@ -502,13 +509,13 @@ class _SharedGroups:
 
 
 def _fetched_pages(groups: Iterable[Sequence[Read]]) -> Iterator[tuple[int, int, int]]:
-    """Yield what is fetched for groups in whole pages: file, first byte, end. No page is left to be waited for alone."""
+    """Yield (file, first byte, end) of the whole pages to fetch for groups. Each page is fetched once."""
     last: tuple[int, int, int] | None = None
     for group in groups:
-        for begin, end in _fetched(group):
+        for begin, end in _fetch_ranges(group):
             begin -= begin % BLOCK
             if last is not None:
-                # A page in which the next one begins is fetched with that.
+                # A page in which the next range begins is fetched with that range.
                 is_followed = (last[0], last[2] - last[2] % BLOCK) == (group[0].file, begin)
                 yield last[0], last[1], begin if is_followed else last[2] + -last[2] % BLOCK
             last = group[0].file, begin, end
@@ -516,15 +523,15 @@ def _fetched_pages(groups: Iterable[Sequence[Read]]) -> Iterator[tuple[int, int,
         yield last[0], last[1], last[2] + -last[2] % BLOCK
 
 
-def _fetched(group: Sequence[Read]) -> Sequence[tuple[int, int]]:
-    """Return the byte ranges that are fetched for a read or for neighbours: of columns, all of the rows they lie in."""
+def _fetch_ranges(group: Sequence[Read]) -> Sequence[tuple[int, int]]:
+    """Return the byte ranges to fetch for a read or for neighbours; for columns these are the whole rows."""
     if len(group) > 1:
         return [(group[0].first[1], group[-1].first[1] + group[-1].nbytes)]
     return _ranges(group)[group[0].file]
 
 
 def _ranges(reads: Iterable[Read]) -> FileRanges:
-    """Return the byte ranges that reads fetch from each file; short runs are fetched with the bytes between them."""
+    """Return file -> byte ranges that reads fetch from it. Short runs are fetched with the bytes between them."""
     by_file = FileRanges()
     for read in reads:
         itemsize, ranges = read.dtype.itemsize, by_file.setdefault(read.file, [])
@@ -542,10 +549,10 @@ def _ranges(reads: Iterable[Read]) -> FileRanges:
 
 
 class ReadWorker:
-    """Carries out reads in one thread at a time.
+    """Executes reads, in one thread at a time.
 
     Args:
-        reader: of the catalog's files.
+        reader: the reader of the catalog's files.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -555,7 +562,7 @@ class ReadWorker:
         self.filled = Filled()
 
     def run(self, groups: Iterable[Sequence[Read]]) -> None:
-        """Fill the targets of groups of `neighbours`; on a device other than the CPU they are filled after `finish`."""
+        """Fill the targets of groups from `neighbours`. Targets on a device are complete after `finish`."""
         with torch.no_grad():
             for group in groups:
                 extents, staged = self._extents(group)
@@ -571,12 +578,12 @@ class ReadWorker:
                     self.filled.elements[read.fqn] += read.target.numel()
 
     def finish(self) -> None:
-        """Wait for copies that are on their way to a device."""
+        """Wait for pending copies to a device."""
         if self._device is not None:
             self._device.finish()
 
     def _extents(self, group: Sequence[Read]) -> tuple[list[Neighbour], list[_Staged]]:
-        """Return what to read, and what to copy then: all of it, unless bytes go where they belong."""
+        """Return (extents to read, copies to make afterwards). There are no copies if bytes are read directly."""
         first = group[0]
         if first.is_straight:
             if len(group) == 1:
@@ -597,7 +604,7 @@ class ReadWorker:
         if first.length * itemsize >= BLOCK or is_contiguous(read.part, read.sizes):
             buffer = self._room(read, read.nbytes)
             return [*_runs(read, memory_of(buffer))], [(read, buffer, _strides(read.part.sizes))]
-        # The runs are short: what lies between them is read too.
+        # The runs are short, so the bytes between them are read too.
         start, stop = _rows(read.part, read.sizes)
         buffer = self._room(read, (stop - start) * itemsize)
         extents = [Neighbour(memory_of(buffer), read.place + start * itemsize, read.fqn)]
@@ -620,11 +627,11 @@ class ReadWorker:
 
 
 _Staged = tuple[Read, torch.Tensor, Shape]
-"""What was read for a read into a buffer, from its first element on, and the strides of its elements there."""
+"""(a read, the buffer with its data from the first element on, the strides of its elements in the buffer)."""
 
 
 def _runs(read: Read, memory: memoryview) -> Iterator[Neighbour]:
-    """Yield each run of a read, and its part of memory for all of them."""
+    """Yield each run of a read, with its part of the memory for the whole read."""
     itemsize = read.dtype.itemsize
     for source, target, length in runs(read.part, read.sizes):
         into = memory[target * itemsize : (target + length) * itemsize]
@@ -632,11 +639,11 @@ def _runs(read: Read, memory: memoryview) -> Iterator[Neighbour]:
 
 
 class DeviceStaging:
-    """Copies raw bytes to a device on its own stream; dtype and strides are applied there.
+    """Copies raw bytes to a device on a separate stream; dtype and strides are applied on the device.
 
     Args:
-        device: of the targets.
-        nbytes: size of each of its buffers.
+        device: the device of the targets.
+        nbytes: size of each buffer.
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
@@ -649,13 +656,13 @@ class DeviceStaging:
         self._turn = 0
 
     def room(self, nbytes: int) -> torch.Tensor:
-        """Return pinned memory for the caller to fill and then send."""
+        """Return pinned memory, which the caller fills and passes to `send`."""
         self._turn = (self._turn + 1) % _NUM_BUFFERS
         self._sent[self._turn].synchronize()
         return self._buffers[self._turn][:nbytes]
 
     def send(self, staged: torch.Tensor, dtype: torch.dtype, strides: Shape, target: torch.Tensor) -> None:
-        """Copy what `room` returned to a target: elements of `dtype` with `strides`."""
+        """Copy the memory from `room`, as elements of `dtype` with `strides`, to a target."""
         with self._module.stream(self._stream):
             raw = staged.to(self._device, non_blocking=True)
             target.copy_(raw.view(dtype).as_strided(tuple(target.shape), strides))
@@ -667,16 +674,16 @@ class DeviceStaging:
 
 
 def compare_together(check: SourceCheck | None) -> CheckedSource:
-    """Compare what all ranks read; every rank calls it.
+    """Compare the data that all ranks read with the source's checksums; every rank calls it.
 
     Args:
-        check: has what this rank read; None if it read nothing.
+        check: the record of this rank's data; None if it read nothing.
 
     Returns:
-        How much was compared, by all ranks together.
+        The amount of data compared by all ranks together.
 
     Raises:
-        IntegrityError: on all ranks: the source is not what it records; names the ranks that read it.
+        IntegrityError: on all ranks: data does not have its checksum; the error names the ranks that read it.
     """
     readings = [] if check is None else check.packed()
     of_all = [each for of_rank in gather_json([*map(as_json, readings)], phase=_PHASE) for each in of_rank]
@@ -691,13 +698,15 @@ def compare_together(check: SourceCheck | None) -> CheckedSource:
     return verdict.checked
 
 
-def say_checked(checked: CheckedSource, *, check_source: bool) -> None:
-    """Log once for all ranks how much was compared, or warn that nothing was."""
+def log_checked(checked: CheckedSource, *, check_source: bool) -> None:
+    """Log the amount of data that was compared, or warn that nothing was; once for all ranks."""
     if not check_source:
-        say("weights: not compared with the checksums in the source (check_source=False)", logging.WARNING)
+        log_once(
+            "weights: not compared with the checksums in the source (check_source=False)", logging.WARNING
+        )
         return
     if checked.checked_bytes:
-        say(f"weights: {format_size(checked.checked_bytes)} compared with the CRC-32s in the source")
+        log_once(f"weights: {format_size(checked.checked_bytes)} compared with the CRC-32s in the source")
     for part in checked.unchecked:
         what = count(part.num_entries, "tensor or storage", "tensors or storages")
-        say(f"weights: not compared: {what}, {format_size(part.entry_bytes)}: {part.reason}")
+        log_once(f"weights: not compared: {what}, {format_size(part.entry_bytes)}: {part.reason}")

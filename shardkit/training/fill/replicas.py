@@ -1,4 +1,4 @@
-"""What several ranks hold: one of them reads it, and sends it to the others."""
+"""Let one rank read the data that several ranks store, and send it to the others."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardkit.core.regions import Region
 from shardkit.core.text import MIB
 from shardkit.files.digest import crc32
-from shardkit.training.fill.reading import Filled, Wanted
+from shardkit.training.fill.reading import Filled, WantedPart
 from shardkit.training.ranks.agree import device_for, gather_json, wire, world
 from shardkit.training.ranks.local import flat_bytes
 
-_READ_BY_EACH = 1 << 16  # bytes; below it a read costs less than being sent
+_READ_BY_EACH = 1 << 16  # bytes; reading less is cheaper than sending it
 _PIECE_NBYTES = 16 * MIB
-_IN_FLIGHT = 3  # pieces
+_IN_FLIGHT = 3  # pieces that are sent at a time
 
 
-def regions_of(mine: Sequence[Wanted]) -> dict[str, list[Region]]:
-    """Return the regions that are read of each stored tensor."""
+def regions_of(mine: Sequence[WantedPart]) -> dict[str, list[Region]]:
+    """Return stored name -> regions that are read of the tensor."""
     regions: dict[str, list[Region]] = {}
     for item in mine:
         if item.region.num_elements:
@@ -31,29 +31,29 @@ def regions_of(mine: Sequence[Wanted]) -> dict[str, list[Region]]:
     return regions
 
 
-class Shared(NamedTuple):
-    """A part that several ranks hold, and which of them reads it."""
+class SharedPart(NamedTuple):
+    """A part that several ranks store, and the one of them that reads it."""
 
-    part: Wanted
+    part: WantedPart
     reader: int
-    """Its place among the replicas."""
+    """Index of the reading rank among the replicas."""
 
 
-def divide(parts: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared]]:
-    """Divide what this rank holds into what it reads itself and what one replica reads for all of them.
+def divide_reads(parts: Sequence[WantedPart]) -> tuple[list[WantedPart], list[SharedPart]]:
+    """Decide which parts this rank reads itself, and which parts one replica reads for all.
 
-    Every rank that holds a part below 64 KiB reads it. Each larger part goes to the replica that has the
-    fewest bytes to read so far. All ranks of a replica group see the same parts in the same order, so they
-    decide alike. A plain tensor counts as held by all ranks if all of them have the same plain tensors.
+    A part below 64 KiB is read by every rank that stores it. Each larger part is assigned to the replica that has the
+    fewest bytes to read so far. All ranks of a replica group see the same parts in the same order, so their decisions
+    are equal. Plain tensors are shared by all ranks if all of them have the same plain tensors.
 
     Returns:
-        What this rank reads, and what is read once.
+        (parts that this rank reads, parts that are shared). A shared part that this rank reads is in both.
     """
     _, world_size = world()
     plain_is_shared = world_size > 1 and _same_plain(parts)
     loads: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[int]] = {}
-    mine: list[Wanted] = []
-    shared: list[Shared] = []
+    mine: list[WantedPart] = []
+    shared: list[SharedPart] = []
     for item in parts:
         replicas, nbytes = item.shard.replicas, item.target.nbytes
         count = replicas.count
@@ -67,38 +67,38 @@ def divide(parts: Sequence[Wanted]) -> tuple[list[Wanted], list[Shared]]:
         load = loads.setdefault((replicas.mesh, replicas.axes), [0] * count)
         reader = load.index(min(load))
         load[reader] += nbytes
-        shared.append(Shared(item, reader))
+        shared.append(SharedPart(item, reader))
         if reader == _index(item):
             mine.append(item)
     return mine, shared
 
 
-def _same_plain(parts: Sequence[Wanted]) -> bool:
-    """True if all ranks hold the same plain tensors; pipeline stages do not."""
+def _same_plain(parts: Sequence[WantedPart]) -> bool:
+    """True if all ranks have the same plain tensors; pipeline stages do not."""
     plain = [[item.shard.fqn, *item.shard.shape] for item in parts if item.shard.replicas.mesh is None]
     return len(set(gather_json(crc32(json.dumps(plain).encode()), phase="comparing the ranks' models"))) == 1
 
 
-def _index(item: Wanted) -> int:
+def _index(item: WantedPart) -> int:
     replicas = item.shard.replicas
     return world()[0] if replicas.mesh is None else replicas.index
 
 
-def copy_to_replicas(shared: Sequence[Shared], filled: Filled) -> None:
-    """Send every shared part from the rank that read it to the others that hold it; all of these call it.
+def copy_to_replicas(shared: Sequence[SharedPart], filled: Filled) -> None:
+    """Send every shared part from the rank that read it to the others that store it; all of these call it.
 
     Args:
-        shared: from `divide`.
-        filled: gets the counts of what came from others.
+        shared: the shared parts, from `divide_reads`.
+        filled: counts to which elements from other ranks are added.
 
     Raises:
-        ResourceError: a rank died, or did not come within the process group's timeout.
+        ResourceError: a rank died, or did not respond within the process group's timeout.
     """
     pending: list[dist.Work] = []
     with wire("copying shards to their replicas"):
         for item, reader in shared:
             for step, (group, source) in enumerate(_steps(item, reader)):
-                if step:  # this group passes on what the last one brought
+                if step:  # the broadcast in this group sends data from the previous broadcast
                     _finish(pending)
                 _broadcast(item.target, group, source, pending)
             if reader != _index(item):
@@ -112,10 +112,10 @@ def _finish(pending: list[dist.Work]) -> None:
     pending.clear()
 
 
-def _steps(item: Wanted, reader: int) -> list[tuple[dist.ProcessGroup | None, int]]:
-    """Return (group, global rank that has the part) of the broadcasts in which this rank takes part.
+def _steps(item: WantedPart, reader: int) -> list[tuple[dist.ProcessGroup | None, int]]:
+    """Return (group, global rank that sends) of the broadcasts in which this rank participates.
 
-    A part travels along one axis after another: the ranks that have it pass it on along the next axis.
+    A part is sent along one axis after another: ranks that have received it along one axis send it along the next.
     """
     mesh, axes = item.shard.replicas.mesh, item.shard.replicas.axes
     if mesh is None:
@@ -136,7 +136,7 @@ def _steps(item: Wanted, reader: int) -> list[tuple[dist.ProcessGroup | None, in
 def _broadcast(
     target: torch.Tensor, group: dist.ProcessGroup | None, source: int, pending: list[dist.Work]
 ) -> None:
-    """Begin to send a part in bounded pieces, of which only a few are on their way at any time."""
+    """Begin to send a part in pieces of bounded size, only a few at a time."""
     device = device_for(group, target.device)
     if not target.is_contiguous() or device != target.device:
         _broadcast_staged(target, group, source, device)
@@ -153,7 +153,7 @@ def _broadcast(
 def _broadcast_staged(
     target: torch.Tensor, group: dist.ProcessGroup | None, source: int, device: torch.device
 ) -> None:
-    """Send a part that is not contiguous, or lies where the group's backend cannot reach."""
+    """Send a part that is not contiguous, or is on a device that the group's backend does not support."""
     rows = max(_PIECE_NBYTES // max(target[:1].nbytes, 1), 1)
     for start in range(0, len(target), rows):
         part = target[start : start + rows]

@@ -1,4 +1,4 @@
-"""Some bytes of a source, by which ranks see that they have the same weights: all fine-tunes have equal headers."""
+"""Compare some bytes of a source, to make sure that ranks see the same weights; headers of fine-tunes are equal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from shardkit.transfer.sources import changed
 
 _Item = TypeVar("_Item")
 
-_NUM_PLACES = 64  # at least, and fewer than twice as many
+_NUM_PLACES = 64  # the minimum; there are fewer than twice as many
 _PLACE_NBYTES = 256
 
 
 @contextlib.contextmanager
-def kept_open(supply: Supply) -> Iterator[Supply]:
-    """Keep files that are opened open until `SourceFiles` takes them, or until this is left."""
+def keep_files_open(supply: Supply) -> Iterator[Supply]:
+    """Keep opened files open until `SourceFiles` uses them, or until the end of the context."""
     opened, weights = dict[str, int](), supply.weights
     try:
         yield supply if weights is None else replace(supply, weights=replace(weights, opened=opened))
@@ -37,10 +37,12 @@ def kept_open(supply: Supply) -> Iterator[Supply]:
 
 
 def versions(weights: Weights) -> str | None:
-    """Return a digest of the versions of a source's objects in a store, of which alone anything is read; None elsewhere.
+    """Return a digest of the versions of a source's objects in a store; None for other sources.
+
+    Only these versions are read, so equal digests mean equal data.
 
     Raises:
-        ResourceError: an object is gone.
+        ResourceError: an object has been removed.
     """
     files = weights.catalog.files
     if not files or not all(location_of(file.path).has_versions for file in files):
@@ -53,14 +55,16 @@ def versions(weights: Weights) -> str | None:
 
 
 def take_samples(weights: Weights) -> str:
-    """Return a digest of some bytes of weights. Their identity says which: ranks that have the same read the same.
+    """Return a digest of some bytes of weights.
+
+    The places are derived from the weights' identity, so that ranks with equal identities read the same places.
 
     Args:
-        weights: opened by this rank, in `kept_open`.
+        weights: weights that this rank has opened, in `keep_files_open`.
 
     Raises:
-        IntegrityError: one is not the file that was looked at.
-        ResourceError: one cannot be read.
+        IntegrityError: a file was replaced since its headers were read.
+        ResourceError: a file cannot be read.
     """
     digest, opened = hashlib.sha256(), weights.opened
     assert opened is not None
@@ -69,7 +73,7 @@ def take_samples(weights: Weights) -> str:
         for file, start, nbytes in _places(weights.catalog, weights.identity, weights.sampled_files)
     ]
     files = {source.path: source for source, _, _ in places}
-    # All at once: one by one, each is a wait on storage over a network.
+    # All at once, because each open waits for storage over a network.
     at_once(partial(_open, opened=opened), files.values(), location_of(next(iter(files), "")).connections)
     try:
         for source, start, nbytes in places:
@@ -94,9 +98,10 @@ def _open(source: SourceFile, opened: dict[str, int]) -> None:
 
 
 def _places(catalog: Catalog, identity: str, most_files: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (file, first byte, bytes): one place, drawn at random, in each of many parts of the data of some files.
+    """Yield (file, first byte, number of bytes) of pseudo-random places in the data of some files.
 
-    The parts are runs of chunks, or pieces of each where they are few; of each file, where chunks are not known.
+    The data is divided into parts, each of which has one place. If there are many chunks, a part is a run of chunks. If
+    there are few, it is a piece of a chunk. If chunks are not known, files are divided instead.
     """
     table = catalog.chunks
     parts = [
@@ -115,7 +120,7 @@ def _places(catalog: Catalog, identity: str, most_files: int) -> Iterator[tuple[
 
 
 def _draw(items: list[_Item], most: int, identity: str) -> Iterator[_Item]:
-    """Yield all of some items; or at most so many, and at least half of that, one out of each run of them."""
+    """Yield items: all of them if there are at most `most`; else one of each run of them, at least half of `most`."""
     step = -(-len(items) // max(most, 1))
     for first in range(0, len(items) if most else 0, max(step, 1)):
         run = items[first : first + step]
@@ -123,5 +128,5 @@ def _draw(items: list[_Item], most: int, identity: str) -> Iterator[_Item]:
 
 
 def _number(identity: str, *places: int) -> int:
-    """Return a number that the same content has everywhere, whatever the version of Python."""
+    """Return a pseudo-random number that depends only on the arguments, not on the machine or the version of Python."""
     return int.from_bytes(hashlib.sha256(f"{identity} {places}".encode()).digest()[:8], "little")

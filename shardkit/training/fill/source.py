@@ -1,4 +1,4 @@
-"""An opened source of weights, and the weights of one model in it: which they are, and where they lie."""
+"""Open a source of weights, and find the weights of one model in it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,21 @@ from shardkit.formats.hub.directory import read_config
 from shardkit.formats.quantised import why_quantised, why_scales
 from shardkit.formats.recorded import add_checksums
 from shardkit.keys.check import refuse_factors
-from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, to_json, under_names
+from shardkit.keys.expressions import Expression, Opaque, Stored, leaves, rename_leaves, to_json
 from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
 from shardkit.keys.renaming import KeyRule, apply_key_rules, find_rules
 from shardkit.keys.rules import RuleSet
 from shardkit.keys.select import select_model
-from shardkit.layout.binding import Binding, ClassNames, TensorsAtHand, as_tensors, bind, class_says, person
+from shardkit.layout.binding import (
+    Binding,
+    ClassNames,
+    TensorsAtHand,
+    bind,
+    class_provider,
+    name_in_catalog,
+    person_provider,
+)
 from shardkit.layout.classes import transformers_model
 from shardkit.layout.naming import match_names
 from shardkit.layout.own_code import OwnCode
@@ -53,34 +61,35 @@ _MANY, _A_HANDFUL = 127, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """An opened source of weights: it is known what lies where, and no tensor has been read."""
+    """An opened source of weights. Its catalog is known, and no tensor has been read."""
 
     path: str
-    """For messages."""
+    """Path of the source, for messages."""
     catalog: Catalog
-    """All that it holds; a pre-sharded directory's has no chunks yet."""
+    """All tensors of the source. The catalog of a pre-sharded directory has no chunks yet."""
     checkpoint: Checkpoint | None = None
-    """None for a pre-sharded directory, and for the memory of a rank."""
+    """The checkpoint; None for a pre-sharded directory and for the memory of a rank."""
     presharded: PreshardedSource | None = None
+    """The pre-sharded directory; None for any other source."""
     dequantizes: bool = False
-    """Plain weights are to be made of quantised ones."""
+    """True if quantised weights are to be converted to plain ones."""
 
     @property
     def home(self) -> str | None:
-        """The directory of its own with the config.json of these weights; None if there is none."""
+        """The source's own directory with a config.json for these weights, or None."""
         if self.presharded is not None:
             place = folder_below(self.path, SAVED_ASSETS)
             return place if place is not None and has_model_config(place) else None
         return None if self.checkpoint is None else own_home(self.checkpoint)
 
     def plain(self, dtypes: Collection[torch.dtype]) -> Source:
-        """Return this source with plain weights in the place of quantised ones, where that is wanted.
+        """Return the source with plain weights in place of quantised ones, if `dequantizes`; else the source itself.
 
         Args:
-            dtypes: of the model's floating tensors. Each value is rounded once.
+            dtypes: the dtypes of the model's floating tensors, to which each value is rounded once.
 
         Raises:
-            LayoutError: it is not known how the weights are quantised, or scales do not fit.
+            LayoutError: the quantisation is not known, or scales do not fit.
         """
         if not self.dequantizes or self.checkpoint is None:
             return self
@@ -99,19 +108,19 @@ def open_source(
     *,
     dequantize: bool = False,
 ) -> Source:
-    """Open a source, whatever model it is for.
+    """Open a source, independent of a model.
 
     Args:
         source: a Hub directory, file or repo id, a pre-sharded directory, a checkpoint of any trainer, or
-            what `from_rank` returned on the rank that holds the state dict.
+            the result of `from_rank` on the rank that has the state dict.
         revision: branch, tag or commit of a repo id.
-        variant: "fp16" takes `model.fp16.safetensors`.
-        dequantize: make plain weights of quantised ones.
+        variant: variant of the weight files; "fp16" reads `model.fp16.safetensors`.
+        dequantize: convert quantised weights to plain ones.
 
     Raises:
-        SourceError, IntegrityError: nothing there, or it is damaged or incomplete.
+        SourceError, IntegrityError: the source does not exist, or is damaged or incomplete.
         ResourceError: it cannot be read or downloaded.
-        UsageError: a revision of something local, or something that is not a state dict.
+        UsageError: a revision is given for a local path, or `from_rank` got something that is not a state dict.
     """
     if isinstance(source, RankSource):
         return Source(path=source.label, catalog=source.open())
@@ -127,23 +136,24 @@ def open_source(
 
 
 def has_factors(source: Source) -> bool:
-    """True if weights are stored as the factors of OSFT."""
+    """True if some weights are stored as factors of OSFT."""
     return any(factor_of(name) is not None for name in source.catalog.tensors)
 
 
 def find_targets(
     source: Source, names: Mapping[str, ExpectedTensor], *, model: nn.Module | None = None
 ) -> tuple[Target, ...]:
-    """Return the weights of a model that a source has as OSFT factors, by the model's paths and in its order.
+    """Return the weights of a model that a source has as OSFT factors, with the model's paths and in its order.
 
     Args:
-        source: opened.
-        names: parameters and buffers of the model, with dense weights.
+        source: the opened source.
+        names: FQN -> parameter or buffer of the model, with dense weights.
         model: as for `find_weights`.
 
     Raises:
-        LayoutError: factors are missing or do not fit each other, or the model has no such weights; lists all.
-        SourceError: its names cannot be told from those of an optimizer or another model.
+        LayoutError: factors are missing or do not fit each other, or the model lacks their weights; the error lists
+            all of them.
+        SourceError: the model's names cannot be distinguished from those of an optimizer or another model.
     """
     if not has_factors(source):
         return ()
@@ -165,12 +175,12 @@ def find_targets(
 
 
 def first_dtype(source: Source) -> str | None:
-    """Return the dtype that `from_pretrained` takes where a config names none; None if it cannot be told.
+    """Return the dtype that `from_pretrained` would use if a config names none; None if there is no floating tensor.
 
-    It is the dtype of the first floating tensor by name, in the first file, OSFT factors aside.
+    It is the dtype of the first floating tensor by name, in the first file, not counting OSFT factors.
 
     Raises:
-        SourceError: its names cannot be told from those of an optimizer or another model.
+        SourceError: the model's names cannot be distinguished from those of an optimizer or another model.
 
     Source: transformers 5.23, modeling_utils, _get_dtype and get_state_dict_dtype.
     """
@@ -192,30 +202,32 @@ class _StoredModel:
     """The weights of the model in a source."""
 
     names: Mapping[str, str]
-    """Stored name -> name without the checkpoint's own root."""
+    """Stored name -> name below the checkpoint's root."""
     select: Callable[[Collection[str]], Catalog]
+    """Returns the catalog of the tensors with some stored names."""
     identity: Callable[[Catalog], object]
-    """Plain data that tells these weights from others, given the catalog of the wanted ones."""
+    """Takes the catalog of the needed tensors; returns plain data that identifies these weights."""
     sampled_files: int = _MANY
-    """See `Weights`. All fine-tunes have equal headers. A save that has an id needs few: each file has a part of each
-    tensor, and a rank that opens all of a thousand others' opens nothing else for long."""
+    """See `Weights`. Sampling is needed as headers of fine-tunes are equal. A save with an id needs few files: each has
+    a part of each tensor, and opening those of a thousand ranks takes long."""
     has_all_checksums: bool = False
     """See `Weights`."""
     hub_names: Mapping[str, str] | None
-    """Stored name -> the Hub's; None if that is not known."""
+    """Stored name -> name on the Hub; None if it is not known."""
     open_chunks: OpenChunks | None = None
     """See `Weights`."""
     derived: Mapping[str, Expression] = field(default_factory=dict)
-    """What names below the root were made of in the Hub's files, as a manifest says."""
+    """Name below the root -> expression of the Hub's tensors of which it was made, from a manifest."""
     config: Mapping[str, object] | None = None
-    """config.json, where there is one."""
+    """The content of config.json, or None."""
     may_have_own_names: bool = False
-    """The names may be the model's own. Then the Hub's are known only if they differ from these."""
+    """True if `hub_names` may be a model's own names, so that they are known to be the Hub's only if they differ."""
     has_hub_names: bool = False
-    """They are the Hub's nevertheless, if they do not differ."""
+    """True if `hub_names` are the Hub's even if they equal the model's."""
     further_names: frozenset[str] = frozenset()
     """Stored names of tied tensors that the Hub's files have under another name."""
     quantised: str | None = None
+    """See `Weights`."""
     assets: tuple[str, ...] = ()
     """Directories with config and tokenizer."""
     notes: tuple[str, ...] = ()
@@ -229,28 +241,26 @@ def find_weights(
     model: nn.Module | None = None,
     rules: RuleSet | None = None,
 ) -> Weights:
-    """Find the tensors of a model in a source; reads none of them.
-
-    `check_fit` tells whether they fit.
+    """Find the tensors of a model in a source. No tensor is read; `check_fit` decides whether they fit.
 
     Args:
-        source: opened; it may be used again for another model.
-        names: the model's parameters and buffers; non-persistent ones are not searched for.
+        source: the opened source; it may be used again for another model.
+        names: FQN -> parameter or buffer of the model; non-persistent ones are not searched.
         ties: groups of names that are one parameter; the source may have any of them.
-        model: if it is a model of transformers, wrapped or not, its own renamings apply.
-        rules: key rules between the names of the source and those of the model, whichever way they fit.
+        model: the model, wrapped or not. A transformers model's own renamings apply.
+        rules: key rules between the names of the source and those of the model, in either direction.
 
     Raises:
-        SourceError, IntegrityError: it is damaged or incomplete, or holds factors of matrices that the
-            model has whole.
-        LayoutError: the rules do not fit; lists every problem.
-        ResourceError: it cannot be read.
+        SourceError, IntegrityError: the source is damaged or incomplete, or has factors of matrices that are not
+            factored in the model.
+        LayoutError: the rules do not fit; the error lists every problem.
+        ResourceError: the source cannot be read.
     """
     source = source.plain({tensor.dtype for tensor in names.values() if tensor.dtype.is_floating_point})
     fqns = {fqn: None for fqn, tensor in names.items() if tensor.persistent}
     for group in ties:
         fqns.update(dict.fromkeys(group if any(name in fqns for name in group) else ()))
-    stored = _stored(source, [] if rules is not None else list(fqns))
+    stored = _find_stored_model(source, [] if rules is not None else list(fqns))
     inner_model = transformers_model(model)
     below = {short: name for name, short in stored.names.items()}
     have = TensorsAtHand(
@@ -265,13 +275,15 @@ def find_weights(
         computed=[fqn for fqn, tensor in names.items() if not tensor.persistent],
         model=model,
     )
-    binding = bind(have, fqns, [*([person(rules)] if rules is not None else []), class_says(ask)])
-    expressions, match = _once(binding, source, stored.derived)
-    expressions = {fqn: under_names(expression, below) for fqn, expression in expressions.items()}
-    match = _as_stored(match, below if rules is None else {})
+    binding = bind(
+        have, fqns, [*([person_provider(rules)] if rules is not None else []), class_provider(ask)]
+    )
+    expressions, match = _drop_repeated_conversions(binding, source, stored.derived)
+    expressions = {fqn: rename_leaves(expression, below) for fqn, expression in expressions.items()}
+    match = _with_stored_names(match, below if rules is None else {})
     parts = (leaf.name for expression in expressions.values() for leaf in leaves(expression))
     catalog = stored.select(list(dict.fromkeys(parts)))
-    catalog_names, made_of = as_tensors(expressions, stored.names)
+    catalog_names, made_of = name_in_catalog(expressions, stored.names)
     return Weights(
         path=source.path,
         catalog=catalog,
@@ -293,24 +305,25 @@ def find_weights(
 
 
 def _why_scaled(source: Source, unused: Collection[str]) -> str | None:
-    """Return the evidence of scales for which the model has no tensors; a quantised model has such tensors."""
+    """Return the evidence that weights have scales for which the model has no tensors, or None."""
     if source.checkpoint is None or not any("scale" in name for name in unused):
         return None
     return why_scaled(source.checkpoint)
 
 
-def _once(
+def _drop_repeated_conversions(
     binding: Binding, source: Source, derived: Mapping[str, Expression]
 ) -> tuple[dict[str, Expression], ClassNames]:
-    """Return what a model's tensors are made of, none converted twice, and what the model says of the source's names.
+    """Return (FQN -> expression, how the model matches the source's names), such that no tensor is converted twice.
 
-    A converter may keep name and shape, and then neither shows whether it has run. The Hub's files are as before it;
-    what a manifest says to be made is as after it. Nothing tells of what a trainer has saved.
+    A converter may keep a tensor's name and shape, which then do not show whether it has run. It has not run for the
+    Hub's files, and it has run for tensors that a manifest lists as derived. In a trainer's checkpoint this is not
+    known.
 
     Args:
-        binding: by names below the root.
-        source: that has them.
-        derived: what names below the root were made of in the Hub's files, as a manifest says.
+        binding: the binding of names below the root.
+        source: the source that has them.
+        derived: name below the root -> expression of the Hub's tensors, from a manifest.
     """
     match, expressions = binding.class_names or ClassNames(), dict(binding.expressions)
     if source.checkpoint is not None and source.checkpoint.hub is not None:
@@ -331,8 +344,8 @@ def _once(
     return expressions, replace(match, fused=fused, failed=failed)
 
 
-def _as_stored(match: ClassNames, names: Mapping[str, str]) -> ClassNames:
-    """Return what a model says of names below the root, about stored ones; what key rules make has no other name."""
+def _with_stored_names(match: ClassNames, names: Mapping[str, str]) -> ClassNames:
+    """Return a match with stored names in place of names below the root. Names that `names` lacks stay."""
     return replace(
         match,
         names={fqn: names.get(name, name) for fqn, name in match.names.items()},
@@ -364,7 +377,7 @@ def _naming(
         if not rules and stored.may_have_own_names and not stored.has_hub_names:
             rules = None
         if not stored.may_have_own_names:
-            converted = {fqn: under_names(expressions[fqn], hub) for fqn in expressions if fqn not in plain}
+            converted = {fqn: rename_leaves(expressions[fqn], hub) for fqn in expressions if fqn not in plain}
             derived = {**derived, **converted}
     if rules is None and not derived:
         return None
@@ -376,18 +389,18 @@ def _naming(
     )
 
 
-def _stored(source: Source, fqns: list[str]) -> _StoredModel:
+def _find_stored_model(source: Source, fqns: list[str]) -> _StoredModel:
     if fqns:
-        # First: otherwise the error would be that names fit nothing.
+        # Checked first; otherwise the error would be that no names fit.
         refuse_factors(source.catalog.tensors, fqns)
     if source.checkpoint is None:
-        return _of_records(source, fqns)
+        return _model_of_records(source, fqns)
     if source.checkpoint.hub is not None:
-        return _of_hub(source.checkpoint.hub)
-    return _of_checkpoint(source, source.checkpoint, fqns)
+        return _model_of_hub(source.checkpoint.hub)
+    return _model_of_checkpoint(source, source.checkpoint, fqns)
 
 
-def _of_records(source: Source, fqns: list[str]) -> _StoredModel:
+def _model_of_records(source: Source, fqns: list[str]) -> _StoredModel:
     """Describe a pre-sharded directory, or the memory of a rank."""
     catalog, presharded = source.catalog, source.presharded
     names, notes = _select(source, fqns)
@@ -407,7 +420,7 @@ def _of_records(source: Source, fqns: list[str]) -> _StoredModel:
         names=names,
         hub_names=apply_key_rules(presharded.key_rules, names),
         derived=presharded.derived,
-        may_have_own_names=True,  # `reshard` writes what preshard does, under a model's names
+        may_have_own_names=True,  # `reshard` writes the same format, with a model's own names
         has_hub_names=presharded.content.hub_names is None,
         further_names=frozenset(presharded.ties),
         select=select,
@@ -415,13 +428,13 @@ def _of_records(source: Source, fqns: list[str]) -> _StoredModel:
         identity=lambda _: presharded.content.crc32,
         sampled_files=_A_HANDFUL,
         has_all_checksums=presharded.content.digest == "crc32",  # its CRC-32 is of those of the chunk lists
-        assets=() if assets is None else (assets,),  # `reshard` takes them along
+        assets=() if assets is None else (assets,),  # `reshard` copies them
         notes=tuple(_other_versions(presharded)),
     )
 
 
 def _other_versions(presharded: PreshardedSource) -> Iterator[str]:
-    """Say so where the layout was traced with another major version of a package than this job has."""
+    """Yield a note for each package whose major version differs from the one that traced the layout."""
     traced = presharded.content.layout.traced_with
     for name, recorded_version in (
         (("torch", traced.torch), ("transformers", traced.transformers)) if traced else ()
@@ -431,18 +444,18 @@ def _other_versions(presharded: PreshardedSource) -> Iterator[str]:
             yield f"pre-sharded with {name} {escape(recorded_version)}, and this job has {escape(here)}: modules may differ"
 
 
-def _of_hub(model: OpenedHubModel) -> _StoredModel:
+def _model_of_hub(model: OpenedHubModel) -> _StoredModel:
     names = {name: name for name in model.catalog.tensors}
     return _StoredModel(
         names=names,
         hub_names=names,
         select=partial(subset, model.catalog),
-        # Without the repo and its commit: a copy in a directory has the same weights.
+        # Repo and commit are left out, as a copy in a directory has the same weights.
         identity=lambda _: [manifest.to_json(file) for file in model.identity.files],
         config=model.config,
         quantised=why_quantised({}, model.config),
         assets=(model.directory,),
-        # Unlike `from_pretrained`, which adds an adapter that lies beside a model's weights.
+        # An adapter next to a model's weights is left out, while `from_pretrained` would add it.
         notes=(
             *model.catalog.notes,
             *(
@@ -454,12 +467,12 @@ def _of_hub(model: OpenedHubModel) -> _StoredModel:
     )
 
 
-def _of_checkpoint(source: Source, checkpoint: Checkpoint, fqns: list[str]) -> _StoredModel:
+def _model_of_checkpoint(source: Source, checkpoint: Checkpoint, fqns: list[str]) -> _StoredModel:
     names, notes = _select(source, fqns)
     config = next((read_config(directory) for directory in checkpoint.contents.assets), None)
     recorded, dcp, save = recorded_rules(checkpoint), checkpoint.dcp, checkpoint.catalog.metadata_crc32
     has_records = dcp is not None and dcp.has_records
-    # What `save` wrote beside them is the config of the live model, whose tensors these are.
+    # `save` writes the config of the live model, which has these tensors.
     is_plain = checkpoint.remarks.dequantized is not None or checkpoint.writer == "shardkit"
     return _StoredModel(
         names=names,
@@ -468,7 +481,9 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, fqns: list[str]) -> _
         further_names=frozenset(
             name for _, *tied_names in recorded_names(checkpoint).ties for name in tied_names
         ),
-        select=partial(_selected, checkpoint) if not has_records else partial(subset, checkpoint.catalog),
+        select=partial(_select_checked, checkpoint)
+        if not has_records
+        else partial(subset, checkpoint.catalog),
         open_chunks=partial(_open_chunks, checkpoint) if has_records else None,
         identity=lambda catalog: [save, _rows(catalog)],
         sampled_files=_MANY if save is None else _A_HANDFUL,
@@ -479,7 +494,7 @@ def _of_checkpoint(source: Source, checkpoint: Checkpoint, fqns: list[str]) -> _
     )
 
 
-def _selected(checkpoint: Checkpoint, names: Collection[str]) -> Catalog:
+def _select_checked(checkpoint: Checkpoint, names: Collection[str]) -> Catalog:
     catalog = checkpoint.select(names)
     add_checksums(catalog, checkpoint.path)
     return catalog
@@ -488,9 +503,9 @@ def _selected(checkpoint: Checkpoint, names: Collection[str]) -> Catalog:
 def _open_chunks(
     checkpoint: Checkpoint, regions_by_name: Mapping[str, Sequence[Region]], opened: dict[str, int] | None
 ) -> Catalog:
-    """Return a catalog with the records of some regions: a rank that opens those of all ranks opens a thousand files."""
+    """Return a catalog with the records of some regions only, since those of all ranks may be in a thousand files."""
     assert checkpoint.dcp is not None
-    # What decoding proves is counted by one rank for all, which has to have all records that extensions were put through.
+    # Rank 0 counts the data that decoding verifies, so it needs all records if extensions have transformed them.
     has_all = bool(checkpoint.dcp.transforms) and world()[0] == 0
     catalog = (
         checkpoint.dcp.select(regions_by_name)
@@ -502,7 +517,7 @@ def _open_chunks(
 
 
 def _select(source: Source, fqns: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return stored name -> name below the root for the weights of a checkpoint's model, and notes."""
+    """Return (stored name -> name below the root, notes) for the weights of a checkpoint's model."""
     catalog, bases = source.catalog, [base for base in map(base_name, fqns) if base is not None]
     selection = select_model(
         catalog.tensors,
@@ -520,7 +535,7 @@ def _select(source: Source, fqns: list[str]) -> tuple[dict[str, str], tuple[str,
 
 
 def _rows(catalog: Catalog) -> list[object]:
-    """Return a catalog as plain data without paths and times."""
+    """Return the content of a catalog as plain data, without paths and times."""
     table = catalog.chunks
     files = [(file.name, file.size) for file in catalog.files]
     return [
@@ -542,39 +557,40 @@ def _digest(content: Any) -> str:
 
 
 def key_rules(names: Mapping[str, str]) -> KeyRules | None:
-    """Return the prefixes that turn a model's names into the Hub's; None for a model that PEFT has wrapped.
+    """Return the changes of prefixes that turn a model's names into the Hub's; None for a model that PEFT has wrapped.
 
     Args:
-        names: the model's FQN -> the Hub's name.
+        names: FQN -> name on the Hub.
     """
-    if any(base_name(fqn) != fqn for fqn in names):  # an adapter is saved under PEFT's own names
+    if any(base_name(fqn) != fqn for fqn in names):  # PEFT's names are not the Hub's
         return None
     return tuple((rule.old, rule.new) for rule in find_rules(names))
 
 
 def remember(model: nn.Module, weights: Weights | None) -> None:
-    """Keep with a model what its source told about names, for `save`; change nothing if it told nothing."""
+    """Store the weights' naming in the model, for `save`. If it is not known, nothing changes."""
     if weights is not None and weights.naming is not None:
         setattr(model, _ATTRIBUTE, weights.naming)
 
 
 def recall(model: nn.Module, names: Collection[str] = ()) -> HubNaming | None:
-    """Return the naming that was kept with a model, whatever it has been wrapped in since; None if none was kept.
+    """Return the naming that `remember` stored in a model, which may have been wrapped since; else None.
 
     Args:
-        model: all of what is saved. The model may lie below it, as in a LightningModule, if it is all that is saved.
-        names: of everything that is saved.
+        model: the whole module that is saved. The model may be a submodule of it, as in a LightningModule, if nothing
+            else is saved.
+        names: all names that are saved.
     """
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     for path, module in inner.named_modules():
         form: HubNaming | None = getattr(module, _ATTRIBUTE, None)
         if form is not None:
-            return form if not clean_name(path) else _below(form, f"{clean_name(path)}.", names)
+            return form if not clean_name(path) else _with_prefix(form, f"{clean_name(path)}.", names)
     return None
 
 
-def _below(form: HubNaming, prefix: str, names: Collection[str]) -> HubNaming | None:
-    """Return a kept naming for a model that has the other one below a prefix; None if it has more than that."""
+def _with_prefix(form: HubNaming, prefix: str, names: Collection[str]) -> HubNaming | None:
+    """Return a naming with a prefix before the model's names; None if there are names without the prefix."""
     if not names or form.key_rules is None:
         return None
     if any(not name.startswith(prefix) or base_name(name) != name for name in names):

@@ -1,4 +1,4 @@
-"""Who reads for whom: every rank for itself, or source ranks for all; and filling so."""
+"""Decide which ranks read: every rank for itself, or source ranks for all; and fill shards accordingly."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from shardkit.training.fill.reading import (
     run_reads,
     source_files,
 )
-from shardkit.training.fill.replicas import copy_to_replicas, divide, regions_of
-from shardkit.training.fill.samples import kept_open, take_samples, versions
-from shardkit.training.ranks.agree import agreed, look_where_possible, say, shown_once, world
+from shardkit.training.fill.replicas import copy_to_replicas, divide_reads, regions_of
+from shardkit.training.fill.samples import keep_files_open, take_samples, versions
+from shardkit.training.ranks.agree import agreed, log_once, run_where_possible, shown_once, world
 from shardkit.training.ranks.local import LocalShard
 
 _FITTING = "comparing the source with the model"
@@ -37,19 +37,19 @@ SourceRank = Literal["global", "node", "replica"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How shards are filled from a source; the arguments of `finalize`.
+    """The arguments of `finalize` about reading.
 
     Raises:
-        UsageError: an unknown strategy or source rank.
+        UsageError: the strategy or the source rank is unknown.
     """
 
     strategy: Strategy = "auto"
     """"direct": every rank reads its own shards. "broadcast": source ranks read and send. "auto": direct if
     possible."""
     source_rank: SourceRank = "global"
-    """Which ranks read for which others."""
+    """The ranks that share one source rank: all, those of a node, or those of a replica."""
     check_source: bool = True
-    """Compare what is read with the checksums in the source."""
+    """Compare the data with the checksums in the source."""
 
     def __post_init__(self) -> None:
         for name, choices in (("strategy", get_args(Strategy)), ("source_rank", get_args(SourceRank))):
@@ -60,37 +60,37 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillPlan:
-    """Who reads a source, as all ranks have agreed."""
+    """The decision of all ranks about reading a source."""
 
     supply: Supply
-    """What this rank can read."""
+    """The weights that this rank can read."""
     sources: Sequence[int] | None
     """The source rank of every rank; None if each reads for itself."""
     check_source: bool
-    """Compare what is read with the checksums in the source."""
+    """Compare the data with the checksums in the source."""
     located: Weights | None = None
-    """The supply's weights, if it is known already where lies what this rank reads."""
+    """The supply's weights with the chunks that this rank reads, if they are known already."""
 
 
 @contextlib.contextmanager
 def plan_fill(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions) -> Iterator[FillPlan]:
-    """Decide who reads for whom, before any rank reads; what is opened for that stays open in the block.
+    """Decide which ranks read, before any of them does. Files that are opened for it stay open in the context.
 
     Every rank calls it.
 
     Args:
-        shards: of this rank, materialised.
-        supply: what fills them.
-        options: what the caller wants; the same on all ranks.
+        shards: this rank's shards, with memory.
+        supply: the weights that fill them.
+        options: the user's options; equal on all ranks.
 
     Raises:
-        ShardkitError: as `choose_sources`, and where the source does not fit.
+        ShardkitError: as `choose_sources`, or if the source does not fit.
     """
-    with kept_open(supply) as supply:
+    with keep_files_open(supply) as supply:
         sources, located = choose_sources(shards, supply, options), None
         if sources is None and options.strategy == "auto" and world()[1] > 1:
             located, error, able = _locate(shards, supply)
-            if len(able) < world()[1]:  # these read for the others
+            if len(able) < world()[1]:  # the able ranks read for the others
                 supply = supply if error is None else replace(supply, weights=None, unavailable=str(error))
                 sources = choose_sources(shards, supply, options)
         yield FillPlan(supply=supply, sources=sources, check_source=options.check_source, located=located)
@@ -99,13 +99,17 @@ def plan_fill(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions
 def _locate(
     shards: Sequence[LocalShard], supply: Supply
 ) -> tuple[Weights | None, BaseException | None, list[int]]:
-    """Open what this rank reads; return it, or else why it cannot, and the ranks that can. Every rank calls it."""
+    """Find the chunks that this rank reads; every rank calls it.
+
+    Returns:
+        (the weights with these chunks or None, this rank's error or None, the ranks without an error).
+    """
     weights = supply.weights
     assert weights is not None
     with agreed(_FITTING):
         parts = match(shards, supply)
-    regions = regions_of(divide(parts)[0])
-    return look_where_possible(
+    regions = regions_of(divide_reads(parts)[0])
+    return run_where_possible(
         lambda: weights.located(regions),
         lambda error: isinstance(error, (SourceError, ResourceError)),
         phase="opening the source",
@@ -113,17 +117,18 @@ def _locate(
 
 
 def fill_shards(shards: Sequence[LocalShard], plan: FillPlan) -> Filled:
-    """Fill shards as planned: this rank reads them, or its source rank sends them. Every rank calls it.
+    """Fill shards by a plan: this rank reads them, or its source rank sends them. Every rank calls it.
 
     Args:
-        shards: of this rank, materialised.
-        plan: from `plan_fill`.
+        shards: this rank's shards, with memory.
+        plan: the plan, from `plan_fill`.
 
     Returns:
-        What this rank filled, by FQN.
+        The counts of filled elements and read bytes.
 
     Raises:
-        ShardkitError: on all ranks, if any rank cannot read, or reads other bytes than were recorded; names these.
+        ShardkitError: on all ranks, if any rank cannot read, or its data does not have the recorded checksum; the error
+            names these ranks.
     """
     if plan.sources is not None:
         return fill_broadcast(shards, plan.supply, plan.sources, check_source=plan.check_source)
@@ -131,7 +136,7 @@ def fill_shards(shards: Sequence[LocalShard], plan: FillPlan) -> Filled:
     assert weights is not None
     with agreed(_FITTING):
         parts = match(shards, replace(plan.supply, weights=weights))
-    mine, shared = divide(parts)
+    mine, shared = divide_reads(parts)
     with agreed("reading shards from storage"):
         weights = weights.located(regions_of(mine))
         catalog = weights.catalog
@@ -149,34 +154,34 @@ def fill_shards(shards: Sequence[LocalShard], plan: FillPlan) -> Filled:
     return filled
 
 
-class _Sight(NamedTuple):
-    """What a rank says of itself."""
+class _RankView(NamedTuple):
+    """The source as one rank sees it."""
 
     identity: str | None
-    """Of the weights that it sees; None if it cannot open them."""
+    """Identity of the weights; None if the rank cannot open them."""
     reason: str | None
-    """Why it cannot."""
+    """Why the rank cannot open them, or None."""
     is_version: bool
-    """The identity is of objects in a store, and no bytes were compared."""
+    """True if the identity is of versions in a store, and no bytes were compared."""
     group: str
-    """Ranks of the same group are served by one source."""
+    """Name of the group of ranks that share one source rank."""
     options: str
+    """The rank's `ReadOptions` as text."""
 
 
 def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOptions) -> list[int] | None:
     """Return the source rank of every rank, or None if each reads for itself; every rank calls it.
 
-    A source rank is the first of its group that can open the source. What was decided, and why,
-    is logged once.
+    A source rank is the first of its group that can open the source. The decision and its reason are logged once.
 
     Args:
-        shards: of this rank; they tell the replicas of a mesh from each other.
-        supply: whether this rank can open the source; in `kept_open`.
-        options: what the caller wants; the same on all ranks.
+        shards: this rank's shards, from which its replica of an HSDP mesh is determined.
+        supply: this rank's supply, in `keep_files_open`.
+        options: the user's options; equal on all ranks.
 
     Raises:
-        UsageError: on all ranks: they want different things.
-        SourceError: on all ranks: too few of them can open the source for what is wanted, or source ranks see
+        UsageError: on all ranks: their options differ.
+        SourceError: on all ranks: too few of them can open the source for these options, or source ranks see
             different weights.
     """
     group = ""
@@ -186,8 +191,8 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
     for compares_bytes in (False, True):
         with agreed(_COMPARING) as exchanged:
             exchanged.mine = [*_identity(supply, options, compares_bytes=compares_bytes), group, options_text]
-        sights = [_Sight(*answer) for answer in exchanged.of_all]
-        # In stores the same weights may be of several versions: in two regions.
+        sights = [_RankView(*answer) for answer in exchanged.of_all]
+        # Copies of the same weights, as in two regions of a store, have different versions.
         if (
             not any(answer.is_version for answer in sights)
             or len({answer.identity for answer in sights} - {None}) == 1
@@ -200,7 +205,7 @@ def choose_sources(shards: Sequence[LocalShard], supply: Supply, options: ReadOp
 
 
 @shown_once()
-def _refuse_other_options(sights: Sequence[_Sight]) -> None:
+def _refuse_other_options(sights: Sequence[_RankView]) -> None:
     if any(answer.options != sights[0].options for answer in sights):
         raise UsageError(
             "the ranks do not have the same strategy, source_rank and check_source",
@@ -211,14 +216,14 @@ def _refuse_other_options(sights: Sequence[_Sight]) -> None:
 def _identity(
     supply: Supply, options: ReadOptions, *, compares_bytes: bool
 ) -> tuple[str | None, str | None, bool]:
-    """Return what tells this rank's weights from others; or None, and why they cannot be read; see `_Sight`."""
+    """Return (identity of this rank's weights or None, why they cannot be read, `is_version`), see `_RankView`."""
     weights = supply.weights
     if weights is None:
         return None, supply.unavailable, False
     if world()[1] == 1 or (options.strategy, options.source_rank) == ("broadcast", "global"):
-        return weights.identity, None, False  # nobody's weights are compared
+        return weights.identity, None, False  # only one rank reads
     if weights.has_all_checksums and options.check_source:
-        return weights.identity, None, False  # each rank compares all that it reads
+        return weights.identity, None, False  # each rank compares all its data with checksums
     try:
         version = None if compares_bytes else versions(weights)
         return f"{weights.identity} {version or take_samples(weights)}", None, version is not None
@@ -227,14 +232,14 @@ def _identity(
 
 
 @shown_once()
-def _all_read(sights: Sequence[_Sight], strategy: Strategy) -> bool:
-    """True if all ranks can read the same weights; otherwise raise, unless some may read for the others."""
+def _all_read(sights: Sequence[_RankView], strategy: Strategy) -> bool:
+    """True if all ranks can read the same weights. Otherwise False, or an error if no rank may read for others."""
     blind = [rank for rank, answer in enumerate(sights) if answer.identity is None]
     differing_ranks = [
         rank for rank, answer in enumerate(sights) if answer.identity not in (None, sights[0].identity)
     ]
     if not blind and not differing_ranks:
-        say(f"weights: direct: all {len(sights)} ranks see the same weights")
+        log_once(f"weights: direct: all {len(sights)} ranks see the same weights")
         return True
     problems = [f"rank {rank}: {_first_line(sights[rank].reason)}" for rank in blind]
     problems = problems or [f"rank {rank}: other weights than rank 0" for rank in differing_ranks]
@@ -246,14 +251,14 @@ def _all_read(sights: Sequence[_Sight], strategy: Strategy) -> bool:
             if len(blind) < len(sights)
             else None,
         )
-    say(
+    log_once(
         f"weights: broadcast, not direct: {problems[0]}", logging.WARNING if differing_ranks else logging.INFO
     )
     return False
 
 
 @shown_once()
-def _sources(sights: Sequence[_Sight], source_rank: SourceRank) -> list[int]:
+def _sources(sights: Sequence[_RankView], source_rank: SourceRank) -> list[int]:
     """Return the source rank of every rank: the first of its group that can open the source."""
     source_of: dict[str, int] = {}
     for rank, answer in enumerate(sights):
@@ -280,17 +285,17 @@ def _sources(sights: Sequence[_Sight], source_rank: SourceRank) -> list[int]:
 
 
 def _first_line(reason: str | None) -> str:
-    """Return why a rank cannot open the source, in one line."""
+    """Return one line with the reason why a rank cannot open the source."""
     return (reason or "cannot open the source").splitlines()[0]
 
 
 def _node() -> str:
-    """Name this rank's node: torchrun numbers the nodes; without it the host's name tells them apart."""
+    """Return a name for this rank's node: the host's name, and the node's number if torchrun has set it."""
     return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
 
 
 def _replica(shards: Sequence[LocalShard]) -> str:
-    """Return the place on the axes that replicate every sharded tensor: `dp_replicate` of an HSDP mesh."""
+    """Return this rank's coordinates on the axes that replicate every sharded tensor (`dp_replicate`), as text."""
     widest = max(
         (shard.replicas.mesh for shard in shards if shard.replicas.mesh is not None),
         key=lambda mesh: mesh.size(),

@@ -1,4 +1,4 @@
-"""The model before and after it has weights: built on meta, held against its source, completed, proved.
+"""The model before and after it has weights: build it on meta, compare it with its source, complete and check it.
 
 Internal: import from `shardkit`.
 """

@@ -1,4 +1,4 @@
-"""What somebody did to a prepared model between `prepare` and `finalize`: buffers he set, parameters he tied or hid."""
+"""Detect the user's changes of a prepared model before `finalize`: buffers set, parameters tied, frozen or hidden."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from shardkit.core.text import count, escape, listed
 from shardkit.errors import LayoutError, UsageError
 from shardkit.training.model.buffers import same_bits
 from shardkit.training.model.fit import ModelInitializationContext, diverged_ties
-from shardkit.training.model.hidden import Hidden, find_hidden, let_go, refuse_hidden
-from shardkit.training.ranks.agree import Mask, agreed, gather_json, gather_masks, numbered, say, world
+from shardkit.training.model.hidden import Hidden, find_hidden, forget_named, refuse_hidden
+from shardkit.training.ranks.agree import Mask, agreed, gather_json, gather_masks, log_once, ranks_text, world
 from shardkit.training.ranks.local import ModuleTensor, buffer_places
 
 _PHASE = "comparing the ranks' parameters"
 
-# Context -> what its model holds on meta beside its parameters and buffers.
+# Context -> the hidden tensors of its model: those on meta other than its parameters and buffers.
 _PREPARED = WeakIdKeyDictionary()
 
 
-def note_prepared(ctx: ModelInitializationContext, hidden: list[Hidden]) -> None:
-    """Let `wrap` find the context of a model, and `finalize` what the model holds beside its names."""
+def register_prepared(ctx: ModelInitializationContext, hidden: list[Hidden]) -> None:
+    """Register a context, so that `wrap` finds the context of a model, and `finalize` the model's hidden tensors."""
     _PREPARED[ctx] = hidden
 
 
-def keep_changes(model: nn.Module) -> None:
-    """Keep what was done to a prepared model until it is wrapped, if it is one.
+def record_changes(model: nn.Module) -> None:
+    """Record the user's changes of a prepared model before it is wrapped. Other models are ignored.
 
-    Buffers that were set are what `finalize` restores. What holds a parameter beside the model is looked for again, before
-    a wrapper replaces the parameter.
+    `finalize` will restore buffers to the values that they have now. Hidden references to parameters are searched
+    again, before a wrapper replaces the parameters.
     """
     ctx = next((ctx for ctx in _PREPARED if ctx.model is model), None)
     if ctx is None:
         return
-    for place in _changed(model, ctx):
+    for place in _changed_buffers(model, ctx):
         ctx.buffers[place.fqn] = place.tensor.detach().to("cpu", copy=True)
     hidden: list[Hidden] = _PREPARED[ctx]
     hidden_ids = {id(entry.tensor()) for entry in hidden}
@@ -46,12 +46,12 @@ def keep_changes(model: nn.Module) -> None:
     ]
 
 
-def say_put_back(model: nn.Module, ctx: ModelInitializationContext) -> None:
-    """Note which buffers have other values than they had when `prepare` or `wrap` saw them last: they are restored.
+def warn_of_restored_buffers(model: nn.Module, ctx: ModelInitializationContext) -> None:
+    """Warn of buffers that have changed since `prepare` or `wrap` recorded them, because they will be restored.
 
-    Nothing is said if the parameters have memory: then `to_empty` gave the buffers theirs.
+    There is no warning if the parameters have memory, because then `to_empty` has changed the buffers.
     """
-    changed = list(_changed(model, ctx))
+    changed = list(_changed_buffers(model, ctx))
     if not changed or not any(parameter.is_meta for parameter in model.parameters()):
         return
     names, first = [place.fqn for place in changed], changed[0]
@@ -62,11 +62,11 @@ def say_put_back(model: nn.Module, ctx: ModelInitializationContext) -> None:
         f"{escape(module)}.{escape(first.name)}.copy_(values)"
     )
     ctx.notes = (*ctx.notes, note)
-    say(f"finalize: {note}", logging.WARNING)
+    log_once(f"finalize: {note}", logging.WARNING)
 
 
-def _changed(model: nn.Module, ctx: ModelInitializationContext) -> Iterator[ModuleTensor]:
-    """Yield buffers that nobody reads from the source and whose values are not those that they had; rounded ones are."""
+def _changed_buffers(model: nn.Module, ctx: ModelInitializationContext) -> Iterator[ModuleTensor]:
+    """Yield buffers that are not read from the source and have other values than recorded, apart from rounding."""
     for place in buffer_places(model, once=True):
         buffer, computed = place.tensor, ctx.buffers.get(place.fqn)
         if (
@@ -82,19 +82,19 @@ def _changed(model: nn.Module, ctx: ModelInitializationContext) -> Iterator[Modu
             yield place
 
 
-def release(model: nn.Module) -> None:
-    """Let a model's tensors get memory, in whatever other prepared model it may be hidden."""
+def forget_hidden(model: nn.Module) -> None:
+    """Forget a model's tensors that are hidden in prepared models, so that they can be given memory."""
     for hidden in _PREPARED.values():  # type: ignore[no-untyped-call]
-        let_go(hidden, model)
+        forget_named(hidden, model)
 
 
 def refuse_other_context(model: nn.Module, ctx: ModelInitializationContext) -> None:
-    """Refuse the model of another context: tensors of the same names and shapes would get the values of this one.
+    """Raise an error for the model of another context, because its tensors would get the wrong values.
 
-    A copy of the context's model is in no context, and is taken.
+    A copy of the context's model belongs to no context and is accepted.
 
     Raises:
-        UsageError: it has modules of another prepared model, and none of this one.
+        UsageError: the model has modules of another prepared model, and none of this context's.
     """
     modules = {id(module) for module in model.modules()}
     shares = [not modules.isdisjoint(map(id, prepared.model.modules())) for prepared in (ctx, *_PREPARED)]
@@ -106,8 +106,8 @@ def refuse_other_context(model: nn.Module, ctx: ModelInitializationContext) -> N
 
 
 def check_hidden(model: nn.Module, ctx: ModelInitializationContext) -> None:
-    """Refuse a model that holds tensors on meta which nothing fills, as `refuse_hidden` does."""
-    release(model)
+    """Raise an error for hidden tensors on meta that nothing fills, as `refuse_hidden` does."""
+    forget_hidden(model)
     other_models = (
         prepared.model for prepared in _PREPARED if prepared is not ctx and prepared.model is not model
     )
@@ -118,18 +118,18 @@ def check_hidden(model: nn.Module, ctx: ModelInitializationContext) -> None:
 def compare_parameters(
     parameters: Sequence[tuple[Sequence[str], bool]], ctx: ModelInitializationContext
 ) -> None:
-    """Refuse parameters that were several in the prepared model and are now one, unless their values are the same.
+    """Check parameters that the user has tied or frozen since `prepare`; every rank calls it.
 
-    One that the source lacks has the value of the other. What some ranks train has to be what all of them train. Every
-    rank calls it.
+    Parameters that were tied must have equal values in the source; if the source has only one of them, its value is
+    used. All ranks must train the same parameters.
 
     Args:
-        parameters: the names of each parameter or buffer that the model has now, and whether it takes a gradient.
-        ctx: afterwards it initialises none that is read under another name.
+        parameters: (all names, requires_grad) of each parameter or buffer that the model has now.
+        ctx: the context. Parameters that are read under another name are removed from its `initialised`.
 
     Raises:
-        LayoutError: on all ranks: the source has two values for one parameter, or some ranks have frozen what others
-            train; names all of them.
+        LayoutError: on all ranks: the source has two values for one parameter, or some ranks train a parameter that
+            others have frozen; the error names all of them.
         IntegrityError, ResourceError: as `diverged_ties`.
     """
     trains = {names[0]: takes_gradient for names, takes_gradient in parameters}
@@ -139,7 +139,7 @@ def compare_parameters(
     answers = gather_json([ctx.weights is not None, tied], phase=_PHASE)
     with agreed(_PHASE):
         _refuse_frozen_apart(order, masks)
-        # The first rank that sees the source reads, for all that have the tie.
+        # Of the ranks that have the tie, the first one that sees the source reads it for all.
         mine = [
             names
             for names in tied
@@ -160,17 +160,17 @@ def compare_parameters(
 
 
 def _refuse_frozen_apart(order: Sequence[str], masks: Sequence[Mask]) -> None:
-    """Refuse parameters that some ranks train and others do not: those would wait for gradients that never come.
+    """Raise an error for parameters that only some ranks train, as they would wait for gradients that never come.
 
-    Ranks of other stages of a pipeline have other parameters.
+    Ranks of other pipeline stages have other parameters and are not compared.
 
     Args:
         order: the names of this rank's tensors.
-        masks: which of them each rank trains.
+        masks: for each rank, the tensors that it trains.
     """
     alike = {rank: mask.bits for rank, mask in enumerate(masks) if mask.order == masks[world()[0]].order}
     problems = [
-        f"{escape(name)}: trained on {numbered(trains)}, frozen on {numbered(sorted(alike.keys() - trains))}"
+        f"{escape(name)}: trained on {ranks_text(trains)}, frozen on {ranks_text(sorted(alike.keys() - trains))}"
         for index, name in enumerate(order)
         if 0 < len(trains := [rank for rank, bits in alike.items() if bits[index] == "1"]) < len(alike)
     ]

@@ -1,8 +1,8 @@
-"""Buffers and ties: values on every rank, on the right device, and one object where there was one.
+"""Compute, restore and compare buffers, and mend ties that wrapping broke.
 
-Buffers that were left on meta are computed anew, and it is proved that each was written. A buffer that nobody
-computes would hold whatever memory held before: the model runs, and its logits are wrong. So the code that
-computes buffers runs twice, over two different fillings, and each result must be the same.
+Buffers that are on meta are computed anew, with a check that each one was written. A buffer that no code computes
+would have the previous content of its memory: the model would run, and its logits would be wrong. So the code that
+computes buffers runs twice, over memory with two different fillings, and both results must be equal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardkit.errors import LayoutError
 from shardkit.files.digest import crc32
 from shardkit.keys.names import clean_name
 from shardkit.layout.classes import is_transformers, meta_twins
-from shardkit.training.ranks.agree import agreed, device_for, say, wire, world
+from shardkit.training.ranks.agree import agreed, device_for, log_once, wire, world
 from shardkit.training.ranks.local import (
     ModuleTensor,
     buffer_places,
@@ -32,14 +32,14 @@ from shardkit.training.ranks.local import (
     full_name,
     is_expanded,
     memory_of,
-    places,
+    tensor_places,
 )
 
 InitBuffers = Callable[[nn.Module], object]
 """Computes a model's buffers, in place or by assigning new ones."""
 
 FILLS = (0xFF, 0x2A)
-"""Bytes to fill memory with: the first reads as NaN, -1 or True, the second as something else."""
+"""Bytes for the two fillings of memory: the first one reads as NaN, -1 or True, the second one as another value."""
 
 _GIVE_FUNCTION = (
     "give prepare a function that builds the model instead of a model on meta, or init_buffers=fn that computes them all; "
@@ -47,17 +47,17 @@ _GIVE_FUNCTION = (
 )
 
 
-def filled(like: torch.Tensor, byte: int) -> torch.Tensor:
-    """Return memory on the CPU for a tensor on meta, every byte of it `byte`."""
+def filled_memory(like: torch.Tensor, byte: int) -> torch.Tensor:
+    """Return memory on the CPU for a tensor on meta, with every byte set to `byte`."""
     tensor = torch.empty_like(like, device="cpu", requires_grad=False)
-    # 0x2A is neither False nor True.
+    # 0x2A is no valid bool.
     memory: Any = tensor.untyped_storage()
     memory.fill_(byte & 1 if like.dtype == torch.bool else byte)
     return tensor
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True for tensors of one dtype and shape with equal bytes; NaNs are compared bit by bit."""
+    """True for tensors with equal dtypes, shapes and bytes. NaNs are compared bit by bit."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
 
 
@@ -67,10 +67,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attribute:
-    """A tensor on meta that a module holds as a plain attribute."""
+    """A tensor on meta in a plain attribute of a module, that is, neither a parameter nor a buffer."""
 
     module: nn.Module
     name: str
+    """Name of the attribute; empty for a tensor in a list or dict."""
     fqn: str
     tensor: torch.Tensor
 
@@ -84,17 +85,17 @@ def compute_buffers(
 ) -> None:
     """Compute every buffer that is on meta, by `init_buffers` or transformers' own `_init_weights`.
 
-    Persistent buffers that neither computes stay on meta: the source may have them.
+    Persistent buffers that neither computes stay on meta, because the source may have them.
 
     Args:
-        model: its parameters are on meta.
-        init_buffers: called with the model, whose buffers have memory.
-        seeds: of random numbers, for the first and the second filling. With two different seeds, a random
-            buffer counts as one that nobody computes.
-        hint: what to do about buffers that nobody computes.
+        model: a model with parameters on meta.
+        init_buffers: called with the model after its buffers have got memory; None for `_init_weights`.
+        seeds: seeds of random numbers for the two fillings. With different seeds, a random buffer counts as not
+            computed.
+        hint: hint of the error for buffers that are not computed.
 
     Raises:
-        LayoutError: buffers or plain tensor attributes that nobody computes; lists all of them.
+        LayoutError: some buffers or plain tensor attributes are not computed; the error lists all of them.
     """
     on_meta = [place for place in buffer_places(model, once=True) if place.tensor.is_meta]
     attributes = list(meta_attributes(model))
@@ -107,7 +108,7 @@ def compute_buffers(
     values = {id(place.tensor): second[place.fqn] for place in on_meta if place.fqn not in lost_ones}
     for place in on_meta:
         _put(place, values.get(id(place.tensor), place.tensor))
-    _follow(on_meta, attributes)
+    _update_aliases(on_meta, attributes)
     _refuse(
         [place.fqn for place in on_meta if place.fqn in lost_ones and not place.persistent],
         list(meta_attributes(model)),
@@ -116,19 +117,19 @@ def compute_buffers(
 
 
 def class_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a model's class computes and puts into no checkpoint, by the model's names, on the CPU.
+    """Return FQN -> value on the CPU of the non-persistent buffers that a model's class computes.
 
-    Only classes of transformers are known: nobody can tell the values of others. Random buffers are left out.
+    Only for transformers models, as the values of others are not known. Random buffers are left out.
 
     Args:
-        model: wrapped or not; it is left as it is.
+        model: any model, wrapped or not. It is not changed.
     """
     buffers: dict[str, torch.Tensor] = {}
     has_any = any(not isinstance(place.tensor, DTensor) for place in buffer_places(model, once=True))
     for prefix, twin in meta_twins(model, None) if has_any else ():
         if twin is None:
             continue
-        with contextlib.suppress(Exception):  # what it has computed by then counts
+        with contextlib.suppress(Exception):  # buffers that were computed before the error are used
             compute_buffers(twin, None, seeds=(0, 1))
         buffers |= {
             clean_name(prefix + place.fqn): place.tensor
@@ -139,14 +140,14 @@ def class_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def unlike_computed(model: nn.Module, computed: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of buffers that are far from what the model's class computes.
+    """Return the names of buffers whose values are far from those that the model's class computes.
 
-    `to_empty()` leaves such buffers: memory that nobody has written. Some differences do not count: rounding, and buffers
-    that a forward changes as it goes (rotary tables that grow with the length).
+    `to_empty()` leaves such buffers, with memory that was not written. Some differences do not count: rounding, and
+    changes that a forward makes (rotary tables that grow with the length).
 
     Args:
-        model: wrapped or not.
-        computed: from `class_buffers`.
+        model: any model, wrapped or not.
+        computed: result of `class_buffers`.
     """
     buffers = {
         place.fqn: place.tensor
@@ -161,7 +162,7 @@ def unlike_computed(model: nn.Module, computed: Mapping[str, torch.Tensor]) -> l
 
 
 def _are_close(buffer: torch.Tensor, computed: torch.Tensor) -> bool:
-    """True for values that differ by rounding to 16 bits at most, and for a buffer that has grown."""
+    """True for values that differ at most by rounding to 16 bits, and for a buffer whose shape has changed."""
     if buffer.shape != computed.shape:
         return True
     if not buffer.is_floating_point() or not computed.is_floating_point():
@@ -176,36 +177,36 @@ def _put(place: ModuleTensor, value: torch.Tensor) -> None:
 def _run(
     model: nn.Module, on_meta: list[ModuleTensor], init_buffers: InitBuffers | None, byte: int, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Compute the buffers over memory filled with one byte; return the value of each by name."""
+    """Compute the buffers over memory that is filled with one byte; return FQN -> value."""
     memory: dict[int, torch.Tensor] = {}  # one for each buffer, even if several modules share it
     for place in on_meta:
         if id(place.tensor) not in memory:
-            memory[id(place.tensor)] = filled(place.tensor, byte)
+            memory[id(place.tensor)] = filled_memory(place.tensor, byte)
         _put(place, memory[id(place.tensor)])
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # a random buffer is the same on all ranks
         if init_buffers is not None:
             init_buffers(model)
         else:
-            _run_transformers(model, {path for place in on_meta for path in around(place.path)})
+            _run_transformers(model, {path for place in on_meta for path in enclosing_paths(place.path)})
     values = {}
     for place in on_meta:
         value = getattr(place.module, place.name)
-        values[place.fqn] = value.detach().cpu() if not value.is_meta else filled(value, byte)
+        values[place.fqn] = value.detach().cpu() if not value.is_meta else filled_memory(value, byte)
     return values
 
 
 def _run_transformers(model: nn.Module, paths: set[str]) -> None:
-    """Call the `_init_weights` of the nearest transformers model around each module, inner modules first."""
+    """For each module, inner ones first, call the `_init_weights` of the nearest transformers model around it."""
     modules = dict(model.named_modules())
     for path in sorted(paths, key=lambda path: (-path.count(".") - bool(path), path)):
-        holder = next((h for h in map(modules.get, around(path)) if is_transformers(h)), None)
+        holder = next((h for h in map(modules.get, enclosing_paths(path)) if is_transformers(h)), None)
         if holder is not None:
             holder._init_weights(modules[path])
 
 
-def around(path: str) -> Iterator[str]:
-    """Yield a module's path and those of the modules around it, inner ones first."""
+def enclosing_paths(path: str) -> Iterator[str]:
+    """Yield a module's path and those of the modules around it, inner ones first: "a.b" gives "a.b", "a" and ""."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -213,13 +214,13 @@ def around(path: str) -> Iterator[str]:
 
 
 def meta_attributes(model: nn.Module) -> Iterator[_Attribute]:
-    """Yield tensors on meta that are neither parameter nor buffer, also those in a list or dict."""
+    """Yield tensors on meta in attributes other than parameters and buffers, including those in a list or dict."""
     for path, module in model.named_modules():
         registered = {id(tensor) for tensor in (*module.parameters(False), *module.buffers(False))}
         for name, value in vars(module).items():
             for key, tensor in _tensors_in(value):
-                # A dict or list may hold registered tensors (`_parameters` does). An attribute that is a
-                # second name of a buffer counts.
+                # A dict or list with registered tensors (such as `_parameters`) does not count, but a plain attribute
+                # that is a second name of a buffer does.
                 if tensor.is_meta and not (key and id(tensor) in registered):
                     fqn = full_name(path, name) + key
                     yield _Attribute(module=module, name=name if not key else "", fqn=fqn, tensor=tensor)
@@ -233,8 +234,8 @@ def _tensors_in(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((f"[{key!r}]", item) for key, item in items if isinstance(item, torch.Tensor))
 
 
-def _follow(on_meta: list[ModuleTensor], attributes: list[_Attribute]) -> None:
-    """Point attributes that were another name of a buffer at what the buffer is now."""
+def _update_aliases(on_meta: list[ModuleTensor], attributes: list[_Attribute]) -> None:
+    """Set attributes that were a second name of a buffer to the buffer's new tensor."""
     for attribute in attributes:
         for place in on_meta:
             value, old = getattr(place.module, place.name), place.tensor
@@ -259,25 +260,26 @@ def _refuse(buffers: list[str], attributes: list[_Attribute], hint: str) -> None
 
 
 def restore_buffers(model: nn.Module, values: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Give every buffer its computed value, on a device; it stays persistent, or not, as it was.
+    """Give every buffer its computed value, on a device. Whether it is persistent does not change.
 
-    A wrapper may have moved a buffer to meta, or given it memory without values; then it looks like any
-    other. An expanded one gets memory for all of its elements. An attribute that was another name of a buffer follows it.
+    All of them are set, since a wrapper may have moved a buffer to meta or given it memory without values, which cannot
+    be seen. An expanded buffer gets memory for all of its elements. Attributes that were a second name of a buffer are
+    set too.
 
     Args:
-        model: wrapped.
-        values: by clean FQN; a buffer that is not among them is only moved.
-        device: for all of them.
+        model: the wrapped model.
+        values: FQN without wrappers -> value. A buffer that is not listed is only moved.
+        device: the device for all buffers.
     """
     moved: dict[int, torch.Tensor] = {}
-    kept: list[torch.Tensor] = []  # so that no other tensor gets the id of an old one
+    kept: list[torch.Tensor] = []  # keeps old tensors alive, so that their ids are not reused
     for place in list(buffer_places(model)):
         old = place.tensor
         if isinstance(old, DTensor):
             continue
         new = moved.get(id(old))
         if new is None:
-            new = moved[id(old)] = _value(old, values.get(place.fqn), device)
+            new = moved[id(old)] = _restored_value(old, values.get(place.fqn), device)
             kept.append(old)
         if new is not old:
             setattr(place.module, place.name, new)
@@ -287,7 +289,7 @@ def restore_buffers(model: nn.Module, values: Mapping[str, torch.Tensor], device
 
 
 def memory_for_buffers(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return uninitialised memory for every buffer on meta, by clean FQN: the source has their values."""
+    """Return FQN without wrappers -> uninitialised memory, for buffers on meta whose values the source has."""
     return {
         place.fqn: torch.empty_like(place.tensor, device=device)
         for place in buffer_places(model)
@@ -295,8 +297,8 @@ def memory_for_buffers(model: nn.Module, device: torch.device) -> dict[str, torc
     }
 
 
-def _value(old: torch.Tensor, computed: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    if is_expanded(old):  # nothing can be written to it
+def _restored_value(old: torch.Tensor, computed: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    if is_expanded(old):  # an expanded tensor cannot be written
         old = old.detach().clone()
     if computed is None:
         return old if old.is_meta else old.to(device)
@@ -308,14 +310,16 @@ def _value(old: torch.Tensor, computed: torch.Tensor | None, device: torch.devic
 
 
 def equalise_buffers(model: nn.Module) -> list[str]:
-    """Give buffers that differ between ranks the values of rank 0; return the names that still differ.
+    """Give buffers that differ between ranks the values of rank 0; return the names of those that still differ.
 
-    They are compared by their digests, so only what differs is sent. Every rank calls it.
+    Buffers are compared by digests, so only differing ones are sent. Every rank calls it.
     """
-    differing = _differing(model)
+    differing = _differing_buffers(model)
     if not differing:
         return []
-    say(f"buffers differed between ranks and are now those of rank 0: {listed(differing)}", logging.WARNING)
+    log_once(
+        f"buffers differed between ranks and are now those of rank 0: {listed(differing)}", logging.WARNING
+    )
     buffers = {place.fqn: place.tensor for place in buffer_places(model)}
     with wire("sending buffers"):
         for fqn in differing:
@@ -324,11 +328,11 @@ def equalise_buffers(model: nn.Module) -> list[str]:
             dist.broadcast(flat_bytes(sent), 0)
             with torch.no_grad():
                 value.copy_(sent)
-    return _differing(model)
+    return _differing_buffers(model)
 
 
-def _differing(model: nn.Module) -> list[str]:
-    """Return the names of plain buffers that all ranks have, of one size, with different bytes."""
+def _differing_buffers(model: nn.Module) -> list[str]:
+    """Return the names of plain buffers that all ranks have with equal sizes but different bytes."""
     if world()[1] == 1:
         return []
     with agreed("comparing buffers") as exchanged:
@@ -347,17 +351,17 @@ def _differing(model: nn.Module) -> list[str]:
 
 
 def retie(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
-    """Make names that were one parameter one object again.
+    """Make tied names one object again.
 
     Args:
-        model: wrapped.
-        ties: groups of clean FQNs, the first of which is kept.
+        model: the wrapped model.
+        ties: groups of FQNs without wrappers. The parameter under the first name is kept.
 
     Raises:
-        LayoutError: ties that cannot be mended, because each end is sharded by itself or in another way.
+        LayoutError: some ties cannot be mended, because their names are sharded separately or in different ways.
     """
     parameters: dict[str, ModuleTensor] = {}
-    for place in places(model):
+    for place in tensor_places(model):
         if place.kind == "parameter":
             parameters.setdefault(place.fqn, place)
     managed = {id(shard.param) for shard in fsdp_shards(model)}

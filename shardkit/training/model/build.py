@@ -1,9 +1,9 @@
-"""A model without memory for its weights: parameters on meta, buffers computed, rows for every token.
+"""Build a model without memory for its weights: parameters on meta, buffers computed, embeddings with enough rows.
 
-A model that is built on the meta device loses its buffers, and those in no checkpoint come back as whatever
-memory held before. A model that is built on the CPU takes the memory of all of its weights, and the time to
-initialise them. So the model is built on the CPU, but each parameter moves to meta as soon as a module gets
-it. Its memory has not been touched by then, and code that initialises it later writes nothing.
+A model that is built on the meta device loses its buffers, and those in no checkpoint would later have random
+content. A model that is built on the CPU needs the memory of all of its weights, and the time to initialise them. So
+the model is built on the CPU, but each parameter is moved to meta as soon as a module gets it. Its memory has not been
+touched by then, and code that initialises it later has no effect.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ from shardkit.layout.layout import CannotBuildError
 from shardkit.operations.resolve import adapter_file, find_checkpoint
 from shardkit.training.model.buffers import InitBuffers, compute_buffers
 from shardkit.training.model.hidden import has_hidden
-from shardkit.training.ranks.agree import say
-from shardkit.training.ranks.local import buffer_places, places, refuse_lazy
+from shardkit.training.ranks.agree import log_once
+from shardkit.training.ranks.local import buffer_places, refuse_lazy, tensor_places
 
-MULTIPLE = 8  # rows of embeddings; tensor cores want it, and ranks up to 8 get shards of one size
+MULTIPLE = 8  # rows of embeddings: fast on tensor cores, and 2, 4 or 8 ranks get shards of equal size
 
 
 def align_vocab(model: nn.Module, tokenizer: Sized | int, *, multiple: int = MULTIPLE) -> dict[str, int]:
-    """Make the embeddings of a model on meta as long as a tokenizer needs; they never get shorter.
+    """Add rows to the embeddings of a model on meta until a tokenizer fits. Rows are never removed.
 
-    Input and output embeddings, tied or not, a bias of the output, and the config all change. transformers'
+    This changes input and output embeddings, tied or not, a bias of the output, and the config. transformers'
     own `resize_token_embeddings` would initialise and copy whole weights.
 
     Args:
-        model: of transformers, wrapped by PEFT or not; all of its parameters are on meta.
-        tokenizer: or the number of its tokens.
+        model: a transformers model, with or without PEFT, with all parameters on meta.
+        tokenizer: the tokenizer, or its number of tokens.
         multiple: the number of rows is rounded up to a multiple of this.
 
     Returns:
-        FQN -> rows before, for every parameter that was made longer, under its first name.
+        FQN (the first one, if tied) -> previous number of rows, for every parameter that got more rows.
 
     Raises:
-        UsageError: not a number of tokens, or not a model of transformers.
-        LayoutError: the model's class resizes embeddings in a way of its own.
+        UsageError: `tokenizer` is no valid number of tokens, or `model` is not a transformers model.
+        LayoutError: the model's class resizes embeddings in its own way.
     """
     tokens = tokenizer if isinstance(tokenizer, int) else len(tokenizer)
     if tokens < 1 or multiple < 1 or isinstance(tokenizer, bool):
@@ -87,10 +87,10 @@ def align_vocab(model: nn.Module, tokenizer: Sized | int, *, multiple: int = MUL
     head = inner.get_output_embeddings()
     outputs = head.parameters(recurse=False) if isinstance(head, nn.Module) else ()
     longer = [weight, *(param for param in outputs if param.shape[:1] == (old,))]
-    _refuse_own_way(inner)
+    _refuse_own_resizing(inner)
     _refuse_other_rows(inner, old, longer)
     grown = _lengthen(model, longer, rows)
-    _record(inner, old, rows)
+    _set_vocab_size(inner, old, rows)
     return grown
 
 
@@ -105,7 +105,7 @@ def _embedding_model(model: nn.Module) -> Any:
     return inner
 
 
-def _refuse_own_way(inner: Any) -> None:
+def _refuse_own_resizing(inner: Any) -> None:
     from transformers import PreTrainedModel
 
     methods = ("resize_token_embeddings", "_resize_token_embeddings", "_get_resized_embeddings")
@@ -120,14 +120,14 @@ def _refuse_own_way(inner: Any) -> None:
 
 
 def _refuse_other_rows(inner: nn.Module, old: int, longer: list[nn.Parameter]) -> None:
-    """Refuse a model in which something else has a row for each token: that would stay short."""
+    """Raise an error if other tensors of the model seem to have an element for each token, as they would stay short."""
     longer_ids = {id(param) for param in longer}
     per_token_names = [
         clean_name(name)
         for name, param in inner.named_parameters()
         if id(param) not in longer_ids and param.ndim == 1 and param.shape[0] == old
     ]
-    # If a width happened to equal the vocabulary's, many tensors would have it, not a bias or two.
+    # This is no coincidence: if a layer's width were equal to the vocabulary's size, many tensors would have that size.
     per_token_names += [
         clean_name(name) for name, buffer in inner.named_buffers() if buffer.shape[-1:] == (old,)
     ]
@@ -145,7 +145,7 @@ def _lengthen(model: nn.Module, longer: list[nn.Parameter], rows: int) -> dict[s
             memoryless = torch.empty((rows, *param.shape[1:]), dtype=param.dtype, device="meta")
             new[id(param)] = nn.Parameter(memoryless, requires_grad=param.requires_grad)
     grown: dict[int, tuple[str, int]] = {}
-    for place in places(model, once=True):
+    for place in tensor_places(model, once=True):
         if id(place.tensor) in new:
             old = place.tensor.shape[0]
             setattr(place.module, place.name, new[id(place.tensor)])
@@ -156,8 +156,8 @@ def _lengthen(model: nn.Module, longer: list[nn.Parameter], rows: int) -> dict[s
     return dict(grown.values())
 
 
-def _record(inner: Any, old: int, rows: int) -> None:
-    """Put the number of rows in the config, and wherever else transformers models keep it."""
+def _set_vocab_size(inner: Any, old: int, rows: int) -> None:
+    """Set the number of rows in the config, and in the attributes where transformers models have a copy of it."""
     inner.config.get_text_config().vocab_size = rows
     for module in inner.modules():
         if getattr(module, "vocab_size", None) == old and is_transformers(module):
@@ -165,9 +165,9 @@ def _record(inner: Any, old: int, rows: int) -> None:
 
 
 BuildModel = Callable[[], nn.Module] | str | os.PathLike[str] | nn.Module
-"""What `build_model` takes."""
+"""The argument of `build_model`."""
 
-# What torch says of an operation on meta that needs values, e.g. "Tensor.item() cannot be called on meta tensors".
+# Errors of torch for operations on meta that need values, e.g. "Tensor.item() cannot be called on meta tensors".
 _NO_VALUE = re.compile(r"\bmeta (tensor|device|backend)|Tensor\.__format__|Device 'meta'", re.IGNORECASE)
 _BUILD_WITH_MEMORY = (
     "build it with memory: model = shardkit.wrap(build(), mesh), and then shardkit.load_into(model, source), which fills it "
@@ -187,27 +187,26 @@ def build_model(
     moved: list[nn.Parameter] | None = None,
     home: str | None = None,
 ) -> nn.Module:
-    """Build a model whose parameters are on meta and whose buffers are on the CPU, computed.
+    """Build a model whose parameters are on meta and whose buffers are computed, on the CPU.
 
     Args:
-        what: a function that returns the model, whatever it does on the way; a directory with a
-            config.json or a repo id, whose model transformers builds; or a model on meta, whose buffers
-            are computed anew.
-        dtype: of floating parameters, "bf16", "fp16", "fp32" or a torch dtype; None keeps the model's own.
+        what: a function that returns the model, in any way; a directory with a config.json or a repo id, whose
+            model transformers builds; or a model on meta, whose buffers are computed anew.
+        dtype: dtype of floating parameters, "bf16", "fp16", "fp32" or a torch dtype; None keeps the model's own.
             Parameters that the model's class makes or lists as fp32 are fp32 under half precision, as with
             `from_pretrained`. Buffers keep the dtype that the model gave them.
-        init_buffers: computes the buffers of a model on meta; None takes transformers' own initialisation.
+        init_buffers: computes the buffers of a model on meta; None uses transformers' own initialisation.
         trust_remote_code: the model's own code, in the directory or repo, may run.
-        dequantize: a config may say that its weights are quantised; the model has plain ones.
-        seed: of buffers that are random. Building does not change the random numbers that others draw.
-        moved: is extended by every parameter that a module got while the model was built.
-        home: what `find_config` found; None looks for it.
+        dequantize: accept a config of quantised weights; the model has plain ones.
+        seed: seed of random buffers. Building does not change the state of the random generator.
+        moved: list to which all parameters are added that modules get while the model is built.
+        home: result of `find_config`, or None.
 
     Returns:
-        The model. Persistent buffers that nothing computes are left on meta: the source may have them.
+        The model. Persistent buffers that nothing computes are left on meta, because the source may have them.
 
     Raises:
-        UsageError: `what` is none of these, the dtype is not one, or the model is wrapped or
+        UsageError: `what` is none of these, the dtype is not valid, or the model is wrapped or
             has memory already.
         LayoutError: the model cannot be built, nothing computes some buffers, or parameters have no shape.
     """
@@ -230,7 +229,7 @@ def build_model(
             files = (read_json(directory, name) for name in (GENERATION_CONFIG, CONFIG))
             set_generation_config(model, directory, *files)
         elif callable(what):
-            model = _call(what, moved)
+            model = _build_on_meta(what, moved)
         else:
             raise UsageError(
                 f"build_model is a {type(what).__name__}",
@@ -251,10 +250,10 @@ def build_model(
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the floating dtype of a name; None for None.
+    """Return the floating dtype with a name; None for None.
 
     Raises:
-        UsageError: it is not the name of one.
+        UsageError: this is not the name of a floating dtype.
     """
     if isinstance(dtype, str):
         dtype_entry = CASTS.get(short_dtype(dtype)) or BY_NAME.get(dtype)
@@ -272,16 +271,17 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _is_convertible(dtype: torch.dtype) -> bool:
-    """True for floating types whose values need no separate scale."""
+    """True for floating dtypes whose values need no separate scale."""
     return dtype.is_floating_point and dtype.itemsize >= 2
 
 
 @contextlib.contextmanager
 def parameters_on_meta(moved: list[nn.Parameter]) -> Iterator[None]:
-    """Move every parameter that a module gets to meta while this is active; the object stays the same.
+    """Move every parameter that a module gets in this context to meta. It stays the same object where possible.
 
     Args:
-        moved: is extended by these parameters, and by their deep copies, which modules get in another way.
+        moved: list to which these parameters are added, and their deep copies, which are not registered in modules by
+            the patched method.
     """
     register, copied = nn.Module.register_parameter, nn.Parameter.__deepcopy__
     replaced = WeakIdKeyDictionary()
@@ -306,7 +306,7 @@ def parameters_on_meta(moved: list[nn.Parameter]) -> Iterator[None]:
 
 
 def _to_meta(param: nn.Parameter, replaced: WeakIdKeyDictionary) -> nn.Parameter:
-    """Move a parameter to meta. Whatever holds it (a tie, a list) holds the one on meta from then on."""
+    """Move a parameter to meta, in place, so that other references to it (a tie, a list) are to the one on meta."""
     if param.is_meta or isinstance(param, nn.parameter.UninitializedParameter):
         return param
     if param in replaced:
@@ -319,13 +319,13 @@ def _to_meta(param: nn.Parameter, replaced: WeakIdKeyDictionary) -> nn.Parameter
     twin.__dict__.update(vars(param))
     try:
         torch.utils.swap_tensors(param, twin)  # type: ignore[no-untyped-call]
-    except RuntimeError:  # autograd, or a weak reference, holds on to the old self
+    except RuntimeError:  # autograd or a weak reference refers to the old object
         replaced[param] = twin
         return twin
     return param
 
 
-def _call(build: Callable[[], nn.Module], moved: list[nn.Parameter]) -> nn.Module:
+def _build_on_meta(build: Callable[[], nn.Module], moved: list[nn.Parameter]) -> nn.Module:
     try:
         with parameters_on_meta(moved):
             model = build()
@@ -346,12 +346,12 @@ def find_config(what: str, revision: str | None) -> str:
     """Return the directory with a model's config and code.
 
     Args:
-        what: a directory, a file in it, or a repo id.
-        revision: of a repo id.
+        what: the directory, a file in it, or a repo id.
+        revision: the revision of the repo, or None.
 
     Raises:
-        LayoutError: there is something, and no config; it says what it is.
-        SourceError, ResourceError: there is nothing, or it cannot be downloaded.
+        LayoutError: the path exists but has no config; the error states what is there.
+        SourceError, ResourceError: the path does not exist, or the repo cannot be downloaded.
     """
     from shardkit.formats.hub.repo import fetch_files, named_repo
 
@@ -373,8 +373,8 @@ def find_config(what: str, revision: str | None) -> str:
 
 
 def _no_config(path: str, kind: str = "") -> LayoutError:
-    """Return an error that says what is at a path from which no model can be built, and what to give instead."""
-    kind, source = (kind, None) if kind else _what_it_is(path)
+    """Return the error for a path without a config: it states what is there, and what to pass instead."""
+    kind, source = (kind, None) if kind else _describe_path(path)
     give = "give the model's directory or repo id, or a function that builds it"
     return LayoutError(
         f"{escape(path)} is {kind}, and has no config.json to build a model from",
@@ -382,8 +382,8 @@ def _no_config(path: str, kind: str = "") -> LayoutError:
     )
 
 
-def _what_it_is(path: str) -> tuple[str, str | None]:
-    """Return what is at a path, and how to give it to `prepare` as a source; None if it cannot be one."""
+def _describe_path(path: str) -> tuple[str, str | None]:
+    """Return (description of a path, Python expression to pass it to `prepare` as a source, or None)."""
     if adapter_file(path) is not None:
         return "a PEFT adapter", None
     is_directory = storage.isdir(path)
@@ -413,13 +413,13 @@ def _from_config(
     trust_remote_code: bool,
     dequantize: bool,
 ) -> nn.Module:
-    """Build the model of `from_pretrained`, on meta, in the dtype in which that would compute buffers.
+    """Build the model that `from_pretrained` would build, on meta, in the dtype in which it would compute buffers.
 
-    transformers' models can compute their buffers anew, so no parameter is ever allocated: a single one, of
-    all experts of a layer, may be larger than the machine.
+    transformers models can compute their buffers anew, so no parameter is ever allocated. A single one, with all
+    experts of a layer, may be larger than the machine's memory.
     """
     try:
-        import transformers  # noqa: F401 - is it here?
+        import transformers  # noqa: F401 - checks that it is installed
     except ImportError as error:
         raise UsageError(
             "building a model from its config needs transformers",
@@ -427,7 +427,7 @@ def _from_config(
         ) from error
     try:
         model_class, config = find_class(directory, trust_remote_code=trust_remote_code)
-    except CannotBuildError as error:  # which has a meaning for `preshard` alone
+    except CannotBuildError as error:  # only `preshard` treats this class in a special way
         raise LayoutError(error.message, problems=error.problems, hint=error.hint or _BUILD_IT) from error
     _without_quantisation(config, directory, dequantize=dequantize)
     options = {} if dtype is None else {"dtype": dtype}
@@ -439,9 +439,9 @@ def _from_config(
             compute_buffers(model, init_buffers)
             if not any(buffer.is_meta for buffer in model.buffers()) and not has_hidden(model):
                 return model
-        # The model's code reads values that it made, or only __init__ computes a buffer, or what an object holds: meta has
-        # none of them.
-        return _call(lambda: model_class._from_config(config, **options), moved)
+        # The model's code needs values that meta does not have: it reads values while it builds, or only __init__
+        # computes a buffer or a tensor in another object.
+        return _build_on_meta(lambda: model_class._from_config(config, **options), moved)
     except ImportError as error:
         raise LayoutError(
             f"{model_class.__name__} needs a package that is not here: {escape(str(error))}",
@@ -452,15 +452,17 @@ def _from_config(
 def set_generation_config(
     model: nn.Module, directory: str, generation: dict[str, Any] | None, config: dict[str, Any] | None = None
 ) -> None:
-    """Give a model of transformers the generation config that `from_pretrained` would give it.
+    """Give a transformers model the generation config that `from_pretrained` would give it.
 
-    One that the code around the model has set stays. One that cannot be used is a warning: training needs none.
+    A generation config that the user's code has set stays. One that cannot be used causes a warning, as training needs
+    none.
 
     Args:
-        model: as it was built, wrapped by PEFT or not.
-        directory: where the files lie, for messages.
-        generation: generation_config.json; None if there is none.
-        config: config.json, which is read without that file: transformers 5 keeps its words about generation nowhere else.
+        model: the new model, with or without PEFT.
+        directory: the directory of the files, for messages.
+        generation: the content of generation_config.json, or None.
+        config: the content of config.json, used if there is no generation_config.json. In transformers 5 the model's
+            own config lacks the settings for generation that the file has.
 
     Source: transformers 5.24, GenerationMixin.adjust_generation_fn and GenerationConfig.from_pretrained.
     """
@@ -476,14 +478,14 @@ def set_generation_config(
         elif config is not None and hasattr(inner, "adjust_generation_fn"):
             inner.generation_config = GenerationConfig.from_model_config(config)
     except (AttributeError, TypeError, ValueError) as error:
-        say(
+        log_once(
             f"{GENERATION_CONFIG} of {escape(directory)} is not used: {escape(str(error))}; generate follows {CONFIG}",
             logging.WARNING,
         )
 
 
 def is_derived(generation: Any) -> bool:
-    """True for a generation config that was made of a model's config, by transformers, and is as it was made."""
+    """True for a generation config that transformers derived from a model's config, and that has not changed since."""
     original_hash = getattr(generation, "_original_object_hash", None)
     return bool(getattr(generation, "_from_model_config", False)) and original_hash in (
         None,
@@ -492,7 +494,7 @@ def is_derived(generation: Any) -> bool:
 
 
 def _without_quantisation(config: Any, directory: str, *, dequantize: bool) -> None:
-    """Take out of a config how its weights are quantised, or refuse it: the model has plain ones."""
+    """Remove the quantisation from a config, since the model has plain weights, or raise an error."""
     for part in _parts(config):
         described = getattr(part, "quantization_config", None)
         if not described:
@@ -504,9 +506,9 @@ def _without_quantisation(config: Any, directory: str, *, dequantize: bool) -> N
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """Yield a config of transformers and those of its parts, at any depth."""
+    """Yield a transformers config and those of its parts, at any depth."""
     yield config
-    # A model with its own code need not list its parts.
+    # The config of a model with its own code need not list its parts.
     for name in {*getattr(config, "sub_configs", ()), "text_config"}:
         part = getattr(config, name, None)
         if part is not None and part is not config:
@@ -514,7 +516,7 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _own_dtype(model: nn.Module) -> torch.dtype | None:
-    """Return the dtype in which a transformers model was built; its fp32 modules differ from it."""
+    """Return the dtype in which a transformers model was built, apart from its fp32 modules, or None."""
     dtype = getattr(getattr(model, "config", None), "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else None
 
@@ -539,7 +541,7 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _check_parameters(model: nn.Module, *, is_given: bool) -> None:
-    """Refuse parameters that cannot be sharded or already have memory; move overlooked ones to meta."""
+    """Raise an error for lazy parameters, or if the user's model has memory; move overlooked parameters to meta."""
     refuse_lazy(model)
     real = {name: param for name, param in model.named_parameters() if not param.is_meta}
     if is_given and real:
@@ -550,9 +552,9 @@ def _check_parameters(model: nn.Module, *, is_given: bool) -> None:
             ],
             hint="give the function that builds it instead, or build it under torch.device('meta')",
         )
-    if real:  # put into a module past `register_parameter`
+    if real:  # set in a module without `register_parameter`
         replaced = WeakIdKeyDictionary()
-        for place in places(model, once=True):
+        for place in tensor_places(model, once=True):
             if isinstance(place.tensor, nn.Parameter):
                 setattr(place.module, place.name, _to_meta(place.tensor, replaced))
 
@@ -564,7 +566,7 @@ def _buffers_to_cpu(model: nn.Module) -> None:
 
 
 def _set_dtypes(model: nn.Module, dtypes: ClassDtypes) -> None:
-    """Give floating parameters their dtypes, and fp32 to buffers for which the model's class wants it."""
+    """Convert floating parameters to their dtypes, and buffers that the model's class keeps in fp32."""
     for name, param in model.named_parameters():
         if _is_convertible(param.dtype):
             param.data = param.data.to(dtypes.of(clean_name(name)))

@@ -1,4 +1,4 @@
-"""Comparing a model with its source: what is read, what is initialised, and every difference at once."""
+"""Compare a model with its source: decide which tensors are read or initialised, and report all differences at once."""
 
 from __future__ import annotations
 
@@ -24,60 +24,60 @@ from shardkit.transfer.checks import CheckedSource
 from shardkit.transfer.sources import same_bytes
 
 Missing = Literal["error", "init"] | Sequence[str]
-"""What to do about tensors that the source lacks."""
+"""Treatment of tensors that the source lacks, see `check_fit`."""
 
 _EXPERT = re.compile(r"(?:^|\.)experts\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFit:
-    """How a model that fits its source is filled."""
+    """The result of comparing a model with a source that fits it."""
 
     initialised: frozenset[str] = frozenset()
-    """FQNs that are not read."""
+    """FQNs of tensors that are not read."""
     grown: Mapping[str, int] = field(default_factory=dict)
-    """FQN -> rows in the source, for tensors that are longer in the model."""
+    """FQN -> number of rows in the source, for tensors with more rows in the model."""
     notes: tuple[str, ...] = ()
 
 
-@dataclass(kw_only=True, repr=False)  # no slots: weak references lead to it
+@dataclass(kw_only=True, repr=False)  # no slots, because there are weak references to it
 class ModelInitializationContext:
-    """A prepared model: what it must hold, where that comes from, and what is made anew.
+    """A prepared model: its tensors, the source of their values, and the tensors that are initialised.
 
-    `prepare` returns it and `finalize` consumes it. It holds no weights but buffers.
+    `prepare` returns it and `finalize` consumes it. It contains no weights, only buffers.
     """
 
     model: nn.Module
-    """Parameters on meta, buffers real on the CPU."""
+    """The model, with parameters on meta and real buffers on the CPU."""
     source: object
-    """As it was given: a path, a repo id, or what `from_rank` returned; None initialises from scratch."""
+    """The user's source: a path, a repo id, or the result of `from_rank`; None initialises everything."""
     weights: Weights | None
-    """None without a source, or if this rank cannot open it; `unavailable` says why."""
+    """The source's weights; None without a source, or if this rank cannot open it (see `unavailable`)."""
     unavailable: str | None = None
-    """Why this rank cannot open the source that others can open."""
+    """Why this rank cannot open the source, while others can; else None."""
     expected: dict[str, ExpectedTensor] = field(default_factory=dict)
-    """Every parameter and buffer (non-persistent ones too) by clean FQN, ties under their first name."""
+    """FQN without wrappers (the first one, if tied) -> parameter or buffer, including non-persistent ones."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Groups of names that are one parameter, first name first."""
     initialised: frozenset[str] = frozenset()
     """FQNs that are initialised and not read: `missing`, new heads, or everything without a source."""
     grown: dict[str, int] = field(default_factory=dict)
-    """FQN -> rows in the source, for tensors that `align_vocab` made longer; new rows are initialised."""
+    """FQN -> number of rows in the source, for tensors to which `align_vocab` added rows; these are initialised."""
     factoring: Factoring = field(default_factory=Factoring)
-    """Which weights are OSFT factors, and whether they are computed or read."""
+    """The weights that are OSFT factors, and whether they are computed or read."""
     seed: int = 0
-    """Of everything that is initialised; the same on every rank."""
+    """Seed of initialised values, equal on every rank."""
     blueprint: nn.Module | None = None
-    """A copy of the plain model on meta, whose initialisation makes what is not read; None if all is read."""
+    """A copy of the plain model on meta, which computes initialised values; None if every tensor is read."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Every buffer's computed value on the CPU, by clean FQN: finalize restores what a wrapper lost."""
+    """FQN without wrappers -> computed value of the buffer on the CPU; finalize restores buffers from these."""
     notes: tuple[str, ...] = ()
-    """What a person should be told, once."""
+    """Remarks for the user, equal on all ranks."""
     checked: CheckedSource | None = None
-    """How much of the source all ranks together compared with the CRC-32s in it; `finalize` sets it."""
+    """The amount of data that all ranks together compared with the source's CRC-32s; `finalize` sets it."""
 
     def __repr__(self) -> str:
-        """Say in one line what there is: the default would print the model and every tensor."""
+        """Return one line; the default would print the model and every tensor."""
         num_initialised, source = (
             len(self.initialised),
             "no source" if self.source is None else escape(str(self.source)),
@@ -89,7 +89,7 @@ class ModelInitializationContext:
 
 
 def supply_of(ctx: ModelInitializationContext) -> Supply:
-    """Return a prepared model's supply: its weights, and which tensors are initialised or computed."""
+    """Return a prepared model's supply: its weights, and the tensors that are initialised or computed instead."""
     return Supply(
         weights=ctx.weights,
         unavailable=ctx.unavailable,
@@ -121,20 +121,20 @@ def check_fit(
     """Compare names, shapes and dtypes of a model with its source.
 
     Args:
-        expected: every parameter and buffer, ties under their first name.
+        expected: first FQN -> parameter or buffer, for all of them.
         ties: groups of names that are one parameter, the first name first.
         weights: the source, opened for this model.
-        missing: "error"; "init" initialises what the source lacks, unless it looks renamed; globs over FQNs
-            initialise what they match and the source lacks. With either of the last two, the source may also
-            have weights that the model lacks, such as another head or tower, but no further blocks of its own.
-        grown: FQN -> rows that the model had, for tensors that `align_vocab` made longer.
-        initialises: the caller has a `missing` argument, for the hint.
-        elsewhere: stored names for which the models of other ranks have a place, as stages of a pipeline do.
-        computed: FQNs of buffers whose values the caller has where the source lacks them.
+        missing: treatment of tensors that the source lacks: "error" raises an error; "init" initialises them, unless
+            they look renamed; globs over FQNs initialise those that match. With either of the last two, the source
+            may also have weights that the model lacks, such as another head or tower, but no further blocks.
+        grown: FQN -> previous number of rows, for tensors to which `align_vocab` added rows.
+        initialises: true if the caller has a `missing` argument, for the hint.
+        elsewhere: stored names that have a place in the models of other ranks, such as other pipeline stages.
+        computed: FQNs of buffers for which the caller has values in case the source lacks them.
 
     Raises:
-        LayoutError: the source is quantised, stores modules in pieces that the model holds fused, or differs;
-            lists every missing, unexpected and wrong tensor.
+        LayoutError: the source is quantised, stores modules in pieces that are fused in the model, or differs; the
+            error lists every missing, unexpected and wrong tensor.
         UsageError: a glob matches nothing.
     """
     tied = {group[0]: tuple(group) for group in ties}
@@ -179,10 +179,10 @@ def check_fit(
 
 
 def check_ties(ties: Iterable[Sequence[str]], weights: Weights) -> None:
-    """Compare the stored values of names that are one parameter in the model and stored several times.
+    """Compare the stored values of tied names that are stored several times.
 
     Raises:
-        LayoutError: they differ, so that one of them would be lost.
+        LayoutError: the values differ, so that one of them would be lost.
         IntegrityError, ResourceError: a file cannot be read as described.
     """
     problems = [f"{escape(first)} and {escape(second)}" for first, second, _ in diverged_ties(ties, weights)]
@@ -194,16 +194,16 @@ def check_ties(ties: Iterable[Sequence[str]], weights: Weights) -> None:
 
 
 def check_untied(broken: Iterable[BrokenTie], weights: Weights | None) -> None:
-    """Refuse a model with separate parameters that its class ties: filled alike, they would train apart.
+    """Raise an error for separate parameters that the model's class ties, as they would diverge in training.
 
-    If the source stores two values, they are really two parameters.
+    If the source stores two different values, they are meant to be two parameters and accepted.
 
     Args:
-        broken: of the model.
-        weights: the source, opened for this model; None if there is none.
+        broken: result of `broken_ties` for the model.
+        weights: the source, opened for this model; or None.
 
     Raises:
-        LayoutError: there are such parameters; names all of them.
+        LayoutError: there are such parameters; the error names all of them.
         IntegrityError, ResourceError: a file cannot be read as described.
     """
     apart = [tie for tie in broken if weights is None or not diverged_ties([tie], weights)]
@@ -216,12 +216,12 @@ def check_untied(broken: Iterable[BrokenTie], weights: Weights | None) -> None:
 
 
 def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple[str, str, str]]:
-    """Return names that are one parameter in the model and whose values in the source differ.
+    """Return tied names whose values in the source differ.
 
-    It reads them unless they lie in one place, so one rank should do it for all.
+    Values are read unless they share a place in the source, so one rank should do this for all.
 
     Returns:
-        (stored name of the first, stored name of another, FQN of that other).
+        (stored name of the first tensor, stored name of another, FQN of the other).
 
     Raises:
         IntegrityError, ResourceError: a file cannot be read as described.
@@ -245,13 +245,15 @@ def diverged_ties(ties: Iterable[Sequence[str]], weights: Weights) -> list[tuple
 
 
 def _lost_blocks(unused: Iterable[str], used: Iterable[str], lacking: Iterable[str]) -> set[str]:
-    """Return stored names in numbered blocks of the model's own, or that may be its own under other names.
+    """Return the unused stored names in numbered blocks that seem to be the model's, so that they must not be ignored.
 
-    A model that is a part of the source's, such as the vision tower of CLIP, has nothing from the lists of other towers.
+    These are blocks in lists from which the model reads other blocks, or, if the model lacks blocks itself, all blocks,
+    as they may be renamed. If the model is a part of the source, such as CLIP's vision tower, the lists of other
+    towers may be ignored.
 
     Args:
-        unused: stored names that the model has no place for.
-        used: stored names that it is filled from.
+        unused: stored names that have no place in the model.
+        used: stored names from which the model is filled.
         lacking: FQNs that the source lacks.
     """
     used_blocks = {_blocks(name) for name in used}
@@ -265,13 +267,13 @@ def _lost_blocks(unused: Iterable[str], used: Iterable[str], lacking: Iterable[s
 
 
 def _blocks(name: str) -> str | None:
-    """Return the path of the outermost list of numbered modules that a tensor is in."""
+    """Return the path of the outermost list of numbered modules around a tensor, or None."""
     match = IN_BLOCK.search(name)
     return None if match is None else name[: match.start()]
 
 
 def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> None:
-    """Refuse modules that hold several stored tensors as one: they must not stay as initialised."""
+    """Raise an error for fused tensors of the model that cannot be made of the source's, so that they stay unfilled."""
     parts: dict[str, list[str]] = {}
     for stored, fqn in weights.match.fused.items():
         parts.setdefault(fqn, []).append(stored)
@@ -300,7 +302,7 @@ def _refuse_fused(expected: Mapping[str, ExpectedTensor], weights: Weights) -> N
 
 
 def _choose(sides: _ModelAndSource, lacking: Sequence[str], missing: Missing) -> list[str]:
-    """Return which of the tensors that the source lacks are initialised."""
+    """Return the FQNs, among those that the source lacks, that are initialised."""
     if missing == "init":
         return list(lacking)
     if missing == "error":
@@ -339,7 +341,7 @@ def _problems(sides: _ModelAndSource, lacking: Sequence[str], unexpected: Sequen
 
 
 def _compare(sides: _ModelAndSource, grown: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
-    """Return the rows of grown tensors in the source, and what is wrong with shapes and dtypes."""
+    """Return (FQN of each grown tensor -> rows in the source, problems with shapes and dtypes)."""
     weights = sides.weights
     rows: dict[str, int] = {}
     wrong: list[str] = []
@@ -380,10 +382,13 @@ def _hint(
 
 
 def _refuse_renamed(sides: _ModelAndSource, initialised: Collection[str], *, guess: bool) -> None:
-    """Refuse to initialise a tensor that the source seems to have under another name.
+    """Raise an error if a tensor would be initialised that the source seems to have under another name.
 
     Args:
-        guess: the caller did not name what is to be initialised, so equal shapes are reason enough.
+        sides: the model and its source.
+        initialised: FQNs to be initialised.
+        guess: true if the user did not list these tensors; then an unused stored tensor with an equal shape and end of
+            the name is sufficient reason.
     """
     weights, expected = sides.weights, sides.expected
     by_look: dict[tuple[tuple[int, ...], str], list[str]] = {}

@@ -1,8 +1,8 @@
-"""The values that a model's own initialisation gives, one whole tensor at a time, the same in any world.
+"""Compute a model's initial values, one whole tensor at a time, independent of the number of ranks.
 
-If local shards were initialised in place, every rank would get the same rows. If one generator were used for
-all, a tensor would depend on those before it. So each module's parameters are made whole on the CPU, from a
-generator seeded with the seed and the module's name, and then sliced.
+If shards were initialised in place, every rank would get the same rows. If one generator were used for all tensors,
+each would depend on those before it. So each module's parameters are created whole on the CPU, with a generator that is
+seeded from the user's seed and the module's name, and then sliced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardkit.keys.names import clean_name
 from shardkit.keys.peft import base_name
 from shardkit.layout.classes import is_transformers, transformers_model
 from shardkit.training.fill.reading import Filled
-from shardkit.training.model.buffers import FILLS, around, filled, same_bits
+from shardkit.training.model.buffers import FILLS, enclosing_paths, filled_memory, same_bits
 from shardkit.training.model.fit import ModelInitializationContext
 from shardkit.training.ranks.local import LocalShard, full_name
 
@@ -36,19 +36,19 @@ _STD = 0.02  # transformers' default initializer_range
 
 
 def initialise(ctx: ModelInitializationContext, fqns: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors as the model's own initialisation makes them, whole, on the CPU.
+    """Yield whole tensors on the CPU with the values of the model's own initialisation.
 
-    A tensor depends on the seed and its module alone. One module's parameters are in memory at a time.
+    A tensor depends only on the seed and its module. The parameters of one module are in memory at a time.
 
     Args:
-        ctx: with a blueprint.
-        fqns: which parameters, by their first names; a buffer among them has its computed value.
+        ctx: a context with a blueprint.
+        fqns: first names of the parameters. Buffers may be among them; they get their computed values.
 
     Yields:
         (FQN, tensor) in the model's order.
 
     Raises:
-        LayoutError: parameters that nothing initialises; lists those of a module.
+        LayoutError: nothing initialises some parameters; the error lists those of one module.
     """
     remaining = set(fqns)
     modules = dict(ctx.blueprint.named_modules()) if ctx.blueprint is not None else {}
@@ -74,20 +74,19 @@ def initialise(ctx: ModelInitializationContext, fqns: Collection[str]) -> Iterat
 
 
 def new_rows(ctx: ModelInitializationContext, fqn: str) -> torch.Tensor:
-    """Return the rows that a grown tensor has beyond those of the source, on the CPU.
+    """Return the values, on the CPU, of the rows that `align_vocab` added to a tensor.
 
-    Weights are what the model's `_init_weights` makes of such a layer, usually normal with its
-    initializer_range; biases are zero. transformers draws new weights from the distribution of the old rows,
-    for which it needs all of those.
+    Weights get the values of the model's `_init_weights`, usually normal with its initializer_range; biases are zero.
+    (transformers itself draws new weights from the distribution of the old rows, for which it needs all of these.)
 
     Args:
-        ctx: with a blueprint.
-        fqn: in `ctx.grown`.
+        ctx: a context with a blueprint.
+        fqn: a key of `ctx.grown`.
     """
     expected, blueprint = ctx.expected[fqn], ctx.blueprint
     assert blueprint is not None
     rows = expected.shape[0] - ctx.grown[fqn]
-    with _seeded(ctx.seed, f"{_seed_name(fqn)}[{ctx.grown[fqn]}:]"), torch.no_grad():
+    with _seeded_generator(ctx.seed, f"{_seed_name(fqn)}[{ctx.grown[fqn]}:]"), torch.no_grad():
         if len(expected.shape) == 1:
             return torch.zeros(rows, dtype=expected.dtype)
         layer = nn.Embedding(rows, expected.shape[1], dtype=expected.dtype)
@@ -99,16 +98,16 @@ def new_rows(ctx: ModelInitializationContext, fqn: str) -> torch.Tensor:
         return layer.weight.detach()
 
 
-def not_repeated(blueprint: nn.Module, writes: Mapping[str, int], fqns: Collection[str]) -> list[str]:
-    """Return parameters that were written while the model was built, by code that `initialise` does not run.
+def lost_initialisations(blueprint: nn.Module, writes: Mapping[str, int], fqns: Collection[str]) -> list[str]:
+    """Return the parameters that the building of the model wrote by code that `initialise` does not run.
 
-    Such code is outside the module that has the parameter, such as `nn.init.zeros_(self.head.weight)` in
-    a model's `__init__`. transformers' models keep all of it in `_init_weights`, and write some
-    parameters several times.
+    Such code is outside the parameter's own module, for example `nn.init.zeros_(self.head.weight)` in
+    a model's `__init__`. transformers models are not checked: they have all such code in `_init_weights`, and write
+    some parameters several times.
 
     Args:
-        blueprint: on meta.
-        writes: FQN -> how often a parameter was written while the model was built.
+        blueprint: the model on meta.
+        writes: FQN -> number of times that the parameter was written while the model was built.
         fqns: the parameters to be initialised.
     """
     missed: list[str] = []
@@ -117,7 +116,7 @@ def not_repeated(blueprint: nn.Module, writes: Mapping[str, int], fqns: Collecti
         parameters = dict(module.named_parameters(recurse=False))
         named = {full_name(path, name): param for name, param in parameters.items()}
         named = {fqn: param for fqn, param in named.items() if fqn in fqns and writes.get(fqn)}
-        if not named or any(is_transformers(modules[outer]) for outer in around(path)):
+        if not named or any(is_transformers(modules[outer]) for outer in enclosing_paths(path)):
             continue
         before = {fqn: times_written(param) for fqn, param in named.items()}
         with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -128,7 +127,7 @@ def not_repeated(blueprint: nn.Module, writes: Mapping[str, int], fqns: Collecti
 
 
 def _make(modules: dict[str, nn.Module], path: str, seed: int) -> dict[str, torch.Tensor]:
-    """Return a module's own parameters, initialised; it is proved that each was written."""
+    """Return a module's own parameters, initialised, after a check that each was written."""
     first = _run(modules, path, seed, FILLS[0])
     if any(map(_may_be_unwritten, first.values())):
         second = _run(modules, path, seed, FILLS[1])
@@ -143,26 +142,26 @@ def _make(modules: dict[str, nn.Module], path: str, seed: int) -> dict[str, torc
 
 
 def _may_be_unwritten(tensor: torch.Tensor) -> bool:
-    """True if an element looks as it did before anything was written: NaN, -1 or True."""
+    """True if an element has the value of the first filling: NaN, -1 or True."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(torch.isnan(tensor).any())
-    return bool((tensor == filled(tensor.new_empty(1), FILLS[0])).any())
+    return bool((tensor == filled_memory(tensor.new_empty(1), FILLS[0])).any())
 
 
 def _run(modules: dict[str, nn.Module], path: str, seed: int, byte: int) -> dict[str, torch.Tensor]:
-    """Initialise a module's own parameters over memory filled with one byte; all others stay on meta."""
+    """Initialise a module's own parameters over memory that is filled with one byte; all others stay on meta."""
     module = modules[path]
     parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     try:
         for name, param in parameters.items():
-            setattr(module, name, nn.Parameter(filled(param, byte), requires_grad=param.requires_grad))
-        with _seeded(seed, _seed_name(path)), torch.no_grad():
+            setattr(module, name, nn.Parameter(filled_memory(param, byte), requires_grad=param.requires_grad))
+        with _seeded_generator(seed, _seed_name(path)), torch.no_grad():
             for step in _steps(modules, path):
                 step()
         return {name: getattr(module, name).detach() for name in parameters}
     except LayoutError:
         raise
-    except Exception as error:  # the model's own code, which may need what is on meta
+    except Exception as error:  # the model's own code may need values of tensors on meta
         raise LayoutError(
             f"{escape(path) or 'the model'} ({type(module).__name__}) cannot be initialised by itself",
             problems=[f"{type(error).__name__}: {escape(str(error))}"],
@@ -174,8 +173,8 @@ def _run(modules: dict[str, nn.Module], path: str, seed: int, byte: int) -> dict
 
 
 @contextlib.contextmanager
-def _seeded(seed: int, name: str) -> Iterator[None]:
-    """Draw from a separate generator, so that later draws do not change."""
+def _seeded_generator(seed: int, name: str) -> Iterator[None]:
+    """Use a separate random generator in this context, so that later random numbers do not change."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -183,45 +182,45 @@ def _seeded(seed: int, name: str) -> Iterator[None]:
 
 
 def _seed_name(path: str) -> str:
-    """Return a module's name in the base model, so that a wrapper does not change what is drawn."""
+    """Return a module's name in the base model, so that wrappers do not change the random numbers."""
     name = clean_name(path)
     return base_name(f"{name}.weight".removeprefix(".")) or name
 
 
 def _steps(modules: dict[str, nn.Module], path: str) -> Iterator[Callable[[], object]]:
-    """Yield the calls that initialise a module, in the order of building the model: the last one wins.
+    """Yield the calls that initialise a module, in the order in which building the model makes them.
 
-    First comes what constructors do, from the inside out. Then comes `_init_weights` of the nearest
-    transformers model, or of any other module that has one, called on the module and on those around it:
-    GPT-2's blocks scale weights of their children.
+    First come the constructors' `reset_parameters`, from the inside out. Then comes `_init_weights` of the nearest
+    transformers model, or of any other module that has one, called with the module and with those around it, because
+    a module may initialise its children, as GPT-2's blocks do.
     """
-    outwards = [(outer, modules[outer]) for outer in around(path)]
-    adapted = _adapter(outwards)
+    outwards = [(outer, modules[outer]) for outer in enclosing_paths(path)]
+    adapted = _lora_reset(outwards)
     for _, module in outwards:
-        # The class is asked: an instance of PEFT's wrappers passes on what it is asked for.
+        # The class must have the attribute: an instance of PEFT's wrappers forwards attributes of the wrapped module.
         reset = next((getattr(module, name) for name in _RESETS if hasattr(type(module), name)), None)
-        if callable(reset) and not _required(reset):
+        if callable(reset) and not _num_required(reset):
             yield reset
         if adapted is not None:
             yield adapted
-            return  # PEFT makes adapters after the model has been initialised
+            return  # PEFT creates adapters after the model was initialised
     for depth, (_, module) in enumerate(outwards):
-        holder = _holder([enclosing for _, enclosing in outwards[depth:]])
+        holder = _initialising_module([enclosing for _, enclosing in outwards[depth:]])
         if holder is not None:
             yield lambda holder=holder, module=module: holder._init_weights(module)  # type: ignore[misc]
 
 
-def _holder(outwards: Iterable[nn.Module]) -> Any:
-    """Return the nearest module whose `_init_weights` takes a module; transformers models come first."""
+def _initialising_module(outwards: Iterable[nn.Module]) -> Any:
+    """Return the nearest transformers model with `_init_weights`, else the nearest module whose own takes a module."""
     having = [module for module in outwards if callable(getattr(type(module), "_init_weights", None))]
     transformers_module = next(filter(is_transformers, having), None)
     if transformers_module is not None:
         return transformers_module
-    return next((module for module in having if _required(module._init_weights) == 1), None)
+    return next((module for module in having if _num_required(module._init_weights) == 1), None)
 
 
-def _required(function: Any) -> int:
-    """Return how many arguments a function needs."""
+def _num_required(function: Any) -> int:
+    """Return the number of arguments without a default."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -230,8 +229,8 @@ def _required(function: Any) -> int:
     return sum(parameter.default is parameter.empty and parameter.kind in kinds for parameter in parameters)
 
 
-def _adapter(outwards: list[tuple[str, nn.Module]]) -> Callable[[], object] | None:
-    """Return PEFT's initialisation of the LoRA layer whose adapter a module is part of; None for others."""
+def _lora_reset(outwards: list[tuple[str, nn.Module]]) -> Callable[[], object] | None:
+    """Return the call by which PEFT initialises the LoRA adapter that a module is part of; None for other modules."""
     path = outwards[0][0]
     depth: int
     layer: Any
@@ -253,13 +252,13 @@ def _adapter(outwards: list[tuple[str, nn.Module]]) -> Callable[[], object] | No
 
 
 def fill_initialised(shards: Sequence[LocalShard], ctx: ModelInitializationContext, filled: Filled) -> None:
-    """Fill the tensors that are not read, with values that are the same on every rank."""
+    """Fill the tensors that are not read with initial values."""
     by_name = {name: shard for shard in shards for name in shard.names}
     if ctx.initialised:
         for fqn, whole in initialise(ctx, ctx.initialised):
-            if fqn in by_name:  # otherwise the proof says so
+            if fqn in by_name:  # otherwise the final check reports it
                 put_rows(by_name[fqn], whole, 0, filled)
-    # Two that were tied after prepare have grown alike: the first one's new rows are theirs.
+    # Two tensors that were tied after prepare have the same new rows: those of the first one.
     grown = {id(by_name[fqn]): fqn for fqn in reversed(ctx.grown) if fqn in by_name}
     for fqn in reversed(grown.values()):
         if fqn not in ctx.initialised:
@@ -267,7 +266,7 @@ def fill_initialised(shards: Sequence[LocalShard], ctx: ModelInitializationConte
 
 
 def put_rows(shard: LocalShard, values: torch.Tensor, first_row: int, filled: Filled) -> None:
-    """Fill this rank's part of some rows of a tensor, all of them or those from `first_row` on."""
+    """Copy `values` into a tensor's rows from `first_row` on, as far as this rank stores them."""
     offsets = (first_row, *(0,) * (values.ndim - 1)) if values.ndim else ()
     rows = Region(offsets, tuple(values.shape))
     for part in shard.parts:

@@ -1,4 +1,4 @@
-"""Parameters of a live model on one memory: each must find its own values there in the end."""
+"""Fill parameters of a live model that share memory: each is filled separately, and then copied back and compared."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardkit.training.model.buffers import same_bits
 from shardkit.training.ranks.local import LocalShard, is_expanded
 
 
-def apart(shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """Return shards with memory of their own where several are filled on the same; the others are as they were."""
+def with_own_memory(shards: Sequence[LocalShard]) -> list[LocalShard]:
+    """Return shards, in which those that share memory are replaced by copies with memory of their own."""
     shared = {index for group in _on_one_memory(shards) for index in group}
     return [
         replace(shard, whole=shard.whole.detach().clone()) if index in shared else shard
@@ -23,10 +23,10 @@ def apart(shards: Sequence[LocalShard]) -> list[LocalShard]:
 
 
 def refuse_expanded(shards: Sequence[LocalShard]) -> None:
-    """Refuse parameters that have not memory for all of their elements.
+    """Raise an error for expanded parameters, which do not have memory for all of their elements.
 
     Raises:
-        LayoutError: names all of them.
+        LayoutError: there are such parameters; the error names all of them.
     """
     LayoutError.raise_for(
         [
@@ -39,12 +39,12 @@ def refuse_expanded(shards: Sequence[LocalShard]) -> None:
     )
 
 
-def put_together(shards: Sequence[LocalShard], filled: Sequence[LocalShard]) -> list[str]:
-    """Copy what was filled apart into the memory of the model; return a problem for each that lost its values there.
+def copy_back(shards: Sequence[LocalShard], filled: Sequence[LocalShard]) -> list[str]:
+    """Copy separately filled shards back into the model's memory; return a problem for each group that lost values.
 
     Args:
-        shards: of the model.
-        filled: what `apart` made of them.
+        shards: the model's shards.
+        filled: the filled result of `with_own_memory` for these shards.
     """
     groups = _on_one_memory(shards) if filled else []
     with torch.no_grad():
@@ -59,7 +59,7 @@ def put_together(shards: Sequence[LocalShard], filled: Sequence[LocalShard]) -> 
 
 
 def _on_one_memory(shards: Sequence[LocalShard]) -> list[list[int]]:
-    """Return the places of shards whose bytes lie between each other's, in groups of two and more."""
+    """Return groups of indexes of shards whose byte ranges overlap."""
     groups: list[list[int]] = []
     before: tuple[str, int] | None = None
     for device, start, stop, index in sorted(_extents(shards)):

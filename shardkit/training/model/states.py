@@ -1,6 +1,7 @@
-"""Tensors that modules keep as extra state (`get_extra_state`): they are read, and handed to `set_extra_state`.
+"""Read tensors that modules have as extra state (`get_extra_state`), and pass them to `set_extra_state`.
 
-Bytes are not handed over: who keeps bytes there unpickles them (TransformerEngine), and nothing of a source is run.
+Tensors of bytes are not passed, because modules with such a state unpickle it (TransformerEngine), which could run code
+from the source.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.text import count, listed
 from shardkit.training.fill.reading import Weights, torch_dtype
 from shardkit.training.model.fit import ModelInitializationContext
-from shardkit.training.ranks.agree import gather_json, say
+from shardkit.training.ranks.agree import gather_json, log_once
 from shardkit.training.ranks.local import ExpectedTensor, LocalShard, full_name
 
 _KIND = "extra state"
@@ -24,7 +25,7 @@ _SUFFIX = "_extra_state"
 
 
 def extra_states(model: nn.Module) -> dict[str, ExpectedTensor]:
-    """Return the tensors that modules give as extra state, by the name that a state dict has for each."""
+    """Return name in the state dict -> tensor, for the tensors that modules have as extra state."""
     return {
         fqn: ExpectedTensor(fqn=fqn, shape=tuple(state.shape), dtype=state.dtype, kind=_KIND, persistent=True)
         for fqn, _, state in _states(model)
@@ -37,14 +38,14 @@ def _states(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
             continue
         try:
             state = module.get_extra_state()
-        except Exception:  # of somebody else's code, which may need weights
+        except Exception:  # the module's code may need weights
             continue
         if isinstance(state, torch.Tensor) and not isinstance(state, DTensor):
             yield full_name(path, _SUFFIX), module, state
 
 
 def read_states(model: nn.Module, ctx: ModelInitializationContext) -> list[LocalShard]:
-    """Return memory for the extra states of modules that a context's source has; every rank calls it."""
+    """Return shards with memory for the extra states that a context's source has; every rank calls it."""
     shards, note = states_to_read(model, ctx.weights)
     if note is not None and note not in ctx.notes:
         ctx.notes = (*ctx.notes, note)
@@ -52,14 +53,14 @@ def read_states(model: nn.Module, ctx: ModelInitializationContext) -> list[Local
 
 
 def states_to_read(model: nn.Module, weights: Weights | None) -> tuple[list[LocalShard], str | None]:
-    """Return memory for the extra states that a source has, and what is left out, which is logged; every rank calls it.
+    """Return shards with memory for the extra states that a source has; every rank calls it.
 
     Args:
-        model: wrapped or not.
-        weights: the source as this rank sees it; None if it does not.
+        model: any model, wrapped or not.
+        weights: the source, or None if this rank cannot open it.
 
     Returns:
-        What is to be filled, whole on every rank; and a note about the rest.
+        The shards to fill, whole on every rank; and a note about states that are left out, which is also logged.
     """
     expected = extra_states(model)
     described: Mapping[str, tuple[str, Sequence[int]]] | None = None
@@ -82,12 +83,12 @@ def states_to_read(model: nn.Module, weights: Weights | None) -> tuple[list[Loca
         f"{count(len(skipped_fqns), 'extra state')} of the source not given to {'its' if len(skipped_fqns) == 1 else 'their'} "
         f"set_extra_state, which may unpickle bytes: {listed(skipped_fqns)}; load it yourself if you trust the source"
     )
-    say(f"weights: {note}")
+    log_once(f"weights: {note}")
     return shards, note
 
 
-def hand_over(model: nn.Module, filled: Sequence[LocalShard]) -> None:
-    """Call `set_extra_state` of each module whose state is among some shards."""
+def set_extra_states(model: nn.Module, filled: Sequence[LocalShard]) -> None:
+    """Call `set_extra_state` of each module whose extra state is among the filled shards."""
     states = {shard.fqn: shard.whole for shard in filled if shard.kind == _KIND}
     for path, module in model.named_modules() if states else ():
         state = states.get(full_name(path, _SUFFIX))

@@ -1,4 +1,4 @@
-"""What a rank holds, what it tells the others, and what the phases hand on.
+"""The tensors of a rank's model, and communication between ranks: agreement, shared listings, pipeline stages.
 
 Internal: import from `shardkit`.
 """

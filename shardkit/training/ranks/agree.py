@@ -1,7 +1,7 @@
-"""Ranks that end together: all ranks know what happened on one before any of them goes on.
+"""Let all ranks succeed or fail together, and exchange plain data between them.
 
-A rank that raised alone would leave the others waiting in their next collective until it times out. So every
-phase ends with `agree`: each rank brings its error or None, and either all ranks raise or none does.
+If one rank alone raised an error, the others would wait in their next collective until it times out. So every
+phase ends with `agree`: each rank sends its error or None, and then either all ranks raise or none does.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _log = logging.getLogger("shardkit")
 _KNOWN: dict[str, type[ShardkitError]] = {
     name: value
     for name, value in vars(errors).items()
-    # Interrupted is made with the number of a signal; a rank that was told to stop raises its own.
+    # Interrupted has the number of a signal, and a rank that gets a signal raises its own.
     if isinstance(value, type) and issubclass(value, ShardkitError) and value is not errors.Interrupted
 }
 
 
 class LostRank(ResourceError):
-    """Another rank died or did not come in time: there is nobody left to agree with."""
+    """Another rank died or did not respond in time, so the ranks can no longer agree."""
 
 
 def world() -> tuple[int, int]:
@@ -42,7 +42,7 @@ def world() -> tuple[int, int]:
     return 0, 1
 
 
-def say(text: str, level: int = logging.INFO) -> None:
+def log_once(text: str, level: int = logging.INFO) -> None:
     """Log once for all ranks."""
     if world()[0] == 0:
         _log.log(level, "%s", text)
@@ -56,11 +56,11 @@ def current_device(kind: str) -> torch.device:
 
 
 def device_for(group: dist.ProcessGroup | None = None, preferred: torch.device | None = None) -> torch.device:
-    """Return where tensors must lie for a group's collectives.
+    """Return the device for tensors in a group's collectives.
 
     Args:
-        group: None for all ranks.
-        preferred: taken if the group supports it. Otherwise the CPU is taken if the group supports that, and
+        group: the group; None for all ranks.
+        preferred: used if the group supports it. Otherwise the CPU is used if the group supports it, and
             else the current device of the group's kind.
     """
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
@@ -84,13 +84,13 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, phase: st
     """Return the values of all ranks of a group, in its order; each rank must call it.
 
     Args:
-        value: plain data. It travels as JSON, so tuples arrive as lists and keys as strings, this
-            rank's own too.
-        group: None for all ranks. Without a process group the world is this process.
-        phase: what is being done, for the message if a rank died.
+        value: plain data. It is sent as JSON, so tuples become lists and keys become strings, in this rank's own
+            value too.
+        group: the group; None for all ranks. Without a process group the only rank is this process.
+        phase: the current activity, for the message if a rank died.
 
     Raises:
-        ResourceError: a rank died, or did not come within the process group's timeout.
+        ResourceError: a rank died, or did not respond within the process group's timeout.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return [from_bytes(to_bytes(value))]
@@ -107,20 +107,20 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None, *, phase: st
 
 
 class Mask(NamedTuple):
-    """Which names of an order a rank has."""
+    """The names that a rank has, as bits in the order of a list of names."""
 
     order: int
-    """CRC-32 of the order. Masks of different orders cannot be compared by their bits."""
+    """CRC-32 of the list. Bits of masks with different lists cannot be compared."""
     bits: str
-    """At the place of each name "1" if the rank has it, else "0"."""
+    """For each name of the list, "1" if the rank has it, else "0"."""
 
 
 def gather_masks(names: Collection[str], order: Sequence[str], *, phase: str) -> list[Mask]:
-    """Return which names of an order each rank has; each rank must call it.
+    """Return for each rank which names of a list it has; each rank must call it.
 
     Args:
-        names: what this rank has.
-        order: all names that are asked about.
+        names: the names that this rank has.
+        order: the list.
         phase: as for `gather_json`.
 
     Raises:
@@ -136,7 +136,7 @@ def broadcast_json(value: Any, source: int, *, phase: str = "sending") -> Any:
     """Return the value of rank `source`; every rank calls it.
 
     Raises:
-        ResourceError: a rank died, or did not come within the process group's timeout.
+        ResourceError: a rank died, or did not respond within the process group's timeout.
     """
     rank, size = world()
     if size == 1:
@@ -154,19 +154,19 @@ def broadcast_json(value: Any, source: int, *, phase: str = "sending") -> Any:
 
 @contextlib.contextmanager
 def wire(phase: str) -> Iterator[None]:
-    """Communicate in a block; nothing else may be in it.
+    """Turn errors of collectives in a block into `LostRank`. The block must only communicate.
 
     Raises:
-        ResourceError: a rank died, or did not come within the process group's timeout.
+        ResourceError: a rank died, or did not respond within the process group's timeout.
     """
     try:
         yield
-    except RuntimeError as error:  # gloo and nccl raise nothing narrower
-        raise lost(phase, error) from error
+    except RuntimeError as error:  # gloo and nccl raise no narrower class
+        raise lost_rank_error(phase, error) from error
 
 
-def lost(phase: str, error: BaseException) -> LostRank:
-    """Return the error for a collective that failed: some rank is gone, or never came."""
+def lost_rank_error(phase: str, error: BaseException) -> LostRank:
+    """Return the error for a collective that failed because a rank died or never joined."""
     first = str(error).strip().splitlines() or [type(error).__name__]
     return LostRank(
         f"another rank was lost during {phase}",
@@ -181,19 +181,19 @@ def agree(
     """Raise on all ranks if any rank has an error; each rank must call it.
 
     Args:
-        error: of this rank; None if all is well.
-        group: None for all ranks.
-        phase: what is being done, for the message if a rank died.
-        value: plain data, which travels as with `gather_json`, in the same messages.
+        error: this rank's error, or None.
+        group: the group; None for all ranks.
+        phase: the current activity, for the message if a rank died.
+        value: plain data to exchange in the same messages, as with `gather_json`.
 
     Returns:
         The values of all ranks of the group, in its order.
 
     Raises:
-        ShardkitError: of the class that all errors have in common. Its problems name the ranks; ranks with
-            equal errors share a line. Only the lowest rank that failed shows all of the text. In a world of one the
-            error itself is raised. So is anything that is no Exception, such as Ctrl-C, on its own rank.
-        ResourceError: a rank died, or did not come within the process group's timeout.
+        ShardkitError: of the most specific class that all errors have in common. Its problems name the ranks; ranks
+            with equal errors share a line. Only the lowest rank that failed shows the whole text. With one rank, the
+            error itself is raised. So is an error that is no Exception, such as Ctrl-C, on its own rank.
+        ResourceError: a rank died, or did not respond within the process group's timeout.
     """
     if isinstance(error, LostRank):
         raise error
@@ -208,19 +208,21 @@ def agree(
             (rank for rank, failure in zip(ranks, failures, strict=True) if failure),
             key=lambda rank: not failures[ranks.index(rank)]["raises_this"],
         )
-        together = _together(failures, ranks)
+        together = _common_error(failures, ranks)
         together.shown_by = None if ranks[here] == shower else shower
         raise together from _cause(error, failures, here)
     return [value for _, value in answers]
 
 
 def _cause(error: BaseException | None, failures: Sequence[object], here: int) -> BaseException | None:
-    """Return what a traceback shows above the error of all ranks: other code's exception, on the first rank that has it.
+    """Return the cause that a traceback shows above the common error, or None.
+
+    It is an exception of other code than shardkit's, and only the first of the ranks with equal errors shows it.
 
     Args:
-        error: of this rank.
-        failures: of all ranks, described.
-        here: this rank's place among them.
+        error: this rank's error.
+        failures: the descriptions of all ranks' errors.
+        here: this rank's index among them.
     """
     if error is None or failures.index(failures[here]) != here:
         return None
@@ -230,7 +232,7 @@ def _cause(error: BaseException | None, failures: Sequence[object], here: int) -
 
 @contextlib.contextmanager
 def shown_once() -> Iterator[None]:
-    """Show all of an error's text on the first rank alone; every rank makes the same error of what all have exchanged."""
+    """Let only rank 0 show the whole text of an error that every rank raises in this context for exchanged data."""
     try:
         yield
     except LostRank:
@@ -243,53 +245,53 @@ def shown_once() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Exchanged:
-    """What the ranks exchange at the end of a phase."""
+    """The values that ranks exchange at the end of a phase."""
 
     mine: Any = None
-    """Of this rank, plain data."""
+    """This rank's value: plain data."""
     of_all: Sequence[Any] = ()
-    """Of each rank, as `gather_json` returns it, once the phase has ended."""
+    """The values of all ranks, as from `gather_json`, after the end of the phase."""
 
 
 @contextlib.contextmanager
 def agreed(phase: str, group: dist.ProcessGroup | None = None) -> Iterator[Exchanged]:
-    """Run a block on every rank and `agree` on how it ended; nothing in it may wait for another rank.
+    """Run a block on every rank, and raise on all ranks if it fails on any. The block must not wait for other ranks.
 
-    What the block puts into `mine`, all ranks have in `of_all` afterwards: that costs no further message.
+    If the block sets `mine`, all ranks have these values in `of_all` afterwards, without a further message.
 
     Args:
-        phase: what is being done, for the message if a rank died.
-        group: None for all ranks.
+        phase: the current activity, for the message if a rank died.
+        group: the group; None for all ranks.
     """
     error, exchanged = None, Exchanged()
     try:
         yield exchanged
-    except BaseException as caught:  # Ctrl-C too: the others must not wait
+    except BaseException as caught:  # also Ctrl-C, so that the others do not wait
         error = caught
     exchanged.of_all = agree(error, group, phase=phase, value=exchanged.mine)
 
 
-def look_where_possible(
+def run_where_possible(
     look: Callable[[], _Found], is_absent: Callable[[BaseException], bool], *, phase: str
 ) -> tuple[_Found | None, BaseException | None, list[int]]:
-    """Run a function on every rank, and go on if it succeeds on any; each rank must call it.
+    """Run a function on every rank; it must succeed on at least one of them. Each rank must call this.
 
     Args:
-        look: waits for no other rank.
-        is_absent: of an error: it does not matter if other ranks succeed.
-        phase: what is being done, for the message if a rank died.
+        look: the function; it must not wait for other ranks.
+        is_absent: true for an error that is acceptable if another rank succeeds.
+        phase: the current activity, for the message if a rank died.
 
     Returns:
-        What this rank found, or else why not; and the ranks that found something.
+        (this rank's result or None, this rank's error or None, the ranks that succeeded).
 
     Raises:
-        As `agree`: errors that matter, or those of all ranks if none succeeds.
+        As `agree`: errors that are not acceptable, or the errors of all ranks if none succeeds.
     """
     result: _Found | None = None
     error: BaseException | None = None
     try:
         result = look()
-    except BaseException as caught:  # the others must not wait
+    except BaseException as caught:  # so that the others do not wait
         error = caught
     failure = None if error is None or is_absent(error) else error
     able = [rank for rank, is_able in enumerate(agree(failure, phase=phase, value=error is None)) if is_able]
@@ -315,13 +317,18 @@ def _describe(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _together(descriptions: Sequence[dict[str, Any] | None], ranks: Sequence[int]) -> ShardkitError:
-    """Return one error for those that the ranks told."""
+def _common_error(descriptions: Sequence[dict[str, Any] | None], ranks: Sequence[int]) -> ShardkitError:
+    """Return one error for the errors of all ranks.
+
+    Args:
+        descriptions: for each rank, the result of `_describe`, or None.
+        ranks: the ranks' numbers.
+    """
     distinct: dict[str, list[int]] = {}
     for rank, failure in zip(ranks, descriptions, strict=True):
         if failure is not None:
             distinct.setdefault(json.dumps(failure), []).append(rank)
-    failures = [(json.loads(text), numbered(who)) for text, who in distinct.items()]
+    failures = [(json.loads(text), ranks_text(who)) for text, who in distinct.items()]
     kinds = [_kind(failure["kinds"]) for failure, _ in failures]
     lineage: Sequence[type[ShardkitError]] = kinds[0].__mro__
     common = next(kind for kind in lineage if all(issubclass(each_kind, kind) for each_kind in kinds))
@@ -342,8 +349,8 @@ def _kind(names: Sequence[str]) -> type[ShardkitError]:
     return next((_KNOWN[name] for name in names if name in _KNOWN), ShardkitError)
 
 
-def numbered(ranks: Sequence[int]) -> str:
-    """Return "rank 2", "ranks 0-3", "ranks 0, 2-3"."""
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks as text: "rank 2", "ranks 0-3" or "ranks 0, 2-3"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:

@@ -1,5 +1,8 @@
-"""What one rank looks up for all: listings of stores, since hundreds of ranks that list at once are turned away, and
-headers of safetensors files and what describes a DCP directory, which each rank would open once more for it."""
+"""Let one rank read listings, headers and metadata of a source, and send them to all others.
+
+A store rejects requests if hundreds of ranks list it at once. Headers of safetensors files, and the metadata of a DCP
+directory, would otherwise be read by each rank.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,19 @@ def share_listings(
     revision: str | None = None,
     variant: str | None = None,
 ) -> None:
-    """Have the first rank look at a source, and the others know what it has found; every rank calls it.
+    """Let rank 0 read a source's listings and headers, and send them to the others; every rank calls it.
 
-    Paths elsewhere than in a store, without safetensors files, and without `.metadata`, cost one `agreed` and nothing
-    else. So do pre-sharded directories: their ranks open no `.metadata`.
+    Nothing is sent for paths that are not in a store and have neither safetensors files nor `.metadata`, nor for
+    pre-sharded directories, whose ranks do not read `.metadata`.
 
     Args:
-        paths: of this rank: what it will look at.
-        look: opens them. If that fails, each rank will see for itself.
-        revision, variant: of a repo. What of it is not in the cache is not looked at: the others would wait for the
-            download.
+        paths: the paths that this rank will open.
+        look: opens them. If it fails, each rank reads for itself.
+        revision, variant: revision and variant of a repo. Only cached files of a repo are read here, because the
+            others would have to wait for a download.
 
     Raises:
-        ResourceError: a rank died, or did not come within the process group's timeout.
+        ResourceError: a rank died, or did not respond within the process group's timeout.
     """
     rank, size = world()
     if size == 1:
@@ -51,7 +54,7 @@ def share_listings(
         contextlib.suppress(ShardkitError, OSError),
         shared_reads.recording() as notes,
     ):
-        exchanged.mine = any(map(is_looked_at, source_paths))
+        exchanged.mine = any(map(is_shared_source, source_paths))
         if exchanged.mine:
             look()
         for path in source_paths:
@@ -68,20 +71,20 @@ def share_listings(
         shared_reads.learn(reads)
 
 
-def is_looked_at(path: object) -> bool:
-    """True for a source of which one rank looks something up for all."""
+def is_shared_source(path: object) -> bool:
+    """True for a source whose listings or headers one rank reads for all."""
     if not isinstance(path, (str, os.PathLike)):
         return False
     path = os.fspath(path)
-    return location_of(path).is_listed_once or any(map(_describes_others, _levels(path)))
+    return location_of(path).is_listed_once or any(map(_has_shared_files, _levels(path)))
 
 
-def _describes_others(names: Collection[str]) -> bool:
+def _has_shared_files(names: Collection[str]) -> bool:
     return has_any(names, "*.safetensors") or (METADATA in names and not has_any(names, "*.chunks.json"))
 
 
 def _levels(path: str) -> Iterator[Collection[str]]:
-    """Yield the names in a directory, and in each directory there: trainers put some around a checkpoint."""
+    """Yield the names in a directory, then those in each directory in it, which may be the checkpoint."""
     names = listing(path)
     yield names
     for name in names:

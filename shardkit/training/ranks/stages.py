@@ -1,6 +1,7 @@
-"""Stages of a pipeline: what one rank's model lacks, and another rank's has, is not missing.
+"""Compare the models of ranks in different pipeline stages.
 
-A stage has some layers of the model, and other ranks have the others.
+A stage has only some layers of the model; other ranks have the other layers. A tensor that this rank's model lacks is
+therefore not missing if another rank's model has it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from shardkit.training.ranks.local import ExpectedTensor, LocalShard
 _PHASE = "comparing the ranks' models"
 
 
-def with_ties(shards: Iterable[LocalShard], ties: Iterable[Sequence[str]]) -> list[LocalShard]:
-    """Return shards with all names of their ties, those too that are on another stage."""
+def with_tied_names(shards: Iterable[LocalShard], ties: Iterable[Sequence[str]]) -> list[LocalShard]:
+    """Return shards with all names of their ties, including names on other stages."""
     groups = {name: group for group in ties for name in group}
     local_shards = list(shards)
     local_names = {name for shard in local_shards for name in shard.names}
@@ -31,15 +32,15 @@ def with_ties(shards: Iterable[LocalShard], ties: Iterable[Sequence[str]]) -> li
     ]
 
 
-def unused_here_alone(used: frozenset[str], unused: frozenset[str]) -> tuple[frozenset[str], bool]:
-    """Return the stored names that this rank's model has no place for and another rank's has; every rank calls it.
+def used_elsewhere(used: frozenset[str], unused: frozenset[str]) -> tuple[frozenset[str], bool]:
+    """Return the stored names that have no place in this rank's model, but in another's; every rank calls it.
 
     Args:
-        used: stored names that this rank's model is filled from.
-        unused: stored names that it has no place for.
+        used: stored names from which this rank's model is filled.
+        unused: stored names that have no place in this rank's model.
 
     Returns:
-        The names, and whether the ranks' models have different parts of the source; the latter is the same on all ranks.
+        (these names, whether the ranks' models have different parts of the source). The latter is equal on all ranks.
     """
     if not any(gather_json(bool(unused), phase=_PHASE)):
         return frozenset(), False
@@ -50,20 +51,22 @@ def unused_here_alone(used: frozenset[str], unused: frozenset[str]) -> tuple[fro
     return unused & elsewhere, len(set(every)) > 1
 
 
-def on_other_ranks(shards: Sequence[LocalShard], expected: Mapping[str, ExpectedTensor]) -> frozenset[str]:
-    """Return what was prepared and is not in this rank's model, and that is as it should be; every rank calls it.
+def tensors_of_other_ranks(
+    shards: Sequence[LocalShard], expected: Mapping[str, ExpectedTensor]
+) -> frozenset[str]:
+    """Return names of prepared tensors that are rightly not in this rank's model; every rank calls it.
 
-    Who shares a mesh has the same tensors.
+    Another rank must have the tensor. If it is a DTensor there, all ranks of its mesh must have it too.
 
     Args:
-        shards: of this rank.
-        expected: what was prepared, by name, in the same order on all ranks.
+        shards: this rank's shards.
+        expected: name -> prepared tensor, in the same order on all ranks.
     """
     by_name = {name: shard for shard in shards for name in shard.names}
     if all(gather_json(expected.keys() <= by_name.keys(), phase=_PHASE)):
         return frozenset()
     masks = [mask.bits for mask in gather_masks(by_name, tuple(expected), phase=_PHASE)]
-    # Each rank tells whom it shares a tensor with, in places of `expected`: those who lack it are the wrong ones.
+    # Index in `expected` of each of this rank's tensors -> the ranks of its mesh, which must all have it.
     mesh_ranks = {
         index: shard.whole.device_mesh.mesh.flatten().tolist()
         for index, fqn in enumerate(expected)

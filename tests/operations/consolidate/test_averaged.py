@@ -126,7 +126,7 @@ def test_what_has_no_average_is_named(tmp_path: Path) -> None:
 def test_a_moment_with_such_a_name_is_not_taken(tmp_path: Path) -> None:
     """The command in the hint takes it, if a person says so."""
     path = saved(flat_with("grad_ema", halves(weights())), tmp_path / "step-3")
-    with pytest.raises(UsageError, match="no averaged weights that names tell") as caught:
+    with pytest.raises(UsageError, match="no averaged weights that can be recognised") as caught:
         shardkit.consolidate(path, tmp_path / "out", weights="ema")
     assert caught.value.problems == ("optimizer.state.*.grad_ema: 5 tensors",)
     assert "optimizer.state" in str(caught.value.hint)
@@ -144,7 +144,7 @@ def test_numbered_ones_are_refused(tmp_path: Path) -> None:
     for number, tensor in enumerate(weights().values()):
         state["state"][number]["ema_params"] = tensor
     torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "a.pt")
-    with pytest.raises(UsageError, match="no averaged weights that names tell") as caught:
+    with pytest.raises(UsageError, match="no averaged weights that can be recognised") as caught:
         shardkit.consolidate(tmp_path / "a.pt", tmp_path / "out", weights="ema")
     assert "only numbered" in caught.value.problems[0]
     assert "save the averaged model's state dict" in str(caught.value.hint)

@@ -25,7 +25,7 @@ def test_declared_asks_nobody(hub: Path, tmp_path: Path, monkeypatch: pytest.Mon
     def spawn(payload: bytes, timeout_s: float) -> Any:
         raise AssertionError("a child was started")
 
-    monkeypatch.setattr(traced, "_spawn", spawn)
+    monkeypatch.setattr(traced, "_serve_request", spawn)
     made = preshard(hub, tmp_path / "out", world_size=2, layout="declared")
     assert made.layout == "declared"
     assert any("--layout declared" in note for note in made.notes)
@@ -61,7 +61,7 @@ def test_what_takes_seconds_is_said_before_it_does(
         assert said == ["tracing BertModel ..."]
         raise OSError(2, "no Python here")
 
-    monkeypatch.setattr(traced, "_spawn", spawn)
+    monkeypatch.setattr(traced, "_serve_request", spawn)
     with pytest.raises(Exception, match="cannot start Python"):
         preshard(hub, tmp_path / "out", world_size=2, on_step=said.append)
     assert caplog.messages[-1].startswith("transformers is asked what the model's tensors are called")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardkit.keys.trainer_state import is_optimizer_of, is_optimizers
+from shardkit.keys.trainer_state import is_optimizer_name, is_optimizer_of
 from shardkit.operations.reshard.left_out import find_left_out
 from tests.operations.reshard.test_left_out import BESIDE, STATE, WEIGHT, save, save_pair
 
@@ -21,9 +21,9 @@ def test_an_optimizer_beside_is_told_from_another_run(tmp_path: Path) -> None:
 
 def test_names_of_optimizers() -> None:
     for name in ("optim", "optimizer_0", "optim_ckpt", "generator-optimizers", "opt_state", "Optim.dcp"):
-        assert is_optimizers(name), name
+        assert is_optimizer_name(name), name
     for name in ("model_and_optim", "model_optim_rng", "opt-125m", "model", "optimum", "critic"):
-        assert not is_optimizers(name), name
+        assert not is_optimizer_name(name), name
     assert is_optimizer_of("optim_step20", "model_step20", is_only=False)
     assert not is_optimizer_of("optim_step20", "model_step10", is_only=True)
     assert not is_optimizer_of("muon_optimizer", "baseline", is_only=True), (

@@ -10,7 +10,7 @@ import torch
 from shardkit.core.catalog import TensorEntry
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region, find_tiling_error, full_region, intersect
-from shardkit.training.fill.broadcast import BAND_NBYTES, Message, Sent, build_messages, packed_layout
+from shardkit.training.fill.broadcast import BAND_NBYTES, Message, SentTensor, build_messages, packed_layout
 from tests.training.finalize_world_memory import LAYERS, MEASURES, ROWS, WIDTH
 from tests.worlds.processes import run_script
 
@@ -19,12 +19,12 @@ SHAPES = [(), (3,), (0, 4), (5000, 1000), (7, 9), (1, 3 * BAND_NBYTES), (2, 2)]
 MODEL_NBYTES = 2 * LAYERS * (2 * WIDTH * ROWS + WIDTH)
 
 
-def tensors() -> list[Sent]:
+def tensors() -> list[SentTensor]:
     entries = (
         TensorEntry(fqn=str(at), dtype=BY_NAME["float32"], shape=shape, first_chunk=0, num_chunks=0)
         for at, shape in enumerate(SHAPES)
     )
-    return [Sent(entry, torch.bfloat16) for entry in entries]
+    return [SentTensor(entry, torch.bfloat16) for entry in entries]
 
 
 def test_every_element_is_sent_once_in_bounded_pieces() -> None:

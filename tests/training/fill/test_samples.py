@@ -13,7 +13,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region
 from shardkit.files import storage
 from shardkit.training.fill.reading import Supply, Weights
-from shardkit.training.fill.samples import kept_open, take_samples
+from shardkit.training.fill.samples import keep_files_open, take_samples
 
 NBYTES = 4096
 
@@ -34,7 +34,7 @@ def source(directory: Path, num_files: int, num_tensors: int, *, is_listed: bool
 
 def sampled(catalog: Catalog, identity: str = "a", most_files: int = 127) -> tuple[str, set[str]]:
     weights = Weights(path="", catalog=catalog, names={}, identity=identity, sampled_files=most_files)
-    with kept_open(Supply(weights=weights)) as supply:
+    with keep_files_open(Supply(weights=weights)) as supply:
         return take_samples(supply.weights), {Path(path).name for path in supply.weights.opened}
 
 

@@ -23,12 +23,12 @@ from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.formats.dcp import chunk_list
 from shardkit.operations.preshard import preshard
 from shardkit.training.fill.reading import Supply, Weights
-from shardkit.training.fill.samples import kept_open, take_samples
+from shardkit.training.fill.samples import keep_files_open, take_samples
 from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.finalize import finalize, load_into
 from shardkit.training.model.build import build_model
 from shardkit.training.prepare import prepare
-from shardkit.training.ranks.local import describe
+from shardkit.training.ranks.local import describe_tensors
 from shardkit.transfer.sources import SourceFiles
 from tests.training import models
 
@@ -56,7 +56,7 @@ def save_dcp(state: dict[str, Any], directory: Path) -> None:
 
 
 def opened(model: nn.Module, source: Path | str, **options: Any) -> Weights:
-    expected, ties = describe(model)
+    expected, ties = describe_tensors(model)
     return find_weights(open_source(str(source), **options), expected, ties, model=model)
 
 
@@ -81,9 +81,11 @@ def read(weights: Weights, stored: str) -> torch.Tensor:
 def assert_is(weights: Weights, model: Any) -> None:
     """Every tensor of a model's state dict is found, with its own bytes."""
     state = model.state_dict()
-    firsts = {group[0] for group in describe(model)[1]}
+    firsts = {group[0] for group in describe_tensors(model)[1]}
     lacking = state.keys() - weights.names.keys()
-    assert all(any(name in group and group[0] in firsts for group in describe(model)[1]) for name in lacking)
+    assert all(
+        any(name in group and group[0] in firsts for group in describe_tensors(model)[1]) for name in lacking
+    )
     for fqn, stored in weights.names.items():
         assert torch.equal(read(weights, stored), state[fqn]), fqn
 
@@ -281,7 +283,7 @@ def test_identity_is_that_of_every_copy(hub: Callable[[str], Path], sharded: Pat
 
 
 def identity(weights: Weights) -> str:
-    with kept_open(Supply(weights=weights)) as supply:
+    with keep_files_open(Supply(weights=weights)) as supply:
         return f"{weights.identity} {take_samples(supply.weights)}"
 
 

@@ -15,7 +15,7 @@ from shardkit.errors import LayoutError, UsageError
 from shardkit.training.fill.source import find_weights, open_source
 from shardkit.training.model.build import build_model
 from shardkit.training.model.fit import ModelFit, check_fit, check_ties
-from shardkit.training.ranks.local import describe
+from shardkit.training.ranks.local import describe_tensors
 from tests.training import models
 
 
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 def fitted(model: nn.Module, state: Mapping[str, torch.Tensor], path: Path, **options: Any) -> ModelFit:
     save_file(dict(state), path / "x.safetensors")
-    expected, ties = describe(model)
+    expected, ties = describe_tensors(model)
     weights = find_weights(open_source(str(path / "x.safetensors")), expected, ties, model=model)
     return check_fit(expected, ties, weights, **options)
 
@@ -165,7 +165,7 @@ def test_fused_experts_are_never_left_random(name: str, missing: Any, tmp_path: 
     del state[lost]
     save_file(state, path, {"format": "pt"})
     model = build_model(str(tmp_path))
-    expected, ties = describe(model)
+    expected, ties = describe_tensors(model)
     weights = find_weights(open_source(str(tmp_path)), expected, ties, model=model)
     with pytest.raises(LayoutError) as caught:
         check_fit(expected, ties, weights, missing=missing)
@@ -216,7 +216,7 @@ def test_any_name_of_a_tie_will_do(stored: list[str], tmp_path: Path) -> None:
     model = build_model(Tied)
     value = torch.randn(6, 3)
     save_file({name: value.clone() for name in stored}, tmp_path / "x.safetensors")
-    expected, ties = describe(model)
+    expected, ties = describe_tensors(model)
     assert ties == (("embed.weight", "head.weight"),)
     assert list(expected) == ["embed.weight"]
     weights = find_weights(open_source(str(tmp_path / "x.safetensors")), expected, ties)
@@ -230,7 +230,7 @@ def test_a_tie_with_two_values_would_lose_one(tmp_path: Path) -> None:
     save_file(
         {"embed.weight": torch.ones(6, 3), "head.weight": torch.ones(6, 3) * 2}, tmp_path / "x.safetensors"
     )
-    expected, ties = describe(build_model(Tied))
+    expected, ties = describe_tensors(build_model(Tied))
     weights = find_weights(open_source(str(tmp_path / "x.safetensors")), expected, ties)
     with pytest.raises(LayoutError, match="one of them would be lost") as caught:
         check_ties(ties, weights)
