@@ -142,7 +142,7 @@ if not TYPE_CHECKING:  # else every name would exist, and be Any
         try:
             value = getattr(import_module(_HOME_OF[name]), name)
         except ImportError as error:
-            if lacking := import_module("shardkit.errors").without_torch(error):
+            if lacking := import_module("shardkit.errors").missing_torch_error(error):
                 raise lacking from error
             raise
         # The code that displays results is in a layer above the code that needs it, so it is passed down here.

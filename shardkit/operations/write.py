@@ -128,7 +128,9 @@ class Writer:
         """Return the source's manifests, whose checksums are compared with what is read; see `recorded.find_manifests`."""
         source_manifest, check_source = self._verb_options.source_manifest, self._verb_options.check_source
         manifests = find_manifests(catalogs, source, manifest_path=source_manifest, check_source=check_source)
-        self.warn((*(() if check_source else (OFF,)), *manifests.warnings))
+        warnings = (*(() if check_source else (OFF,)), *manifests.warnings)
+        self.warn(warnings)
+        self._warnings.add(warnings)
         self._facts["source_manifests"] = tuple(manifests.paths)
         return manifests
 
@@ -158,7 +160,7 @@ class Writer:
         try:
             if self.exists and exist_ok:
                 if not self._verb_options.dry_run:
-                    self._warnings.show_always(self.destination.end_commits())
+                    self._warnings.add(self.destination.end_commits())
                 self._leave_existing(work)
             elif self._verb_options.dry_run:
                 self._check_dry(writing, work)
@@ -170,7 +172,7 @@ class Writer:
             self._leave_existing(work)
         finally:  # also after an error: a process that resumes does not convert finished files again
             self._progress.finish()
-            self._warnings.show_always(beyond_range(self._infinite))  # with `strict` it was an error already
+            self._warnings.add([*beyond_range(self._infinite)])  # with `strict` it was an error already
         is_alone = self._verb_options.share is None and not self._verb_options.dry_run
         return self.has_made or (self.was_there and exist_ok and is_alone)
 
@@ -243,11 +245,11 @@ class Writer:
                 if isinstance(error, OutputExists) and self._may_leave_existing:
                     output.discard()
                 kept = self._kept_files(work, output)
-                self._warnings.show_always([f"{kept}: {self._how_to_resume(kept, error)}"] if kept else [])
+                self._warnings.add([f"{kept}: {self._how_to_resume(kept, error)}"] if kept else [])
                 raise
             finally:  # also after an error: this call may have completed the commit of another process
                 self.has_made = output.is_committed
-                self._warnings.show_always(output.warnings)
+                self._warnings.add(output.warnings)
         self._facts["replaced"] = output.replaced
 
     def _write_files(self, writing: Writing, work: Work, output: JobOutput, share: Part | None) -> None:
@@ -257,7 +259,7 @@ class Writer:
             self._set_facts(work, self._finished(work), is_whole=False)
             return
         if not self.destination.jobs():  # check for room before the job's directory is made
-            self._warnings.show_always(self.destination.end_commits())
+            self._warnings.add(self.destination.end_commits())
             self._check_room(writing, work, ())
         output.begin(work.record)
         notes = read_notes(work, output, numbers)
@@ -376,5 +378,5 @@ class Writer:
             "was_there": self.was_there,
             "elapsed_s": round(time.monotonic() - self._begun, 3),
             "moving_s": round(self._progress.phases_s, 3),
-            "warnings": tuple(dict.fromkeys((*warnings, *self._warnings.shown))),
+            "warnings": (*warnings, *self._warnings.of_result),
         }

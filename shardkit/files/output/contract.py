@@ -18,7 +18,6 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -62,8 +61,8 @@ class JobRecord:
     @property
     def folders(self) -> list[str]:
         """All folders of the files, parents before children."""
-        parents = {str(parent) for file in self.files for parent in PurePosixPath(file.name).parents}
-        return sorted(parents - {"."})
+        pieces = [file.name.split("/") for file in self.files]
+        return sorted({"/".join(each[:depth]) for each in pieces for depth in range(1, len(each))})
 
     def dump(self) -> bytes:
         """Return the content of `job.json`: all fields, but of the draft only the names."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardkit.core.result import Result, wrote
@@ -118,7 +118,7 @@ def converted_in(plan: TransferPlan) -> Iterator[Converted]:
 
 
 class Warnings:
-    """The warnings of one call of a verb. Each is shown once, as soon as it is known, and is in the result.
+    """The warnings of one call of a verb. Each is shown once, as soon as it is known.
 
     Args:
         on_warning: shows a warning; None shows none.
@@ -126,12 +126,12 @@ class Warnings:
     """
 
     def __init__(self, on_warning: Callable[[str], object] | None, *, are_errors: bool) -> None:
-        self._on_warning, self._are_errors = on_warning, are_errors
-        self.shown: dict[str, None] = {}
-        """All so far, in order."""
+        self._on_warning, self._are_errors, self._shown = on_warning, are_errors, set[str]()
+        self.of_result: dict[str, None] = {}
+        """What `add` was called with, in order, for the result."""
 
     def show(self, warnings: Iterable[str]) -> None:
-        """Show warnings about source or output.
+        """Show warnings about source or output, which the verb itself adds to its result where they still hold.
 
         Raises:
             SourceError: they are errors.
@@ -139,11 +139,15 @@ class Warnings:
         warnings = list(warnings)
         if self._are_errors:
             refuse_warnings(warnings)
-        self.show_always(warnings)
+        self._show(warnings)
 
-    def show_always(self, warnings: Iterable[str]) -> None:
-        """Show warnings about the files that a job leaves, which are never errors."""
+    def add(self, warnings: Sequence[str]) -> None:
+        """Show warnings, and add them to the result. They are never errors."""
+        self._show(warnings)
+        self.of_result |= dict.fromkeys(warnings)
+
+    def _show(self, warnings: Sequence[str]) -> None:
         for warning in warnings:
-            if self._on_warning is not None and warning not in self.shown:
+            if self._on_warning is not None and warning not in self._shown:
                 self._on_warning(warning)
-            self.shown[warning] = None
+            self._shown.add(warning)
