@@ -293,11 +293,16 @@ def _refuse_flat_parameters(located: Located) -> None:
 
 
 def _without_modules(located: Located, base: Collection[str] | None, *, may_guess: bool) -> int:
-    """Remove `module` from the middle of names where a wrapper added it; return the number of names that changed.
+    """Remove the segment `module` from the middle of names where a wrapper added it; return how many names changed.
 
-    A wrapper added it if the base has the name without it. This is also assumed if every entry of a numbered list has
-    `module` as its only child, which means that the list was wrapped layer by layer. If an outer list contains the list
-    several times, this must be so in all of them. In LeViT only some entries are like that, as the name is its own.
+    The base decides: a name that it has stays, and one that it has without `module` changes. For other names, and if
+    `may_guess`, a wrapper is assumed if every entry of a numbered list has `module` as its only child, since then the
+    list was wrapped layer by layer:
+
+        layers.0.module.w, layers.1.module.w -> layers.0.w, layers.1.w
+        layers.0.module.w, layers.1.attn.w   -> unchanged: a model's own submodule is called `module`, as in LeViT
+
+    A list inside another list exists once for each entry of the outer one; then all of these lists count as one.
     """
     paths = located.names.values()
     if not any(MODULE in path[:-1] for path in paths):
@@ -315,9 +320,9 @@ def _without_modules(located: Located, base: Collection[str] | None, *, may_gues
     num_names = 0
     for stored, path in located.names.items():
         without = tuple(segment for place, segment in enumerate(path) if not is_wrapper(path, place))
-        if base is not None and join(path) not in base:
+        if base is not None:
             bare = tuple(segment for segment in path if segment != MODULE)
-            without = bare if join(bare) in base else without
+            without = path if join(path) in base else bare if join(bare) in base else without
         if without != path:
             located.names[stored] = without
             num_names += 1
