@@ -109,7 +109,7 @@ def locate_weights(directory: str, name: str) -> str:
 
 def _is_inside(directory: str, path: str) -> bool:
     real = storage.realpath(path)
-    return any(real.startswith(os.path.join(place, "")) for place in _places(directory))
+    return any(real.startswith(os.path.join(place, "")) for place in _allowed_directories(directory))
 
 
 def link_notes(directory: str, paths: Mapping[str, str]) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ def locate_all(directory: str, names: Sequence[str]) -> list[str]:
     return paths
 
 
-def _places(directory: str) -> Iterator[str]:
+def _allowed_directories(directory: str) -> Iterator[str]:
     """Yield the directories that files of a directory may be in, links resolved."""
     here = storage.realpath(directory)
     yield here

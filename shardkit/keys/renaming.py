@@ -265,14 +265,14 @@ def _choose(
             waiting = []
             for group in pending:
                 open_to = [
-                    new for new in group.targets if taken_places.isdisjoint(_places(sides, group, new))
+                    new for new in group.targets if taken_places.isdisjoint(_names_in_base(sides, group, new))
                 ]
                 if not open_to and not of_copies:
                     raise _NoRenaming
                 if len(open_to) > 1:
                     waiting.append(group)
                 elif open_to:
-                    taken_places.update(_places(sides, group, open_to[0]))
+                    taken_places.update(_names_in_base(sides, group, open_to[0]))
                     chosen.append((group, open_to[0]))
             if len(waiting) == len(pending):
                 return None
@@ -280,7 +280,7 @@ def _choose(
     return chosen
 
 
-def _places(sides: _NamesOfSides, group: _PrefixGroup, new: Segments) -> set[str]:
+def _names_in_base(sides: _NamesOfSides, group: _PrefixGroup, new: Segments) -> set[str]:
     """Return the unmatched names of the base that a group would get with a new prefix."""
     return {join((*new, *path[len(group.old) :])) for path in group.names} & sides.free
 

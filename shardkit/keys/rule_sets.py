@@ -2,7 +2,7 @@
 
 A rule set (see `rules`) is a file of the user's, or one of those that are *shipped* with shardkit. It is written for
 one form of a trainer's names. A checkpoint may have another form: layers one by one instead of stacks, or a vocabulary
-padded to another number of rows. `in_form` rewrites a set accordingly.
+padded to another number of rows. `rewrite_for_form` rewrites a set accordingly.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def bind_in_form(
     """
     if side == "hub":
         return bind_names(_one_by_one(rules, model_names), shapes, config, side=side)
-    rules, notes = in_form(rules, shapes, config, padding)
+    rules, notes = rewrite_for_form(rules, shapes, config, padding)
     return replace(bind_names(rules, shapes, config, side=side), notes=notes)
 
 
-def in_form(
+def rewrite_for_form(
     rules: RuleSet, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, padding: Padding | None
 ) -> tuple[RuleSet, tuple[str, ...]]:
     """Return a rule set rewritten for the form of a model's names and shapes, and notes for the user.

@@ -264,7 +264,7 @@ def _rule(table: Any, number: int, *, is_optional: bool) -> Rule:
     problems += [
         f"steps: only = {escape(str(only))}: expected a list of places, from 0 to {len(many) - 1}"
         for step in steps
-        if (only := step.options.get("only")) is not None and not _are_places(only, len(many))
+        if (only := step.options.get("only")) is not None and not _are_indexes(only, len(many))
     ]
     if problems:
         raise _BadRule(*problems)
@@ -324,7 +324,7 @@ def _is_step_value(kind: str, value: Any) -> bool:
     return type(value) is {"stack": str, "concat": int}.get(kind, type(value))
 
 
-def _are_places(value: Any, length: int) -> bool:
+def _are_indexes(value: Any, length: int) -> bool:
     """True if a value is a list of valid indexes into a list of some length."""
     return (
         isinstance(value, list)

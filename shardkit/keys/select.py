@@ -223,7 +223,7 @@ def select_model(
         source, naming, rules, base_shapes if base_shapes is not None else dict.fromkeys(base or ())
     )
     _refuse_nothing(source, located, naming.weights)
-    modules = _without_modules(located, base, may_guess=naming.root is None)
+    modules = _remove_module_segments(located, base, may_guess=naming.root is None)
     in_memory = {stored: join(path) for stored, path in located.names.items()}
     if naming.changes_names:
         hub = HubNames(in_memory, ())
@@ -292,7 +292,7 @@ def _refuse_flat_parameters(located: Located) -> None:
     )
 
 
-def _without_modules(located: Located, base: Collection[str] | None, *, may_guess: bool) -> int:
+def _remove_module_segments(located: Located, base: Collection[str] | None, *, may_guess: bool) -> int:
     """Remove the segment `module` from the middle of names where a wrapper added it; return how many names changed.
 
     The base decides: a name that it has stays, and one that it has without `module` changes. For other names, and if

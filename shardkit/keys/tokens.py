@@ -237,14 +237,14 @@ def paddings(tokens: int) -> set[int]:
     return {-(-tokens // multiple) * multiple for multiple in _MULTIPLES}
 
 
-def with_counts(config: Mapping[str, Any], places: Iterable[ConfigPath], rows: int) -> dict[str, Any]:
+def with_num_tokens(config: Mapping[str, Any], places: Iterable[ConfigPath], rows: int) -> dict[str, Any]:
     """Return a config with another number of tokens at some paths."""
     changed = dict(config)
     for place in places:
         if len(place) == 1:
             changed[place[0]] = rows
         else:
-            changed[place[0]] = with_counts(changed[place[0]], [place[1:]], rows)
+            changed[place[0]] = with_num_tokens(changed[place[0]], [place[1:]], rows)
     return changed
 
 

@@ -27,7 +27,7 @@ from shardkit.layout.wrap_policy import (
     match_paths,
     parse_policy,
     path_templates,
-    unknown_names,
+    unknown_names_error,
 )
 
 
@@ -224,7 +224,7 @@ def _named_paths(policy: WrapPolicy, fqns: Iterable[str], reason: str) -> list[s
     unknown = [name for name, paths in matched.items() if not paths]
     if unknown:
         why = "class names need the model (transformers and config.json)"
-        raise unknown_names(
+        raise unknown_names_error(
             unknown,
             path_templates(modules),
             what="module paths",

@@ -40,7 +40,7 @@ from shardkit.layout.wrap_policy import (
     list_candidates,
     match_paths,
     path_templates,
-    unknown_names,
+    unknown_names_error,
 )
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -128,8 +128,8 @@ def match_names(model: nn.Module, names: Iterable[str], wording: PolicyWording =
     unknown = [name for name, paths in matched.items() if not paths]
     if unknown:
         if all("." in name for name in unknown):
-            raise unknown_names(unknown, path_templates(modules), what="module paths", wording=wording)
-        raise unknown_names(unknown, class_counts(model), what="module classes", wording=wording)
+            raise unknown_names_error(unknown, path_templates(modules), what="module paths", wording=wording)
+        raise unknown_names_error(unknown, class_counts(model), what="module classes", wording=wording)
     matching = set(chain.from_iterable(matched.values()))
     return [path for path in modules if path in matching]
 

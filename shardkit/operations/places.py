@@ -18,7 +18,7 @@ from shardkit.files import storage, stores
 from shardkit.files.location import location_of
 from shardkit.files.output import bucket, local
 from shardkit.files.output.bucket import BucketOutput
-from shardkit.files.output.contract import JobRecord, JobStatus, OutputExists, other_job
+from shardkit.files.output.contract import JobRecord, JobStatus, OutputExists, other_job_error
 from shardkit.files.output.local import LocalOutput, is_free
 from shardkit.formats.owned import OutputKind, RunFiles, find_foreign, output_in, replacement_refusal
 from shardkit.operations.destination import (
@@ -183,7 +183,7 @@ class DiskDestination(Destination):
     def check_jobs(self, record: JobRecord) -> None:
         for job in self.jobs():
             if job.record.hash != record.hash and not self._overwrite:
-                raise other_job(self.path, job.record, record)
+                raise other_job_error(self.path, job.record, record)
 
     def output(self, job_hash: str) -> LocalOutput:
         return LocalOutput(

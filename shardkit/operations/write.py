@@ -237,7 +237,7 @@ class Writer:
                     self._write_files(writing, work, output, share)
             except KeyboardInterrupt as interrupt:
                 if not output.is_committed:
-                    raise self._interrupted(interrupt, work, output) from interrupt
+                    raise self._interrupted_error(interrupt, work, output) from interrupt
                 self._set_facts(work)  # the output is complete; only the job's directory may remain
             except (IntegrityError, OutputExists, ResourceError) as error:
                 if isinstance(error, OutputExists) and self._may_leave_existing:
@@ -303,7 +303,7 @@ class Writer:
         self.was_there = True
         self._set_facts(work, is_whole=False, by_another=True)
 
-    def _interrupted(self, interrupt: KeyboardInterrupt, work: Work, output: JobOutput) -> Interrupted:
+    def _interrupted_error(self, interrupt: KeyboardInterrupt, work: Work, output: JobOutput) -> Interrupted:
         """Return the error for a signal, with the state of the output and the command that resumes."""
         kept, signum = self._kept_files(work, output), signal_of(interrupt)
         state = f"was not made; {kept or 'no file was finished'}"

@@ -38,7 +38,7 @@ from shardkit.files.output.contract import (
     JobStatus,
     OutputExists,
     check_complete,
-    other_job,
+    other_job_error,
 )
 from shardkit.files.remote.objects import (
     NO_SUCH_VERSION,
@@ -277,7 +277,7 @@ class BucketOutput:
             ) from lost
         result = self._objects.put_if(self._marker, marker, {_JOB: self._job.record.hash}, self._replaced)
         if result == "other":
-            raise self._changed()
+            raise self._changed_error()
         self.is_committed = result == "put"
         self.replaced = replaced
         stores.forget()
@@ -363,7 +363,7 @@ class BucketOutput:
         # Version and content by one request: a commit may come between two.
         marker = self._objects.get(self._marker)
         if self._version_of(marker) != self._replaced:
-            raise self._changed()
+            raise self._changed_error()
         if marker is None:
             return ()
         return tuple(f"{self.path}/{name}" for name in data_prefixes(marker.data) if not self._job.owns(name))
@@ -397,7 +397,7 @@ class BucketOutput:
                 return
             self._check_free(name, stored)
             replaced = None if stored is None else stored.version
-        raise self._changed()
+        raise self._changed_error()
 
     def _check_free(self, name: str, stored: StoredObject | None) -> None:
         """Raise unless an object belongs to this job, or to an aborted one, and so may be replaced."""
@@ -411,11 +411,11 @@ class BucketOutput:
         job = _read_job(self._objects, self.path, f"{_home(stored.tags[_JOB])}/{_RECORD}")
         # No record, but a new marker: that job was committed, not aborted.
         if self._version() != self._replaced:
-            raise self._changed()
+            raise self._changed_error()
         if job is not None:
-            raise other_job(self.path, job.record, self._job.record)
+            raise other_job_error(self.path, job.record, self._job.record)
 
-    def _changed(self) -> OutputExists:
+    def _changed_error(self) -> OutputExists:
         """Return the error for a marker that has changed since this process began."""
         how = "appeared" if self._replaced is None else "changed"
         return OutputExists(

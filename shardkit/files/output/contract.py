@@ -223,7 +223,7 @@ class JobEnded(IncompleteError):
         self.is_committed = is_committed
 
 
-def other_job(path: str, record: JobRecord, new: JobRecord) -> UsageError:
+def other_job_error(path: str, record: JobRecord, new: JobRecord) -> UsageError:
     """Return the error for a new job whose destination has another job under way: `record`."""
     is_same = (record.command, record.directory) == (new.command, new.directory)
     is_changed = is_same and new.files  # two saves are two jobs

@@ -56,7 +56,7 @@ from shardkit.files.output.contract import (
     JobStatus,
     OutputExists,
     check_complete,
-    other_job,
+    other_job_error,
 )
 from shardkit.files.strict_json import parse_object
 
@@ -160,7 +160,7 @@ class LocalOutput:
                     self._stage = "begun"
                     return
                 if not self._discard_if_idle(with_files=self._overwrite):
-                    raise other_job(self.path, self.record, record)
+                    raise other_job_error(self.path, self.record, record)
         raise ResourceError(
             f"{escape(self.path)}: other processes keep restarting jobs for it",
             hint=f"run the command again; if that does not help: `shardkit abort {in_shell(self.path)}`",
@@ -349,9 +349,9 @@ class LocalOutput:
             with _system_errors(self.path):
                 if self._is_joined() or self._stage in ("claimed", "committed"):
                     raise
-                raise self._ended() from error
+                raise self._ended_error() from error
 
-    def _ended(self) -> JobEnded:
+    def _ended_error(self) -> JobEnded:
         """Complete any interrupted commit, and return the error for a process whose job is gone."""
         data_fd = self._data_fd
         self._finish_commits()

@@ -30,7 +30,7 @@ from shardkit.files.remote.contract import (
     StoreAnswer,
     explain,
     has_expired,
-    unusable,
+    unusable_error,
 )
 
 _CODE = re.compile(r"<Code>([\w.]{1,60})</Code>")
@@ -82,7 +82,7 @@ class Bucket:
             ResourceError: obstore is not installed, credentials are missing, or the process was forked.
         """
         if _connected_by and _connected_by[0] != os.getpid():
-            raise _forked(self._root)
+            raise _forked_error(self._root)
         with self._lock:
             if num_retries not in self._clients:
                 self._clients[num_retries] = connect(self._root, num_retries=num_retries)
@@ -187,13 +187,13 @@ def connect(root: str, *, num_retries: int = 0) -> Any:
             client["allow_http"] = endpoint.startswith("http://")
         elif root.startswith("gs://") and emulator():
             client["allow_http"] = True
-            options["service_account_key"] = _no_account(emulator())
+            options["service_account_key"] = _emulator_account(emulator())
         make: Any = from_url
         return make(root, **options)
     except Exception as error:  # obstore's own classes; their texts may contain values of the environment
         answer = answer_of(error)
         found_none = answer.code == NO_CREDENTIALS
-        raise (explain(answer, root).error if found_none else unusable(root, error)) from None
+        raise (explain(answer, root).error if found_none else unusable_error(root, error)) from None
 
 
 def _endpoint() -> str:
@@ -206,7 +206,7 @@ def emulator() -> str:
     return host if not host or "://" in host else f"http://{host}"
 
 
-def _no_account(address: str) -> str:
+def _emulator_account(address: str) -> str:
     """Return a key file for an emulator, which accepts any. Source: object_store, ServiceAccountCredentials."""
     settings = {"gcs_base_url": address, "disable_oauth": True}
     return json.dumps({**settings, "client_email": "", "private_key": "", "private_key_id": ""})
@@ -235,7 +235,7 @@ def _from_boto3() -> dict[str, Any]:
     }
 
 
-def _forked(path: str) -> ResourceError:
+def _forked_error(path: str) -> ResourceError:
     """Return the error for a process that was forked after its parent had used a store.
 
     obstore's threads do not exist in the child, where a request would wait for them forever (obstore 0.12).

@@ -19,7 +19,7 @@ from shardkit.errors import IntegrityError
 from shardkit.files import storage
 from shardkit.files.digest import sha256_of
 from shardkit.files.output.contract import JobOutput, JobRecord
-from shardkit.operations.parts.agreement import Share, incomplete, missing_parts
+from shardkit.operations.parts.agreement import Share, incomplete_error, missing_parts
 from shardkit.operations.parts.notes import Note, load_note
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.parts.results import PartResult
@@ -223,7 +223,7 @@ def finish(work: Work, output: JobOutput, own_notes: Mapping[int, Note]) -> None
     everything = {*work.everything}
     notes = {**own_notes, **read_notes(work, output, everything - own_notes.keys())}
     if missing := everything - notes.keys():
-        raise incomplete(output.path, work.record, missing)
+        raise incomplete_error(output.path, work.record, missing)
     digests = {notes[number].digest.name: notes[number].digest for number in sorted(notes)}
     scattered = _scattered_crcs(work, output, notes.values())
     with output.scratch() as scratch:
