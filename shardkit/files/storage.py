@@ -591,7 +591,11 @@ def _nameless(directory: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _clone_source(path: str) -> Iterator[int]:
-    """Yield the descriptor of a source file; before a download, that of a block in the same directory."""
+    """Yield the descriptor of a file from which a block can be cloned on trial.
+
+    It is the file at `path`, or, if it is not downloaded yet, a nameless file of one block in the closest existing
+    directory above, which is on the same file system.
+    """
     if not lexists(path):
         with _nameless(nearest_existing(path)) as fd:
             pwrite(fd, bytes(BLOCK), 0)

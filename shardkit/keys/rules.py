@@ -293,6 +293,10 @@ def _patterns(table: Mapping[str, Any], key: str, problems: list[str]) -> tuple[
 
 
 def _steps(value: Any, problems: list[str]) -> tuple[Step, ...]:
+    """Return the valid steps of a rule's `steps`, a table or a list of them, such as [{"stack": "e", "dim": 1}].
+
+    For each other one, a line is added to `problems`.
+    """
     steps = list[Step]()
     for table in value if isinstance(value, list) else [value]:
         kinds = [key for key in table if key in _STEPS] if isinstance(table, dict) else []
@@ -325,7 +329,7 @@ def _is_step_value(kind: str, value: Any) -> bool:
 
 
 def _are_indexes(value: Any, length: int) -> bool:
-    """True if a value is a list of valid indexes into a list of some length."""
+    """True if a value is a list, not empty, of valid indexes into a list of `length` entries."""
     return (
         isinstance(value, list)
         and bool(value)

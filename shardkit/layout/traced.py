@@ -415,7 +415,11 @@ def _last_lines(output: bytes | None) -> list[str]:
 
 
 def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
-    """Return the trace from a child's answer with status "ok"."""
+    """Return the trace from a child's answer with status "ok".
+
+    "meshes" has the further meshes over the same ranks (views), "units" the wrapped modules, and "stages" the pipeline stages
+    that hold each tensor, ascending; "tensors" refers to meshes and units by their positions.
+    """
     views = [
         Mesh(
             tuple(Axis(name, size, role) for name, size, role, _ in axes),
@@ -432,6 +436,7 @@ def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
             unit=unit,
             is_buffer=is_buffer,
             mesh=None if view is None else views[view],
+            # Several stages may hold copies of a tensor, such as a tied embedding. It is stored once, by the first of them.
             stage=stages[fqn][0] if stages else None,
         )
         for fqn, shape, placements, unit, is_buffer, view in answer["tensors"]

@@ -74,7 +74,8 @@ def match_auto(model: nn.Module, wording: PolicyWording) -> list[str]:
     """Return the modules of the model's `_no_split_modules`, else the blocks of its outermost numbered containers.
 
     Raises:
-        PolicyError: the model has neither.
+        PolicyError: the model has neither modules of these classes nor such containers. The error lists the classes of its
+            modules, those first whose names are most like a decoder layer's.
     """
     names = collect(model, "_no_split_modules")
     matched = [path for path, module in model.named_modules() if path and type(module).__name__ in names]

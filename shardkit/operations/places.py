@@ -1,5 +1,8 @@
 """The two kinds of destinations, on a disk and in a store: what exists there, what may be replaced, how much room is left.
 
+A *destination* is the place that a verb's output will have. A *foreign* file is one that shardkit did not write. The
+*marker* is the file by which readers recognise an output, `.metadata` or an index.
+
 A further kind is a subclass, a row of `KINDS`, and a `JobOutput` (`files/output`).
 """
 
@@ -236,6 +239,7 @@ class StoreDestination(Destination):
             at_once(lambda name: check_same(os.path.join(self.path, name), files[name]()), files)
 
     def _look(self, path: str) -> None:
+        """Raise an error if the output at an address may not be replaced."""
         refused = replacement_refusal(path, escape(self.path), self._kind, self.files)
         if refused is not None:
             raise refused

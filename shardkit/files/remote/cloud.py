@@ -160,7 +160,8 @@ def connect(root: str, *, num_retries: int = 0) -> Any:
 
     Args:
         root: scheme and name, such as `s3://bucket`.
-        num_retries: number of times that obstore itself repeats a failed request; most requests use `attempt` instead.
+        num_retries: number of times that obstore itself repeats a failed request. For most requests it is 0, because they
+            are repeated by `attempt` of `files/remote`.
 
     Raises:
         ResourceError: obstore is not installed, or its settings are incomplete.
@@ -183,7 +184,7 @@ def connect(root: str, *, num_retries: int = 0) -> Any:
                 options["checksum_algorithm"] = "SHA256"
             endpoint = options.get("endpoint", _endpoint())
             if endpoint and not endpoint.startswith(("http://", "https://")):  # obstore would panic
-                raise ValueError
+                raise ValueError  # caught below: `unusable_error` makes the message
             client["allow_http"] = endpoint.startswith("http://")
         elif root.startswith("gs://") and emulator():
             client["allow_http"] = True
@@ -197,6 +198,7 @@ def connect(root: str, *, num_retries: int = 0) -> Any:
 
 
 def _endpoint() -> str:
+    """Return the endpoint of S3 that the environment names, or ""."""
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
 
 
@@ -213,9 +215,10 @@ def _emulator_account(address: str) -> str:
 
 
 def _from_boto3() -> dict[str, Any]:
-    """Return credentials, region and endpoint like the tools of AWS; empty if obstore finds the same by itself.
+    """Return credentials, region and endpoint as boto3 finds them (profiles, SSO, roles), as options for obstore.
 
-    Importing boto3 takes a third of a second, so it is only used if the environment has no keys.
+    Empty if the environment has keys or asks for unsigned requests, which obstore handles itself; if boto3 is not
+    installed; or if it finds no credentials. Importing boto3 takes a third of a second, so the environment comes first.
     """
     if os.environ.get("AWS_SKIP_SIGNATURE") or all(map(os.environ.get, _KEYS)):
         return {}

@@ -181,6 +181,13 @@ def _settings(files: FileReaders) -> dict[str, Any]:
 
 
 def _parse_object_or_empty(data: bytes, name: str) -> dict[str, Any]:
+    """Return the content of a JSON file; empty for other JSON than an object.
+
+    A list, for example, has none of the keys that are read here. The file is copied all the same, as it is.
+
+    Raises:
+        SourceError: the file is not valid JSON.
+    """
     try:
         content = json.loads(data, parse_int=parse_integer)
     except (ValueError, RecursionError) as error:

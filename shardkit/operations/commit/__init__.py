@@ -305,6 +305,13 @@ def _wait_for_all(place: Destination, record: JobRecord, until: float) -> None:
 
 
 def _existing_result(place: Destination, begun: float, warnings: Iterable[str] = ()) -> CommitResult:
+    """Return the result for a destination without a job: the output exists already.
+
+    First completes interrupted commits and removes the rest of ended jobs; their warnings are added to `warnings`.
+
+    Raises:
+        UsageError: no output of a known format is there.
+    """
     warnings, path = (*warnings, *place.end_commits()), place.path
     if not place.is_there or recognise(path) is None:
         raise UsageError(
@@ -344,6 +351,7 @@ def status(output: str | os.PathLike[str] | None = None) -> StatusResult:
 
 
 def _nothing(place: Destination) -> str:
+    """Return the note for a destination without a job."""
     return f"no job is under way for {escape(place.path)}"
 
 

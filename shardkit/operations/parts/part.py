@@ -62,6 +62,7 @@ def parse_part(text: str, environ: Mapping[str, str]) -> Part:
 
 
 def _checked(number: int, count: int, origin: str) -> Part:
+    """Return part `number` of `count`, or raise UsageError if there is no such part; `origin` has the launcher's variables."""
     where = f" ({origin})" if origin else ""
     if not 1 <= count <= _MAX_PARTS:
         raise UsageError(f"--part: {count} parts{where}", hint=f"1 to {_MAX_PARTS} are possible")
@@ -105,6 +106,7 @@ def _from_launcher(environ: Mapping[str, str]) -> tuple[int, int, str]:
 
 
 def _launchers(environ: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
+    """Yield (number from 1 on, count, variables) of each launcher that sets both, in the order of preference."""
     for rank, size in _RANKS:
         pair = _pair(environ, rank, size)
         if pair is not None:
@@ -121,6 +123,7 @@ def _launchers(environ: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
 
 
 def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
+    """Return (number from 1 on, count) by the variables `rank`, from 0 on, and `size`; None if one is unset."""
     number, count = _env_number(environ, rank), _env_number(environ, size)
     return None if number is None or count is None else (number + 1, count)
 
@@ -145,11 +148,16 @@ def _array(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def _env_number(environ: Mapping[str, str], name: str) -> int | None:
+    """Return the value of a launcher's variable; None if it is unset or empty.
+
+    Raises:
+        UsageError: the value is not a number of one to nine digits.
+    """
     text = environ.get(name, "")
     if not text:
         return None
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
-        raise UsageError(f"--part env: {name}={escape(text)} is not a number")
+        raise UsageError(f"--part: the launcher's variable {name}={escape(text)} is not a number")
     return int(text)
 
 
