@@ -115,6 +115,7 @@ def _is_at(fd: int, path: str) -> bool:
 
 
 def _open(path: str, name: str, *, follow: bool) -> int:
+    """Open a file for reading without waiting (as for a FIFO); links only if `follow` or `FOLLOWS_LINKS` allows them."""
     try:
         # O_NONBLOCK: opening a FIFO for reading would otherwise wait for a writer.
         no_follow = 0 if follow or FOLLOWS_LINKS.get() else os.O_NOFOLLOW

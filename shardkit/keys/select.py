@@ -265,6 +265,7 @@ def _locate(source: SortedNames, naming: Naming, rules: Rules, want: Want) -> Lo
 
 
 def _refuse_nothing(source: SortedNames, located: Located, weights: str) -> None:
+    """Raise SourceError if no tensor was located as one of the `weights`; the hint says which option may find them."""
     if located.names:
         return
     if not source.tensors:
@@ -335,6 +336,7 @@ def _kind_of(path: Segments) -> Segments:
 
 
 def _refuse_bad_names(names: Mapping[str, str], naming: Naming) -> None:
+    """Raise an error if two tensors got one name: UsageError with `--strip-prefix` or `--rename`."""
     stored_by_name: dict[str, list[str]] = {}
     for stored, name in names.items():
         stored_by_name.setdefault(name, []).append(stored)
@@ -355,6 +357,7 @@ def _refuse_bad_names(names: Mapping[str, str], naming: Naming) -> None:
 def _list_stripped(
     located: Located, names: Mapping[str, str], modules: int, rules: Rules
 ) -> tuple[Stripped, ...]:
+    """Return what was removed from names, with the number of names: root, wrappers' segments, `module`, `--strip-prefix`."""
     stripped = [Stripped(join(located.root) + ".", len(names))] if located.root else []
     wrappers = Counter[str]()
     for stored in names:
@@ -488,6 +491,7 @@ def parse_rules(naming: Naming) -> Rules:
 
 
 def _rename(text: str, problems: list[str]) -> tuple[str, re.Pattern[str], str] | None:
+    """Parse a `--rename` into (text, pattern, replacement); if it is not valid, add a line to `problems` and return None."""
     regex, equals, replacement = text.rpartition("=")
     if not equals or not regex:
         problems.append(f"--rename {escape(text)!r}: there is no = between two parts")
@@ -528,6 +532,11 @@ def apply_rules(rules: Rules, names: Mapping[str, str]) -> tuple[dict[str, str],
 
 
 def _strip(prefixes: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the names (stored name -> name) without the first of the prefixes that each begins with.
+
+    Raises:
+        UsageError: no name begins with one of the prefixes.
+    """
     stripped, used = dict(names), set[str]()
     for stored, name in names.items():
         for prefix in prefixes:

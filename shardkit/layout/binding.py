@@ -359,6 +359,7 @@ def _padded_expressions(expressions: Mapping[str, Expression]) -> Iterator[tuple
 
 
 def _apply_shipped_rules(binding: Binding, have: TensorsAtHand) -> Binding:
+    """Return the binding by the only shipped set of rules that fits; if there is not exactly one, add which fit, or why not."""
     at_hand = {
         name_at_hand: binding.expressions[name] for name_at_hand, name in _names_at_hand(binding).items()
     }
@@ -386,6 +387,17 @@ def _apply_shipped_rules(binding: Binding, have: TensorsAtHand) -> Binding:
 def _apply_class_names(
     binding: Binding, side: RuleSide | None, reply: ClassNames, unchanged_names: Collection[str]
 ) -> Binding:
+    """Return the binding by the class's answer.
+
+    If the tensors at hand are those of files, the result has exactly the tensors of the model, made of them. If they are the
+    model's, those that the class converted are taken apart, and the others get their names in the files.
+
+    Args:
+        binding: the binding so far.
+        side: of the tensors at hand.
+        reply: the class's answer about the names of the binding.
+        unchanged_names: names of the other side that stay.
+    """
     if side != "model":
         expressions = {fqn: binding.expressions[name] for fqn, name in reply.names.items()}
         expressions |= {fqn: substitute(parts, binding.expressions) for fqn, parts in reply.converted.items()}

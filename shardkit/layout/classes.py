@@ -366,6 +366,7 @@ def _are_alike(kept: _ModelParameter, alias: _ModelParameter) -> bool:
 
 
 def _broken_pairs(model: nn.Module) -> Iterator[tuple[_ModelParameter, _ModelParameter]]:
+    """Yield (kept, alias) of each declared tie whose names are two parameters of one shape in the model."""
     declared = dict(_declared_ties(model))
     if not declared:
         return

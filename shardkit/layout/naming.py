@@ -148,6 +148,19 @@ def _match(
     prefixes: list[tuple[str, str]],
     rename: _Rename,
 ) -> ClassNames:
+    """Return which of the model's tensors each stored tensor fills, by names only.
+
+    Args:
+        shapes: stored name -> shape.
+        stored: stored name -> name without wrappers' segments.
+        targets: the model's tensors.
+        prefixes: pairs (prefix of stored names, its replacement), in the order in which they are tried.
+        rename: transformers' renaming of names; its second result is the pattern of a conversion that makes several tensors
+            one, or None.
+
+    Raises:
+        SourceError: several stored tensors would fill one of the model's.
+    """
     names: dict[str, list[str]] = {}
     unused, fused = dict[str, Shape](), dict[str, str]()
     for key, plain in stored.items():

@@ -45,6 +45,7 @@ def recorded_layout(content: manifest.Presharded) -> Layout:
 
 
 def _mesh(record: manifest.RecordedMesh) -> Mesh:
+    """Return the main mesh that a manifest records. Raises UsageError if it is not one that `--mesh` takes."""
     axes = [f"{axis.name}:{axis.role}={axis.size}" for axis in record.axes]
     stages = [] if record.pp is None else [f"pp={record.pp}"]
     return parse_mesh(",".join([*stages, *axes, *([] if record.ep is None else [f"ep={record.ep}"])]), None)

@@ -210,6 +210,7 @@ def _class_request(
 
 
 def _read_reply(reply: Mapping[str, Any]) -> ClassReply:
+    """Return the answer of `naming.answer_class` as an object."""
     match, form = ClassNames.from_json(reply["match"]), reply.get("form", {})
     answer = ClassAnswer(
         model_class=reply["model_class"],
@@ -273,6 +274,11 @@ def _cache_answer(
 
 
 def _run_child(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Send a request to the child, and return its answer.
+
+    Raises:
+        ShardkitError: the error in the answer; or the child cannot be started, died, or took too long.
+    """
     with tempfile.TemporaryDirectory(prefix="shardkit-trace-") as scratch:
         # A file, not stdout: importing a model may print anything.
         answer_path = os.path.join(scratch, "answer.json")

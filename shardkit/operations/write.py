@@ -228,6 +228,7 @@ class Writer:
         self.destination.check_room((0 if isinstance(share, Part) else max(needed, 0)) + sum(sizes), sizes)
 
     def _write(self, writing: Writing, work: Work) -> None:
+        """Write or commit the output, and store the facts for the result, also after an error."""
         share = self._verb_options.share
         with self.destination.output(work.record.hash) as output:
             try:
