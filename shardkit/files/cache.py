@@ -90,6 +90,7 @@ class Cache:
         return storage.lstat(self.directory).st_uid == os.geteuid()
 
     def _write(self, path: str, data: bytes) -> None:
+        """Create an entry's file under another name first, so that no process reads half of it."""
         # No sync: an entry that a power loss damages is recomputed.
         written = f"{path}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -120,6 +121,7 @@ class Cache:
                 return
 
     def _entries(self) -> list[_CachedFile]:
+        """Return the entries in the directory; empty if it cannot be listed."""
         entries = []
         with contextlib.suppress(OSError):
             for name in storage.listdir(self.directory):

@@ -226,6 +226,7 @@ class ByteReader:
         return part
 
     def _fill(self, start: int, nbytes: int) -> None:
+        """Read a block of the file at byte `start` into the buffer, which may get fewer bytes than `nbytes`."""
         try:
             self._buffered_bytes = storage.preadv(self._fd, [self._buffer[:nbytes]], start)
         except OSError as error:

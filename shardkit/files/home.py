@@ -133,6 +133,11 @@ def _named_folder(directory: str) -> str | None:
 
 
 def _only_folder(data: bytes) -> str | None:
+    """Return the folder in which a `.metadata` places all of its data files; None if there are several, or none.
+
+    Args:
+        data: the content of the `.metadata`.
+    """
     placed = [
         folder
         for short, long, path, folder in _PLACED.findall(data)

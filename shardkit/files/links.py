@@ -19,7 +19,7 @@ from shardkit.files import storage, stores
 from shardkit.files.remote import ranges
 from shardkit.files.strict_json import FOLLOW_OR_COPY, FOLLOWS_LINKS, read_small
 
-_MAX_LEVELS = 3  # of directories below one commit in the Hub's cache, for checkpoints that were uploaded
+_MAX_LEVELS = 3  # a checkpoint is a commit's directory, or up to two levels below: COMMIT/run/checkpoint-100
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -109,7 +109,7 @@ def locate_weights(directory: str, name: str) -> str:
 
 def _is_inside(directory: str, path: str) -> bool:
     real = storage.realpath(path)
-    return any(real.startswith(os.path.join(place, "")) for place in _places(directory))
+    return any(real.startswith(os.path.join(place, "")) for place in _allowed_directories(directory))
 
 
 def link_notes(directory: str, paths: Mapping[str, str]) -> tuple[str, ...]:
@@ -149,11 +149,18 @@ def locate_all(directory: str, names: Sequence[str]) -> list[str]:
     return paths
 
 
-def _places(directory: str) -> Iterator[str]:
-    """Yield the directories that files of a directory may be in, links resolved."""
+def _allowed_directories(directory: str) -> Iterator[str]:
+    """Yield the directories that files of a directory may be in: itself, and the blobs of its repo in the Hub's cache.
+
+        /c/models--o--m/snapshots/abc/run -> /c/models--o--m/snapshots/abc/run, /c/models--o--m/blobs
+
+    Links are resolved.
+    """
     here = storage.realpath(directory)
     yield here
     for level in range(_MAX_LEVELS):
+        # A directory in one called "snapshots" (level 0) counts as a commit even if the repo's folder was renamed. Further
+        # up, that name alone is too common: there the repo's folder must have the Hub's own name.
         top = os.path.dirname(os.path.dirname(here))
         if is_snapshot(here) and (not level or os.path.basename(top).startswith("models--")):
             yield os.path.join(top, "blobs")

@@ -32,10 +32,10 @@ class FolderContent(NamedTuple):
 
 
 def walk(path: str) -> Iterator[tuple[str, str, list[str], list[str]]]:
-    """Yield (path, name, subdirectories, files) of a directory and of all directories below it, in order.
+    """Yield (path, name, subdirectories, files) of a directory and of all directories below it, parents first.
 
-    The name is relative to `path`; that of `path` itself is "". Directories that the caller removes from the list are
-    skipped.
+    The name is relative to `path`; that of `path` itself is "". Subdirectories are visited by name; the names of files are
+    in no order. Subdirectories that the caller removes from the list are skipped.
 
     Raises:
         ResourceError: a directory cannot be listed.
@@ -123,7 +123,7 @@ def differing_sizes(
 
 
 def unlisted_names(directory: str, content: manifest.Manifest) -> Iterator[str]:
-    """Yield the names in a directory that its manifest does not list, in order.
+    """Yield the names in a directory that its manifest does not list, sorted.
 
     Folders with their own manifest are skipped.
     """

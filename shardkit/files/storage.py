@@ -572,7 +572,7 @@ def can_share_extents(catalog: Catalog, directory: str) -> bool:
                 device = stat(nearest_existing(file.path)).st_dev
                 if device not in tried:
                     tried.add(device)
-                    with _source(file.path) as source:
+                    with _clone_source(file.path) as source:
                         clone_range(source, 0, probe, 0, BLOCK)
     except (OSError, AttributeError):  # AttributeError: no O_TMPFILE, this is not Linux
         return False
@@ -590,8 +590,12 @@ def _nameless(directory: str) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _source(path: str) -> Iterator[int]:
-    """Yield the descriptor of a source file; before a download, that of a block in the same directory."""
+def _clone_source(path: str) -> Iterator[int]:
+    """Yield the descriptor of a file from which a block can be cloned on trial.
+
+    It is the file at `path`, or, if it is not downloaded yet, a nameless file of one block in the closest existing
+    directory above, which is on the same file system.
+    """
     if not lexists(path):
         with _nameless(nearest_existing(path)) as fd:
             pwrite(fd, bytes(BLOCK), 0)

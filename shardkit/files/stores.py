@@ -29,8 +29,8 @@ from shardkit.files.remote.contract import (
     OtherVersion,
     attempt,
     attempt_without_object,
-    gone,
-    short_body,
+    gone_error,
+    short_body_error,
 )
 from shardkit.files.remote.kinds import SCHEMES, WRITABLE, kind_of, split, store_of
 from shardkit.files.remote.ranges import Ranges
@@ -219,7 +219,7 @@ def status(path: str) -> os.stat_result:
     """
     entry = _find(path)
     if entry is None:
-        raise gone(path)
+        raise gone_error(path)
     return _status(entry if isinstance(entry, ObjectStat) else None, plain(path))
 
 
@@ -302,7 +302,7 @@ def open_number(path: str, flags: int) -> int:
         raise OSError(errno.EROFS, "object stores are read only so far", path)
     entry = _find(path)
     if entry is None:
-        raise gone(path)
+        raise gone_error(path)
     if not isinstance(entry, ObjectStat):
         raise IsADirectoryError(errno.EISDIR, "a directory", path)
     place = plain(path)
@@ -320,7 +320,7 @@ def _fetch(path: str, state: ObjectStat) -> Callable[[int, int], memoryview]:
     def once(start: int, nbytes: int) -> memoryview:
         data = store.fetch(key, state, start, nbytes)
         if len(data) != nbytes:
-            raise short_body()
+            raise short_body_error()
         return data
 
     def fetch(start: int, nbytes: int) -> memoryview:

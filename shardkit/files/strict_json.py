@@ -115,6 +115,7 @@ def _is_at(fd: int, path: str) -> bool:
 
 
 def _open(path: str, name: str, *, follow: bool) -> int:
+    """Open a file for reading without waiting (as for a FIFO); links only if `follow` or `FOLLOWS_LINKS` allows them."""
     try:
         # O_NONBLOCK: opening a FIFO for reading would otherwise wait for a writer.
         no_follow = 0 if follow or FOLLOWS_LINKS.get() else os.O_NOFOLLOW
@@ -283,11 +284,11 @@ def parse_object(data: bytes, name: str) -> dict[str, object]:
             parse_int=_parse_int,
         )
     except UnicodeDecodeError as error:
-        raise _not_json(name, f"byte {error.start} is not UTF-8") from None
+        raise _not_json_error(name, f"byte {error.start} is not UTF-8") from None
     except RecursionError:
-        raise _not_json(name, "nested too deeply") from None
+        raise _not_json_error(name, "nested too deeply") from None
     except ValueError as error:  # JSONDecodeError is one
-        raise _not_json(name, str(error)) from None
+        raise _not_json_error(name, str(error)) from None
     if twice:
         raise SourceError(
             f"{escape(name)}: JSON with the same key given twice",
@@ -295,7 +296,7 @@ def parse_object(data: bytes, name: str) -> dict[str, object]:
             hint="it is unclear which value is meant: write the file again or download it again",
         )
     if not isinstance(value, dict):
-        raise _not_json(name, f"expected an object at the top, found {type(value).__name__}")
+        raise _not_json_error(name, f"expected an object at the top, found {type(value).__name__}")
     return value
 
 
@@ -304,7 +305,7 @@ def is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _not_json(name: str, reason: str) -> SourceError:
+def _not_json_error(name: str, reason: str) -> SourceError:
     return SourceError(f"{escape(name)}: not valid JSON: {escape(reason)}", hint=DOWNLOAD_AGAIN)
 
 

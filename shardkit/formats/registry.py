@@ -32,7 +32,7 @@ from shardkit.formats.contract import (
 )
 from shardkit.formats.hub.assets import list_assets, list_weights, weights_beside
 from shardkit.formats.hub.directory import choose_weights
-from shardkit.formats.hub.files import empty_directory, unread_format
+from shardkit.formats.hub.files import empty_directory_error, unread_format
 from shardkit.formats.trainers import plain_dcp
 
 _log = logging.getLogger("shardkit")
@@ -227,10 +227,10 @@ def _open_local(source: str, format: str | None) -> Checkpoint:
         weights = home_of(recognised.weights)
         inside, _ = _find_format(weights)
         if inside is None:
-            raise _no_checkpoint(recognised.weights)
+            raise _no_checkpoint_error(recognised.weights)
         return plain_dcp.checkpoint_of_structure(_open(inside, weights), recognised, directory)
     if row is None:
-        raise _no_checkpoint(source)
+        raise _no_checkpoint_error(source)
     return _open(row, directory)
 
 
@@ -321,7 +321,7 @@ def _open(row: Format, path: str) -> Checkpoint:
     return replace(_opener(row).open(path), path=path)
 
 
-def _no_checkpoint(path: str) -> SourceError:
+def _no_checkpoint_error(path: str) -> SourceError:
     """Return the error for a path without a checkpoint: it lists the marker files, and what the directory holds."""
     if not storage.isdir(path):
         refuse_pointers({path: path})
@@ -329,9 +329,9 @@ def _no_checkpoint(path: str) -> SourceError:
         return SourceError(f"{escape(path)}: {form or _NO_CHECKPOINT}", hint=_GIVE)
     names = listing(path)
     if not names:
-        return empty_directory(path)
+        return empty_directory_error(path)
     if has_any(names, *_HUB_FILES) and not has_any(names, "*.distcp"):
-        return _no_hub_model(names, path)
+        return _no_hub_model_error(names, path)
     shown = ", ".join(map(escape, sorted(names)[:_MAX_SHOWN])) + (", ..." if len(names) > _MAX_SHOWN else "")
     why = why_unfinished(path) or unread_format(names)
     looked_for = [] if why else [f"looked for: {row.what}" for row in _FORMATS.values()]
@@ -354,7 +354,7 @@ def why_unfinished(path: str) -> str | None:
     return None
 
 
-def _no_hub_model(names: frozenset[str], path: str) -> SourceError:
+def _no_hub_model_error(names: frozenset[str], path: str) -> SourceError:
     """Return the reason why files that look like a Hub model's cannot be opened, as an error."""
     try:
         choose_weights(path, names)

@@ -108,6 +108,9 @@ def differing_expert_counts(shapes: Mapping[str, Shape], base: Mapping[str, Shap
 def refuse_factors(names: Iterable[str], model_names: Iterable[str] = (), hint: str | None = None) -> None:
     """Raise an error if weights are stored as the factors of orthogonal subspace fine-tuning (OSFT).
 
+    OSFT keeps a matrix as the factors U, S and V of its SVD. The `_high` ones, of the largest singular values, are frozen,
+    and the `_low` ones are trained. The error names each matrix with its first factor.
+
     Args:
         names: the names from which a model is filled.
         model_names: names of the model, if known. A model that has factors itself loads them as they are.

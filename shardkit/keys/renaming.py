@@ -223,7 +223,7 @@ def _groups(sides: _NamesOfSides) -> list[_PrefixGroup]:
     """Divide the names that change into the largest groups that can be renamed by one change of prefix each.
 
     Raises:
-        _NoWay: no change of prefix fits one of the tensors.
+        _NoRenaming: no change of prefix fits one of the tensors.
     """
     groups = list[_PrefixGroup]()
 
@@ -256,7 +256,7 @@ def _choose(
     """Choose the new prefix of each group, by elimination; return None if several choices remain.
 
     Raises:
-        _NoWay: two groups would need the same names of the base.
+        _NoRenaming: two groups would need the same names of the base.
     """
     taken_places, chosen = set[str](), list[tuple[_PrefixGroup, Segments]]()
     for of_copies in (False, True):  # copies get the names that the others leave
@@ -265,14 +265,14 @@ def _choose(
             waiting = []
             for group in pending:
                 open_to = [
-                    new for new in group.targets if taken_places.isdisjoint(_places(sides, group, new))
+                    new for new in group.targets if taken_places.isdisjoint(_names_in_base(sides, group, new))
                 ]
                 if not open_to and not of_copies:
                     raise _NoRenaming
                 if len(open_to) > 1:
                     waiting.append(group)
                 elif open_to:
-                    taken_places.update(_places(sides, group, open_to[0]))
+                    taken_places.update(_names_in_base(sides, group, open_to[0]))
                     chosen.append((group, open_to[0]))
             if len(waiting) == len(pending):
                 return None
@@ -280,7 +280,7 @@ def _choose(
     return chosen
 
 
-def _places(sides: _NamesOfSides, group: _PrefixGroup, new: Segments) -> set[str]:
+def _names_in_base(sides: _NamesOfSides, group: _PrefixGroup, new: Segments) -> set[str]:
     """Return the unmatched names of the base that a group would get with a new prefix."""
     return {join((*new, *path[len(group.old) :])) for path in group.names} & sides.free
 
@@ -366,16 +366,21 @@ def name_as_hub(
 
 
 def name_part(
-    names: Mapping[str, str], shapes: Mapping[str, Shape], wholes: Iterable[Mapping[str, Shape]]
+    names: Mapping[str, str], shapes: Mapping[str, Shape], larger_models: Iterable[Mapping[str, Shape]]
 ) -> dict[str, str]:
-    """Return the names that tensors have in the first of several models that contains all of them below one prefix.
+    """Return the names that the tensors of a part have in the first larger model that contains them all.
+
+    A model contains them if a change of prefixes gives all of them names and shapes of the model:
+
+        layers.0.w, layers.1.w -> model.language_model.layers.0.w, model.language_model.layers.1.w
 
     Args:
-        names: any key -> name. The names are returned unchanged if no model contains them.
+        names: key -> name in the part. The keys are the caller's; the result has the same ones. If no larger model
+            contains the tensors, or if the names fit one without a change, the names are returned unchanged.
         shapes: the same key -> shape.
-        wholes: for each model, name -> shape.
+        larger_models: for each candidate, name -> shape.
     """
-    answers = (name_as_hub(names, shapes, None, whole, is_part=True) for whole in wholes)
+    answers = (name_as_hub(names, shapes, None, larger, is_part=True) for larger in larger_models)
     return next((answer.names for answer in answers if answer.rules), dict(names))
 
 

@@ -2,7 +2,7 @@
 
 A rule set (see `rules`) is a file of the user's, or one of those that are *shipped* with shardkit. It is written for
 one form of a trainer's names. A checkpoint may have another form: layers one by one instead of stacks, or a vocabulary
-padded to another number of rows. `in_form` rewrites a set accordingly.
+padded to another number of rows. `rewrite_for_form` rewrites a set accordingly.
 """
 
 from __future__ import annotations
@@ -76,14 +76,20 @@ def bind_in_form(
     """
     if side == "hub":
         return bind_names(_one_by_one(rules, model_names), shapes, config, side=side)
-    rules, notes = in_form(rules, shapes, config, padding)
+    rules, notes = rewrite_for_form(rules, shapes, config, padding)
     return replace(bind_names(rules, shapes, config, side=side), notes=notes)
 
 
-def in_form(
+def rewrite_for_form(
     rules: RuleSet, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, padding: Padding | None
 ) -> tuple[RuleSet, tuple[str, ...]]:
     """Return a rule set rewritten for the form of a model's names and shapes, and notes for the user.
+
+    For layers one by one, stack steps are removed and `{i}` is put into the patterns. For a padded vocabulary, `pad`
+    steps get the real numbers of tokens and of rows:
+
+        "layers.wq" with a stack step                 -> "layers.{i}.wq" without
+        pad of = "vocab_size" = 32001, 32128 rows     -> pad of = 32001, to = 32128; note "127 rows of padding cut: ..."
 
     Args:
         rules: the set.
@@ -91,7 +97,7 @@ def in_form(
         config: the content of config.json, for numbers; or None.
         padding: the sizes of a padded vocabulary, or None.
     """
-    rules, cut = _one_by_one(rules, shapes), set[tuple[int, int]]()
+    rules, cut = _one_by_one(rules, shapes), set[tuple[int, int]]()  # `_with_padding` fills `cut`
     numbers = ConfigNumbers(rules.numbers, config)
     changed = tuple(_with_padding(rule, shapes, numbers, padding, cut) for rule in rules.rules)
     notes = (
@@ -292,6 +298,11 @@ def foreign_type(rules: RuleSet, config: Mapping[str, Any] | None) -> tuple[str,
 
 
 def _knows_all(rules: RuleSet, names: Iterable[str], side: RuleSide) -> bool:
+    """True if a rule set has a pattern for every name of one side, and there is a name.
+
+    On the model's side, each pattern in `requires` must also match a name: these tell apart sets whose patterns fit the
+    same names. A set that keeps other tensors has a pattern for every name.
+    """
     all_names, patterns = list(names), _patterns_of(rules, side)
     has_required = side == "hub" or _has_required(rules, all_names)
     return (

@@ -233,6 +233,11 @@ class _BadRule(Exception):
 
 
 def _rule(table: Any, number: int, *, is_optional: bool) -> Rule:
+    """Parse one rule of a file; `number` is its position, from 1.
+
+    Raises:
+        _BadRule: has all problems of the rule.
+    """
     if not isinstance(table, dict):
         raise _BadRule("not a table")
     problems = [
@@ -264,7 +269,7 @@ def _rule(table: Any, number: int, *, is_optional: bool) -> Rule:
     problems += [
         f"steps: only = {escape(str(only))}: expected a list of places, from 0 to {len(many) - 1}"
         for step in steps
-        if (only := step.options.get("only")) is not None and not _are_places(only, len(many))
+        if (only := step.options.get("only")) is not None and not _are_indexes(only, len(many))
     ]
     if problems:
         raise _BadRule(*problems)
@@ -293,6 +298,10 @@ def _patterns(table: Mapping[str, Any], key: str, problems: list[str]) -> tuple[
 
 
 def _steps(value: Any, problems: list[str]) -> tuple[Step, ...]:
+    """Return the valid steps of a rule's `steps`, a table or a list of them, such as [{"stack": "e", "dim": 1}].
+
+    For each other one, a line is added to `problems`.
+    """
     steps = list[Step]()
     for table in value if isinstance(value, list) else [value]:
         kinds = [key for key in table if key in _STEPS] if isinstance(table, dict) else []
@@ -324,8 +333,8 @@ def _is_step_value(kind: str, value: Any) -> bool:
     return type(value) is {"stack": str, "concat": int}.get(kind, type(value))
 
 
-def _are_places(value: Any, length: int) -> bool:
-    """True if a value is a list of valid indexes into a list of some length."""
+def _are_indexes(value: Any, length: int) -> bool:
+    """True if a value is a list, not empty, of valid indexes into a list of `length` entries."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -417,6 +426,7 @@ class ConfigNumbers:
         return self._evaluate(_parse_formula(formula), formula)
 
     def _evaluate(self, node: ast.expr, formula: str) -> int:
+        """Return the value of a parsed formula. Raises ValueError, with the whole `formula`, if it has none."""
         match node:
             case ast.Constant(value=int() as number) if not isinstance(number, bool):
                 return number
@@ -430,6 +440,13 @@ class ConfigNumbers:
         raise ValueError(_not_a_number(formula))
 
     def _value_of(self, name: str) -> int:
+        """Return the number with a name: by the file's `numbers`, else by the config, where dots separate nested keys.
+
+        A number may have the name of the key that it is made of: while it is evaluated, its name means the key.
+
+        Raises:
+            ValueError: the number is not known.
+        """
         if name in self._numbers and name not in self._busy:
             tried = self._numbers[name]
             self._busy.add(name)
@@ -535,6 +552,17 @@ def _apply_steps(
 def _stack_parts(
     part: Mapping[tuple[int, ...], Expression], place: int, dim: int, variable: str
 ) -> dict[tuple[int, ...], Expression]:
+    """Stack the tensors that differ only in one variable.
+
+    Args:
+        part: values of the rule's variables -> tensor.
+        place: position of the variable in these values, which the result lacks.
+        dim: the new dim.
+        variable: name of the variable, for messages.
+
+    Raises:
+        ValueError: the variable's values are not 0, 1, 2, ... without a gap.
+    """
     groups: dict[tuple[int, ...], dict[int, Expression]] = {}
     for key, tensor in part.items():
         groups.setdefault((*key[:place], *key[place + 1 :]), {})[key[place]] = tensor
@@ -641,6 +669,11 @@ def _unstack(of: Expression, dim: int) -> Iterator[Expression]:
 
 
 def _undo_concat(parts: _PartsByKey, step: Step, number: int, env: ConfigNumbers) -> _PartsByKey:
+    """Cut each tensor into the `number` parts that a concat step joined: of the step's sizes, else of equal sizes.
+
+    Raises:
+        ValueError: the sizes do not add up to the tensor's.
+    """
     (part,) = parts
     apart: _PartsByKey = [{} for _ in range(number)]
     for key, whole in part.items():

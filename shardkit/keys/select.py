@@ -223,7 +223,7 @@ def select_model(
         source, naming, rules, base_shapes if base_shapes is not None else dict.fromkeys(base or ())
     )
     _refuse_nothing(source, located, naming.weights)
-    modules = _without_modules(located, base, may_guess=naming.root is None)
+    modules = _remove_module_segments(located, base, may_guess=naming.root is None)
     in_memory = {stored: join(path) for stored, path in located.names.items()}
     if naming.changes_names:
         hub = HubNames(in_memory, ())
@@ -265,6 +265,7 @@ def _locate(source: SortedNames, naming: Naming, rules: Rules, want: Want) -> Lo
 
 
 def _refuse_nothing(source: SortedNames, located: Located, weights: str) -> None:
+    """Raise SourceError if no tensor was located as one of the `weights`; the hint says which option may find them."""
     if located.names:
         return
     if not source.tensors:
@@ -292,12 +293,17 @@ def _refuse_flat_parameters(located: Located) -> None:
     )
 
 
-def _without_modules(located: Located, base: Collection[str] | None, *, may_guess: bool) -> int:
-    """Remove `module` from the middle of names where a wrapper added it; return the number of names that changed.
+def _remove_module_segments(located: Located, base: Collection[str] | None, *, may_guess: bool) -> int:
+    """Remove the segment `module` from the middle of names where a wrapper added it; return how many names changed.
 
-    A wrapper added it if the base has the name without it. This is also assumed if every entry of a numbered list has
-    `module` as its only child, which means that the list was wrapped layer by layer. If an outer list contains the list
-    several times, this must be so in all of them. In LeViT only some entries are like that, as the name is its own.
+    The base decides: a name that it has stays, and one that it has without `module` changes. For other names, and if
+    `may_guess`, a wrapper is assumed if every entry of a numbered list has `module` as its only child, since then the
+    list was wrapped layer by layer:
+
+        layers.0.module.w, layers.1.module.w -> layers.0.w, layers.1.w
+        layers.0.module.w, layers.1.attn.w   -> unchanged: a model's own submodule is called `module`, as in LeViT
+
+    A list inside another list exists once for each entry of the outer one; then all of these lists count as one.
     """
     paths = located.names.values()
     if not any(MODULE in path[:-1] for path in paths):
@@ -315,9 +321,9 @@ def _without_modules(located: Located, base: Collection[str] | None, *, may_gues
     num_names = 0
     for stored, path in located.names.items():
         without = tuple(segment for place, segment in enumerate(path) if not is_wrapper(path, place))
-        if base is not None and join(path) not in base:
+        if base is not None:
             bare = tuple(segment for segment in path if segment != MODULE)
-            without = bare if join(bare) in base else without
+            without = path if join(path) in base else bare if join(bare) in base else without
         if without != path:
             located.names[stored] = without
             num_names += 1
@@ -330,6 +336,7 @@ def _kind_of(path: Segments) -> Segments:
 
 
 def _refuse_bad_names(names: Mapping[str, str], naming: Naming) -> None:
+    """Raise an error if two tensors got one name: UsageError with `--strip-prefix` or `--rename`."""
     stored_by_name: dict[str, list[str]] = {}
     for stored, name in names.items():
         stored_by_name.setdefault(name, []).append(stored)
@@ -350,6 +357,7 @@ def _refuse_bad_names(names: Mapping[str, str], naming: Naming) -> None:
 def _list_stripped(
     located: Located, names: Mapping[str, str], modules: int, rules: Rules
 ) -> tuple[Stripped, ...]:
+    """Return what was removed from names, with the number of names: root, wrappers' segments, `module`, `--strip-prefix`."""
     stripped = [Stripped(join(located.root) + ".", len(names))] if located.root else []
     wrappers = Counter[str]()
     for stored in names:
@@ -483,6 +491,7 @@ def parse_rules(naming: Naming) -> Rules:
 
 
 def _rename(text: str, problems: list[str]) -> tuple[str, re.Pattern[str], str] | None:
+    """Parse a `--rename` into (text, pattern, replacement); if it is not valid, add a line to `problems` and return None."""
     regex, equals, replacement = text.rpartition("=")
     if not equals or not regex:
         problems.append(f"--rename {escape(text)!r}: there is no = between two parts")
@@ -523,6 +532,11 @@ def apply_rules(rules: Rules, names: Mapping[str, str]) -> tuple[dict[str, str],
 
 
 def _strip(prefixes: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the names (stored name -> name) without the first of the prefixes that each begins with.
+
+    Raises:
+        UsageError: no name begins with one of the prefixes.
+    """
     stripped, used = dict(names), set[str]()
     for stored, name in names.items():
         for prefix in prefixes:

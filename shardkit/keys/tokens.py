@@ -112,6 +112,7 @@ class _TokenTensor(NamedTuple):
 
 
 def _counts(config: Mapping[str, Any], above: ConfigPath) -> Iterator[tuple[ConfigPath, int]]:
+    """Yield (path, number) for each number of tokens in a config; `above` is the path of `config` itself."""
     for key, value in config.items():
         if isinstance(value, Mapping) and len(above) < _MAX_DEPTH:
             yield from _counts(value, (*above, key))
@@ -204,6 +205,7 @@ def _group_by_place(counted: Iterable[_TokenTensor]) -> list[list[_TokenTensor]]
 
 
 def _token_rows(group: Sequence[_TokenTensor]) -> TokenRows | None:
+    """Return a vocabulary whose number of rows has changed, by its tensors; None if it has not, or if only a head has."""
     rows = {tensor.name: tensor.rows for tensor in group if tensor.rows is not None}
     old = group[0].shape[group[0].dim]
     if set(rows.values()) <= {old} or _are_other_heads(rows, old):
@@ -237,14 +239,18 @@ def paddings(tokens: int) -> set[int]:
     return {-(-tokens // multiple) * multiple for multiple in _MULTIPLES}
 
 
-def with_counts(config: Mapping[str, Any], places: Iterable[ConfigPath], rows: int) -> dict[str, Any]:
-    """Return a config with another number of tokens at some paths."""
+def with_num_tokens(config: Mapping[str, Any], places: Iterable[ConfigPath], rows: int) -> dict[str, Any]:
+    """Return a copy of a config with `rows` as the number of tokens (of rows of an embedding) at some paths.
+
+    With 12 rows at ("text_config", "vocab_size"), {"text_config": {"vocab_size": 10}} becomes {"text_config": {"vocab_size":
+    12}}.
+    """
     changed = dict(config)
     for place in places:
         if len(place) == 1:
             changed[place[0]] = rows
         else:
-            changed[place[0]] = with_counts(changed[place[0]], [place[1:]], rows)
+            changed[place[0]] = with_num_tokens(changed[place[0]], [place[1:]], rows)
     return changed
 
 

@@ -16,8 +16,11 @@ the tensors at hand, and records who decided it:
     whole_provider      the names and shapes of a larger model, which contains this one
 
 Before that, `keys.select` has named the tensors by the user's prefixes, by recorded rules, and by the names and shapes
-of a base. Once rules have decided, only `class_provider` and `whole_provider` can still change names. If the wanted names are
-known, the next provider is called only while some of them are missing, and its answer counts only if it has more.
+of a base. Once rules have decided, only `class_provider` and `whole_provider` can still change names.
+
+A *goal* are wanted names and shapes for tensors at hand of the side "model". With a goal, a provider is called only while
+some of the wanted tensors are missing, and its binding counts only if it has more of them. On the other sides all
+providers are called: there the class's answer is needed even if all names fit, since it lists ties, misfits and the like.
 """
 
 from __future__ import annotations
@@ -161,11 +164,13 @@ Provider = Callable[[TensorsAtHand, WantedShapes, Binding], Binding]
 def bind(have: TensorsAtHand, want: WantedShapes | None, providers: Iterable[Provider]) -> Binding:
     """Return the names and forms of tensors on the other side.
 
-    A tensor that no provider knows keeps the name from `keys.select`.
+    A tensor that no provider knows keeps the name from `keys.select`. If a provider would give two tensors one name,
+    nothing is decided: the result is the binding before any provider, with `clashing_names`.
 
     Args:
         have: the tensors at hand.
-        want: the wanted tensors of the other side; None if any names will do.
+        want: the wanted tensors of the other side; None if any names will do. They are the goal if the tensors at hand are
+            of the side "model".
         providers: providers in the order of this module.
 
     Raises:
@@ -179,6 +184,7 @@ def bind(have: TensorsAtHand, want: WantedShapes | None, providers: Iterable[Pro
     assert len(expressions) == len(have.shapes)
     unchanged = binding = Binding(expressions=expressions, by=dict.fromkeys(expressions, "selection"))
     for provider in providers:
+        # A wanted tensor of unknown shape (None) is never equal to one in the binding: then no provider is left out.
         if goal is not None and goal.items() <= _shapes(binding).items():
             break
         answer = provider(have, want or {}, binding)
@@ -272,6 +278,7 @@ def _shapes(binding: Binding) -> dict[str, Shape]:
 
 
 def _num_wanted(binding: Binding, goal: Mapping[str, Shape | None]) -> int:
+    """Return how many wanted tensors a binding has, by name and, where it is known, by shape."""
     return sum(
         name in goal and goal[name] in (expression.shape, None)
         for name, expression in binding.expressions.items()
@@ -352,6 +359,7 @@ def _padded_expressions(expressions: Mapping[str, Expression]) -> Iterator[tuple
 
 
 def _apply_shipped_rules(binding: Binding, have: TensorsAtHand) -> Binding:
+    """Return the binding by the only shipped set of rules that fits; if there is not exactly one, add which fit, or why not."""
     at_hand = {
         name_at_hand: binding.expressions[name] for name_at_hand, name in _names_at_hand(binding).items()
     }
@@ -379,6 +387,17 @@ def _apply_shipped_rules(binding: Binding, have: TensorsAtHand) -> Binding:
 def _apply_class_names(
     binding: Binding, side: RuleSide | None, reply: ClassNames, unchanged_names: Collection[str]
 ) -> Binding:
+    """Return the binding by the class's answer.
+
+    If the tensors at hand are those of files, the result has exactly the tensors of the model, made of them. If they are the
+    model's, those that the class converted are taken apart, and the others get their names in the files.
+
+    Args:
+        binding: the binding so far.
+        side: of the tensors at hand.
+        reply: the class's answer about the names of the binding.
+        unchanged_names: names of the other side that stay.
+    """
     if side != "model":
         expressions = {fqn: binding.expressions[name] for fqn, name in reply.names.items()}
         expressions |= {fqn: substitute(parts, binding.expressions) for fqn, parts in reply.converted.items()}

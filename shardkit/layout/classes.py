@@ -170,6 +170,11 @@ def _outermost(model: nn.Module, method: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def _twin(model: Any, default_dtype: torch.dtype | None) -> nn.Module | None:
+    """Return a *twin* of a transformers model: a new one of its class and config on meta; None if it cannot be built.
+
+    The model may have been cast or sharded since it was built. Its twin has the dtypes and buffers that the class makes.
+    The state of the random generators, and the model's config, stay as they are.
+    """
     plain: Any = class_before_sharding(model)
     options = {} if default_dtype is None else {"dtype": default_dtype}
     with (
@@ -361,6 +366,7 @@ def _are_alike(kept: _ModelParameter, alias: _ModelParameter) -> bool:
 
 
 def _broken_pairs(model: nn.Module) -> Iterator[tuple[_ModelParameter, _ModelParameter]]:
+    """Yield (kept, alias) of each declared tie whose names are two parameters of one shape in the model."""
     declared = dict(_declared_ties(model))
     if not declared:
         return
@@ -377,11 +383,14 @@ def _broken_pairs(model: nn.Module) -> Iterator[tuple[_ModelParameter, _ModelPar
 
 
 def _declared_ties(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield (alias, kept name) of the ties that the outermost models declare now and also had when they were built.
+    """Yield (alias, kept name) of the ties that transformers models declare now and also have in `all_tied_weights_keys`.
 
-    Both are needed: a config may have changed since, and `from_pretrained` unties parameters that differ in a file.
+    The names are those in `model`. Both sources are needed. The constructor fills the dict `all_tied_weights_keys`, and the
+    config may have changed since. `from_pretrained` removes the pairs from it that differ in the files and so are not tied,
+    which the declaration does not show. If the declared patterns match nothing any more, the dict alone counts.
     """
     for path, module in _outermost(model, "get_expanded_tied_weights_keys"):
+        # The path, as a prefix of names, without segments of wrappers and of PEFT, which are found by the dots around them.
         before = without_base_layers(f".{clean_name(path.removesuffix('.'))}.").lstrip(".")
         built = getattr(module, "all_tied_weights_keys", None)
         try:

@@ -27,7 +27,7 @@ from shardkit.layout.wrap_policy import (
     match_paths,
     parse_policy,
     path_templates,
-    unknown_names,
+    unknown_names_error,
 )
 
 
@@ -199,6 +199,16 @@ def _enclosing_paths(path: str) -> Iterator[str]:
 
 
 def _unit_paths(policy: WrapPolicy, fqns: Iterable[str], reason: str) -> list[str]:
+    """Return the paths of the units of a policy, found from names alone.
+
+    Args:
+        policy: the policy.
+        fqns: names of the tensors.
+        reason: why there is no model, for messages; empty if unknown.
+
+    Raises:
+        PolicyError: the policy needs a model, or matches nothing.
+    """
     if policy.kind == "none":
         return []
     if policy.kind == "function":
@@ -219,12 +229,13 @@ def _unit_paths(policy: WrapPolicy, fqns: Iterable[str], reason: str) -> list[st
 
 
 def _named_paths(policy: WrapPolicy, fqns: Iterable[str], reason: str) -> list[str]:
+    """Return the paths that a policy's names match; arguments and errors are those of `_unit_paths`."""
     modules = _module_paths(fqns)
     matched = {name: match_paths(name, modules) for name in policy.names}
     unknown = [name for name, paths in matched.items() if not paths]
     if unknown:
         why = "class names need the model (transformers and config.json)"
-        raise unknown_names(
+        raise unknown_names_error(
             unknown,
             path_templates(modules),
             what="module paths",

@@ -148,6 +148,19 @@ def _match(
     prefixes: list[tuple[str, str]],
     rename: _Rename,
 ) -> ClassNames:
+    """Return which of the model's tensors each stored tensor fills, by names only.
+
+    Args:
+        shapes: stored name -> shape.
+        stored: stored name -> name without wrappers' segments.
+        targets: the model's tensors.
+        prefixes: pairs (prefix of stored names, its replacement), in the order in which they are tried.
+        rename: transformers' renaming of names; its second result is the pattern of a conversion that makes several tensors
+            one, or None.
+
+    Raises:
+        SourceError: several stored tensors would fill one of the model's.
+    """
     names: dict[str, list[str]] = {}
     unused, fused = dict[str, Shape](), dict[str, str]()
     for key, plain in stored.items():
@@ -225,7 +238,8 @@ def ask_model(model: nn.Module, shapes: Mapping[str, Shape], *, as_loaded: bool 
 
     Args:
         model: a model that was built from its config on the meta device, is tied, and is not wrapped.
-        shapes: name in the files -> shape. Names with parts that wrappers add (such as `torch.compile`) match nothing.
+        shapes: name in the files -> shape. Names with segments that wrappers add (such as `_orig_mod` of
+            `torch.compile`) match nothing.
         as_loaded: as for `match_names`.
 
     Raises:
@@ -235,10 +249,11 @@ def ask_model(model: nn.Module, shapes: Mapping[str, Shape], *, as_loaded: bool 
     computed = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in state]
     plain = {name: tuple(shape) for name, shape in shapes.items() if clean_name(name) == name}
     match = match_names(plain, state, computed=computed, model=model, as_loaded=as_loaded)
-    have: dict[str, Shape | str] = {fqn: plain[name] for fqn, name in match.names.items()}
-    have |= {fqn: expression.shape for fqn, expression in match.converted.items()} | dict(match.failed)
-    bound_ids = {id(state[name]) for name in have if name in state}  # one name of a tie is enough
-    bound_names = {*have, *match.computed_fqns}
+    # FQN -> shape that the files would give it, or why the conversion to it is not known
+    matched: dict[str, Shape | str] = {fqn: plain[name] for fqn, name in match.names.items()}
+    matched |= {fqn: expression.shape for fqn, expression in match.converted.items()} | dict(match.failed)
+    bound_ids = {id(state[name]) for name in matched if name in state}  # one name of a tie is enough
+    bound_names = {*matched, *match.computed_fqns}
     missing = [name for name, x in state.items() if name not in bound_names and id(x) not in bound_ids]
     misfits = [
         (
@@ -247,7 +262,7 @@ def ask_model(model: nn.Module, shapes: Mapping[str, Shape], *, as_loaded: bool 
             if isinstance(shape_or_reason, str)
             else f"{list(shape_or_reason)}, in the model {list(state[name].shape)}",
         )
-        for name, shape_or_reason in have.items()
+        for name, shape_or_reason in matched.items()
         if name in state and shape_or_reason != tuple(state[name].shape)
     ]
     ties = [tuple(dict.fromkeys(match.names.get(fqn, fqn) for fqn in group)) for group in tied_groups(state)]

@@ -1,6 +1,10 @@
 """Read the layout that a manifest records: a mesh, and the placement of every tensor.
 
 Anyone may have written the manifest, so every number is checked before use.
+
+Besides the main mesh there may be *views*: further meshes over the same ranks, such as that of experts. An axis of a view is
+given by *steps*: a step is (size, stride), one digit of the position on the axis. In a world of 8, the axis of size 4 with
+the step (4, 2) goes over the ranks 0, 2, 4, 6. An axis that was flattened from several has one step for each of them.
 """
 
 from __future__ import annotations
@@ -41,16 +45,21 @@ def recorded_layout(content: manifest.Presharded) -> Layout:
 
 
 def _mesh(record: manifest.RecordedMesh) -> Mesh:
+    """Return the main mesh that a manifest records. Raises UsageError if it is not one that `--mesh` takes."""
     axes = [f"{axis.name}:{axis.role}={axis.size}" for axis in record.axes]
     stages = [] if record.pp is None else [f"pp={record.pp}"]
     return parse_mesh(",".join([*stages, *axes, *([] if record.ep is None else [f"ep={record.ep}"])]), None)
 
 
 def _view(view: manifest.MeshView, mesh: Mesh) -> Mesh:
-    """Return a further mesh over the same ranks as `mesh`, after checking that it has no others."""
+    """Return a further mesh over the ranks of `mesh`, after checking that it reaches no rank beyond them.
+
+    Of the role of an axis only "tensor" matters here: which ranks have files is decided by the main mesh. So "replicate"
+    becomes "shard" like any other word in the manifest. It is not checked whether two axes reach the same ranks.
+    """
     if not view.axes or any(prod(size for size, _ in axis.steps) != axis.size for axis in view.axes):
         raise LayoutError("meshes: the steps of an axis do not make up its size")
-    digits = sorted(step for axis in view.axes for step in axis.steps if step[0] != 1)
+    digits = [step for axis in view.axes for step in axis.steps if step[0] != 1]
     if any(size < 1 or stride < 1 for size, stride in digits):
         raise LayoutError("meshes: an axis has no ranks")
     if sum((size - 1) * stride for size, stride in digits) >= mesh.size:
@@ -62,6 +71,7 @@ def _view(view: manifest.MeshView, mesh: Mesh) -> Mesh:
 
 
 def _tensor_layout(fqn: str, tensor: manifest.ShardedTensor, mesh: Mesh, views: list[Mesh]) -> TensorLayout:
+    """Return the layout of one tensor, on the main mesh or on the view with the number in the manifest."""
     if len(tensor.shape) > _MAX_DIMS:
         raise LayoutError(f"{escape(fqn)}: {len(tensor.shape)} dims, torch has at most {_MAX_DIMS}")
     if tensor.mesh is not None and tensor.mesh >= len(views):

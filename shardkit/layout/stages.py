@@ -77,6 +77,9 @@ def _is_module(model: nn.Module, path: str) -> bool:
 
 
 def _split_evenly(model: nn.Module, names: Sequence[str], num_stages: int) -> list[list[str]]:
+    """Return the names of the modules and tensors on each stage: the blocks evenly, what comes before them on the first stage,
+    and the rest on the last.
+    """
     blocks, num_blocks = _blocks(model, names)
     if num_blocks < num_stages:
         raise PolicyError(

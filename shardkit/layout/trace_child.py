@@ -74,14 +74,19 @@ def main() -> None:
 
 
 def answer_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request, errors included. A trace makes a fake world, so a process can do only one."""
+    """Return the answer to a request, errors included.
+
+    A trace makes a fake process group, so one process can do only one trace. It can answer any number of questions about a
+    class.
+    """
     try:
         return {"status": "ok", **_trace(request)}
     except PolicyError as error:
+        # The user's function failed: show where. A missing module is named in the message.
         if not isinstance(error.__cause__, ModuleNotFoundError | None):
             traceback.print_exception(error.__cause__)
         return {"status": "policy", **error.to_json(), "show_output": error.__cause__ is not None}
-    except (SourceError, UsageError) as error:  # LayoutError is one
+    except (SourceError, UsageError) as error:  # LayoutError is a SourceError
         return {
             "status": next(s for s, kind in STATUSES.items() if isinstance(error, kind)),
             **error.to_json(),

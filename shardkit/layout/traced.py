@@ -210,6 +210,7 @@ def _class_request(
 
 
 def _read_reply(reply: Mapping[str, Any]) -> ClassReply:
+    """Return the answer of `naming.answer_class` as an object."""
     match, form = ClassNames.from_json(reply["match"]), reply.get("form", {})
     answer = ClassAnswer(
         model_class=reply["model_class"],
@@ -273,6 +274,11 @@ def _cache_answer(
 
 
 def _run_child(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Send a request to the child, and return its answer.
+
+    Raises:
+        ShardkitError: the error in the answer; or the child cannot be started, died, or took too long.
+    """
     with tempfile.TemporaryDirectory(prefix="shardkit-trace-") as scratch:
         # A file, not stdout: importing a model may print anything.
         answer_path = os.path.join(scratch, "answer.json")
@@ -415,7 +421,11 @@ def _last_lines(output: bytes | None) -> list[str]:
 
 
 def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
-    """Return the trace from a child's answer with status "ok"."""
+    """Return the trace from a child's answer with status "ok".
+
+    "meshes" has the further meshes over the same ranks (views), "units" the wrapped modules, and "stages" the pipeline stages
+    that hold each tensor, ascending; "tensors" refers to meshes and units by their positions.
+    """
     views = [
         Mesh(
             tuple(Axis(name, size, role) for name, size, role, _ in axes),
@@ -432,6 +442,7 @@ def read_answer(answer: Mapping[str, Any], mesh: Mesh, wrap: str) -> Trace:
             unit=unit,
             is_buffer=is_buffer,
             mesh=None if view is None else views[view],
+            # Several stages may hold copies of a tensor, such as a tied embedding. It is stored once, by the first of them.
             stage=stages[fqn][0] if stages else None,
         )
         for fqn, shape, placements, unit, is_buffer, view in answer["tensors"]

@@ -40,7 +40,7 @@ from shardkit.layout.wrap_policy import (
     list_candidates,
     match_paths,
     path_templates,
-    unknown_names,
+    unknown_names_error,
 )
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -74,7 +74,8 @@ def match_auto(model: nn.Module, wording: PolicyWording) -> list[str]:
     """Return the modules of the model's `_no_split_modules`, else the blocks of its outermost numbered containers.
 
     Raises:
-        PolicyError: the model has neither.
+        PolicyError: the model has neither modules of these classes nor such containers. The error lists the classes of its
+            modules, those first whose names are most like a decoder layer's.
     """
     names = collect(model, "_no_split_modules")
     matched = [path for path, module in model.named_modules() if path and type(module).__name__ in names]
@@ -128,8 +129,8 @@ def match_names(model: nn.Module, names: Iterable[str], wording: PolicyWording =
     unknown = [name for name, paths in matched.items() if not paths]
     if unknown:
         if all("." in name for name in unknown):
-            raise unknown_names(unknown, path_templates(modules), what="module paths", wording=wording)
-        raise unknown_names(unknown, class_counts(model), what="module classes", wording=wording)
+            raise unknown_names_error(unknown, path_templates(modules), what="module paths", wording=wording)
+        raise unknown_names_error(unknown, class_counts(model), what="module classes", wording=wording)
     matching = set(chain.from_iterable(matched.values()))
     return [path for path in modules if path in matching]
 

@@ -158,7 +158,7 @@ def path_templates(paths: Iterable[str]) -> Counter[str]:
     return Counter(without_numbers(path) for path in paths if path)
 
 
-def unknown_names(
+def unknown_names_error(
     names: Iterable[str],
     candidates: Mapping[str, int],
     *,

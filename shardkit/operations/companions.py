@@ -199,18 +199,18 @@ def copy_file(
                 if is_same:
                     _copy_data(fd, out, file, hashes)
                 if not is_same or stamp_of(fd) != file.stamp:
-                    raise _changed(file.name)
+                    raise _changed_error(file.name)
                 storage.fsync(out)
             finally:
                 storage.close_fd(out)
     except OSError as error:
         raise ResourceError(f"cannot copy {escape(file.name)}: {error.strerror}") from error
     except SourceError as error:
-        raise error if isinstance(error, IntegrityError) else _changed(file.name) from None
+        raise error if isinstance(error, IntegrityError) else _changed_error(file.name) from None
     return hashes.crc, hashes.sha256
 
 
-def _changed(name: str) -> IntegrityError:
+def _changed_error(name: str) -> IntegrityError:
     return IntegrityError(
         f"{escape(name)} changed while it was copied",
         hint="nothing was written to the destination; start again when nothing writes to the source",

@@ -93,6 +93,7 @@ def absolute(output: str) -> str:
 
 
 def _check_parent(path: str) -> None:
+    """Raise ResourceError unless the directory above a destination exists and may be written."""
     parent = os.path.dirname(path)
     if not storage.isdir(parent):
         raise ResourceError(

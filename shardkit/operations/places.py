@@ -1,5 +1,8 @@
 """The two kinds of destinations, on a disk and in a store: what exists there, what may be replaced, how much room is left.
 
+A *destination* is the place that a verb's output will have. A *foreign* file is one that shardkit did not write. The
+*marker* is the file by which readers recognise an output, `.metadata` or an index.
+
 A further kind is a subclass, a row of `KINDS`, and a `JobOutput` (`files/output`).
 """
 
@@ -18,7 +21,7 @@ from shardkit.files import storage, stores
 from shardkit.files.location import location_of
 from shardkit.files.output import bucket, local
 from shardkit.files.output.bucket import BucketOutput
-from shardkit.files.output.contract import JobRecord, JobStatus, OutputExists, other_job
+from shardkit.files.output.contract import JobRecord, JobStatus, OutputExists, other_job_error
 from shardkit.files.output.local import LocalOutput, is_free
 from shardkit.formats.owned import OutputKind, RunFiles, find_foreign, output_in, replacement_refusal
 from shardkit.operations.destination import (
@@ -183,7 +186,7 @@ class DiskDestination(Destination):
     def check_jobs(self, record: JobRecord) -> None:
         for job in self.jobs():
             if job.record.hash != record.hash and not self._overwrite:
-                raise other_job(self.path, job.record, record)
+                raise other_job_error(self.path, job.record, record)
 
     def output(self, job_hash: str) -> LocalOutput:
         return LocalOutput(
@@ -236,6 +239,7 @@ class StoreDestination(Destination):
             at_once(lambda name: check_same(os.path.join(self.path, name), files[name]()), files)
 
     def _look(self, path: str) -> None:
+        """Raise an error if the output at an address may not be replaced."""
         refused = replacement_refusal(path, escape(self.path), self._kind, self.files)
         if refused is not None:
             raise refused

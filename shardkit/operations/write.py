@@ -230,6 +230,7 @@ class Writer:
         self.destination.check_room((0 if isinstance(share, Part) else max(needed, 0)) + sum(sizes), sizes)
 
     def _write(self, writing: Writing, work: Work) -> None:
+        """Write or commit the output, and store the facts for the result, also after an error."""
         share = self._verb_options.share
         with self.destination.output(work.record.hash) as output:
             try:
@@ -239,7 +240,7 @@ class Writer:
                     self._write_files(writing, work, output, share)
             except KeyboardInterrupt as interrupt:
                 if not output.is_committed:
-                    raise self._interrupted(interrupt, work, output) from interrupt
+                    raise self._interrupted_error(interrupt, work, output) from interrupt
                 self._set_facts(work)  # the output is complete; only the job's directory may remain
             except (IntegrityError, OutputExists, ResourceError) as error:
                 if isinstance(error, OutputExists) and self._may_leave_existing:
@@ -305,7 +306,7 @@ class Writer:
         self.was_there = True
         self._set_facts(work, is_whole=False, by_another=True)
 
-    def _interrupted(self, interrupt: KeyboardInterrupt, work: Work, output: JobOutput) -> Interrupted:
+    def _interrupted_error(self, interrupt: KeyboardInterrupt, work: Work, output: JobOutput) -> Interrupted:
         """Return the error for a signal, with the state of the output and the command that resumes."""
         kept, signum = self._kept_files(work, output), signal_of(interrupt)
         state = f"was not made; {kept or 'no file was finished'}"

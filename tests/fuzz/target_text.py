@@ -19,7 +19,7 @@ from shardkit.core.placements import Placement
 from shardkit.core.text import format_size, parse_size
 from shardkit.formats.torchsave.file import StoredPlacement, local_region
 from shardkit.keys.select import Globs, Naming, apply_rules, parse_rules
-from shardkit.layout.wrap_policy import WrapPolicy, match_paths, parse_policy, unknown_names
+from shardkit.layout.wrap_policy import WrapPolicy, match_paths, parse_policy, unknown_names_error
 from tests.fuzz.mutate import BOUNDARIES, TEXTS, change_bytes, change_text, pick
 from tests.fuzz.target import Refusals, Target, attempt
 
@@ -123,7 +123,7 @@ def _check_matches(policy: WrapPolicy) -> None:
     for name in policy.names:
         matched = match_paths(name, _PATHS)
         assert matched == [path for path in _PATHS if path in matched]
-    error = unknown_names(policy.names, dict.fromkeys(_PATHS, 1), what="module paths")
+    error = unknown_names_error(policy.names, dict.fromkeys(_PATHS, 1), what="module paths")
     assert all(map(str.isprintable, (error.message, *error.problems)))
 
 

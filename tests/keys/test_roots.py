@@ -444,6 +444,8 @@ class TestModule:
         stored = [name.replace("mlp.", "mlp.module.") for name in LLAMA]
         assert set(select_model(entries(stored), base_names=LLAMA).names.values()) == set(LLAMA)
         assert set(select_model(entries(stored), base_names=stored).names.values()) == set(stored)
+        blocks = [f"blocks.{n}.module.weight" for n in range(2)]  # as if every block was wrapped
+        assert set(select_model(entries(blocks), base_names=blocks).names.values()) == set(blocks)
 
 
 ODD = [

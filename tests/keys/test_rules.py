@@ -235,7 +235,7 @@ def test_what_does_not_come_back_is_refused() -> None:
 @pytest.mark.parametrize("to", [-3, 3, 10**20])
 def test_a_padded_vocabulary_has_no_fewer_rows_than_before(to: int) -> None:
     text = HEAD + f'[[rule]]\nhub = "a"\nmodel = "b"\nsteps = [{{ pad = 0, of = 4, to = {to} }}]\n'
-    assert f"from 4 to {to}" in problems(text, {"a": (4, 2)})[0]
+    assert f"cannot pad 4 rows to {to}" in problems(text, {"a": (4, 2)})[0]
 
 
 def test_gaps_among_experts_are_named() -> None:

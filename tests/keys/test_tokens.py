@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardkit.keys.tokens import TokenRows, find_token_rows, paddings, with_counts
+from shardkit.keys.tokens import TokenRows, find_token_rows, paddings, with_num_tokens
 
 Shapes = dict[str, tuple[int, ...]]
 PLAIN = ("model.embed_tokens.weight", "lm_head.weight")
@@ -69,7 +69,7 @@ def test_rows_of_all_embeddings_are_one_vocabulary(
     assert find_token_rows(base, base, config) == []
     wrapped = {f"module.{name}": shape for name, shape in ours.items()}
     assert find_token_rows(wrapped, base, config) == [found]
-    text = with_counts(config, found.places, 67)
+    text = with_num_tokens(config, found.places, 67)
     assert find_token_rows(ours, ours, text) == []
 
 

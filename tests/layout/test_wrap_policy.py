@@ -1,7 +1,7 @@
 import pytest
 
 from shardkit.errors import PolicyError
-from shardkit.layout.wrap_policy import match_paths, no_split_names, parse_policy, unknown_names
+from shardkit.layout.wrap_policy import match_paths, no_split_names, parse_policy, unknown_names_error
 
 PATHS = [
     "model",
@@ -77,6 +77,8 @@ def test_a_path_stands_for_itself() -> None:
 
 
 def test_candidates_are_listed_nearest_first() -> None:
-    error = unknown_names(["LlamaDecodeLayer"], {"Linear": 7, "LlamaDecoderLayer": 1}, what="module classes")
+    error = unknown_names_error(
+        ["LlamaDecodeLayer"], {"Linear": 7, "LlamaDecoderLayer": 1}, what="module classes"
+    )
     assert error.problems == ("LlamaDecoderLayer  (1 module)", "Linear  (7 modules)")
     assert "closest name: LlamaDecoderLayer" in error.message

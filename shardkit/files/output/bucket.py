@@ -38,7 +38,7 @@ from shardkit.files.output.contract import (
     JobStatus,
     OutputExists,
     check_complete,
-    other_job,
+    other_job_error,
 )
 from shardkit.files.remote.objects import (
     NO_SUCH_VERSION,
@@ -93,7 +93,7 @@ class _StoredJob:
         return self.record.hash[:_LEAST_DIGITS] in name
 
     def place(self, name: str) -> str:
-        """Return the object that holds a file until the commit."""
+        """Return the object that holds a file until the commit: under the file's own name if this has the job's hash."""
         return name if self.owns(name) else f"{self.home}/files/{name}"
 
     def note(self, number: int) -> str:
@@ -164,11 +164,11 @@ class BucketOutput:
         return
 
     def is_made(self) -> bool:
-        """See `JobOutput.is_made`."""
+        """True if the marker is the one that this job has put; see `JobOutput.is_made`."""
         return "_job" in vars(self) and self._job.has_put(self._objects.head(self._marker))
 
     def begin(self, record: JobRecord) -> None:
-        """See `JobOutput.begin`."""
+        """Put the draft and then the record, unless the job is under way already; see `JobOutput.begin`."""
         self._job = job = _StoredJob(record=record, marker=self._marker, draft=list(record.draft))
         for turn in range(_NUM_PUTS):
             try:
@@ -198,7 +198,7 @@ class BucketOutput:
         )
 
     def join(self) -> JobRecord | None:
-        """See `JobOutput.join`."""
+        """Join the only job that is under way at the address, and return its record, or None; see `JobOutput.join`."""
         jobs = list(_jobs(self._objects))
         if not jobs:
             return None
@@ -214,7 +214,7 @@ class BucketOutput:
         return self._job.record
 
     def notes(self, numbers: Collection[int]) -> dict[int, FileNote]:
-        """See `JobOutput.notes`."""
+        """Return the notes of the finished files among `numbers`; see `JobOutput.notes`."""
         numbers, notes = [each for each in self._finished() if each in numbers], dict[int, FileNote]()
         contents = at_once(self._objects.get, map(self._job.note, numbers))
         if None in contents:  # removed since the listing, by a commit or by `forget` of another process
@@ -227,7 +227,7 @@ class BucketOutput:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[str]:
-        """See `JobOutput.scratch`. The directory is on this machine."""
+        """Make a directory on this machine for unfinished files, with all folders of the job; remove it at the end."""
         with contextlib.ExitStack() as stack:
             above = scratch_home(self._scratch)
             with _scratch_errors(above):
@@ -237,7 +237,10 @@ class BucketOutput:
             yield path
 
     def add(self, scratch: str, number: int, note: FileNote) -> None:
-        """See `JobOutput.add`."""
+        """Send a finished file from `scratch`, then its note, then remove the local file; see `JobOutput.add`.
+
+        A killed process leaves at most a file without a note, which is written again.
+        """
         self._check_under_way()
         name = self._job.record.files[number].name
         with _scratch_errors(scratch):
@@ -246,12 +249,12 @@ class BucketOutput:
             storage.unlink(os.path.join(scratch, name))
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """See `JobOutput.forget`."""
+        """Remove the notes of files, so that they are written again; see `JobOutput.forget`."""
         self._check_under_way()
         self._objects.delete(map(self._job.note, numbers))
 
     def commit(self, scratch: str) -> None:
-        """See `JobOutput.commit`."""
+        """Send the files in `scratch`, then replace the marker by one conditional put; see `JobOutput.commit`."""
         check_complete(self.path, self._job.record, self._finished())
         replaced = self._replaced_data()
         paths = [os.path.join(here, name) for here, _, names in storage.walk(scratch) for name in names]
@@ -277,7 +280,7 @@ class BucketOutput:
             ) from lost
         result = self._objects.put_if(self._marker, marker, {_JOB: self._job.record.hash}, self._replaced)
         if result == "other":
-            raise self._changed()
+            raise self._changed_error()
         self.is_committed = result == "put"
         self.replaced = replaced
         stores.forget()
@@ -309,7 +312,10 @@ class BucketOutput:
         stores.forget()
 
     def abort(self) -> bool:
-        """See `JobOutput.abort`."""
+        """Remove the objects of all uncommitted jobs at the address; see `JobOutput.abort`.
+
+        The record becomes `aborted.json`, which is removed last, so that an interrupted abort can be repeated.
+        """
         homes = _homes(self._objects)
         for home in homes:
             with contextlib.suppress(FileNotFoundError):  # a killed abort has removed the record
@@ -334,6 +340,7 @@ class BucketOutput:
                     self._remove_home()
 
     def _put_record(self, replaced: Version | None) -> PutResult:
+        """Put the job's record if the stored one has the version `replaced`; None: if none is stored."""
         job = self._job
         return self._objects.put_if(f"{job.home}/{_RECORD}", job.record.dump(), job.tags, replaced)
 
@@ -363,7 +370,7 @@ class BucketOutput:
         # Version and content by one request: a commit may come between two.
         marker = self._objects.get(self._marker)
         if self._version_of(marker) != self._replaced:
-            raise self._changed()
+            raise self._changed_error()
         if marker is None:
             return ()
         return tuple(f"{self.path}/{name}" for name in data_prefixes(marker.data) if not self._job.owns(name))
@@ -397,7 +404,7 @@ class BucketOutput:
                 return
             self._check_free(name, stored)
             replaced = None if stored is None else stored.version
-        raise self._changed()
+        raise self._changed_error()
 
     def _check_free(self, name: str, stored: StoredObject | None) -> None:
         """Raise unless an object belongs to this job, or to an aborted one, and so may be replaced."""
@@ -411,16 +418,16 @@ class BucketOutput:
         job = _read_job(self._objects, self.path, f"{_home(stored.tags[_JOB])}/{_RECORD}")
         # No record, but a new marker: that job was committed, not aborted.
         if self._version() != self._replaced:
-            raise self._changed()
+            raise self._changed_error()
         if job is not None:
-            raise other_job(self.path, job.record, self._job.record)
+            raise other_job_error(self.path, job.record, self._job.record)
 
-    def _changed(self) -> OutputExists:
+    def _changed_error(self) -> OutputExists:
         """Return the error for a marker that has changed since this process began."""
         how = "appeared" if self._replaced is None else "changed"
         return OutputExists(
             f"{escape(self.path)} {how} while it was being written: another job was faster",
-            hint=f"replace it: run the command again with --overwrite; or remove what it wrote: `shardkit abort {in_shell(self.path)}`",
+            hint=f"replace it: run the command again with --overwrite; or remove what this job wrote: `shardkit abort {in_shell(self.path)}`",
         )
 
     def _check_under_way(self) -> None:
@@ -430,6 +437,7 @@ class BucketOutput:
             raise JobEnded(self.path, is_committed=False)
 
     def _finished(self) -> list[int]:
+        """Return the numbers of the finished files. Raises JobEnded if the job is no longer under way."""
         sizes = _sizes(self._objects, self._job)
         if f"{self._job.home}/{_RECORD}" not in sizes:
             self._check_under_way()
@@ -506,11 +514,14 @@ def scratch_nbytes(sizes: Iterable[int]) -> int:
 
 
 def scratch_home(directory: str | None) -> str:
-    """Return the directory for scratch files: the user's, else the first usual one that is not on a file system in memory.
+    """Return the directory for scratch files, which need not exist: the user's, or else the first of these that will do.
+
+    They are `scratch` in shardkit's cache (unless caching is disabled), `$TMPDIR`, and /var/tmp. One will do if it can be
+    written and is not on a file system in memory (tmpfs), since the files may be larger than the memory.
 
     Raises:
         UsageError: the user's directory is in a store.
-        ResourceError: all usual directories are in memory or not writable.
+        ResourceError: none of the three will do.
     """
     if directory is not None:
         if stores.is_remote(directory):
@@ -518,7 +529,7 @@ def scratch_home(directory: str | None) -> str:
                 f"--scratch {escape(directory)} is not on this machine", hint="give a local directory"
             )
         return storage.absolute(directory)
-    home = cache.home()
+    home = cache.home()  # None if caching is disabled, or if the user has no home directory
     candidates = [home and os.path.join(home, "scratch"), os.environ.get("TMPDIR"), _ON_DISK]
     for each in map(storage.absolute, filter(None, candidates)):
         existing = storage.nearest_existing(each)
@@ -553,6 +564,7 @@ def _home(job_hash: str) -> str:
 
 
 def _homes(objects: Objects) -> list[str]:
+    """Return the folders of all jobs that have objects at an address, committed ones too."""
     return sorted(filter(is_job_folder, objects.listing().folders))
 
 

@@ -7,6 +7,9 @@ or absent, and a replaced output is the old or the new one:
     scratch() -> add(scratch, 0, note)     store one finished file, then its note
     commit(scratch)                        give all files their final names in one step
 
+A job is *under way* from `begin` until it is committed or aborted. *Durable* means that a power loss does not undo it. A
+file's *number* is its position in the record.
+
 A *note* records a finished file: its checksums, and what was read for it. Several processes, on several hosts, may work
 on one job at the same time; each skips the files that have notes.
 """
@@ -109,7 +112,7 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """The progress of a job that is not committed."""
+    """The progress of a job that is not committed yet."""
 
     record: JobRecord
     finished: set[int]
@@ -153,7 +156,7 @@ class JobOutput(Protocol):
         Raises:
             OutputExists: something at the destination may not be replaced.
             UsageError: another job is under way there.
-            JobEnded: the job's commit had been interrupted, and this call has completed it.
+            JobEnded: the job is committed: by another process, or by this call, which has completed an interrupted commit.
             ResourceError: the system or the store refuses.
         """
 
@@ -197,7 +200,10 @@ class JobOutput(Protocol):
         """
 
     def abort(self) -> bool:
-        """Remove every uncommitted job of this destination. A commit that has begun is completed instead.
+        """Remove every uncommitted job of this destination.
+
+        A job whose commit has already changed the destination is completed instead. If a live process is executing a commit
+        on a disk, wait for it.
 
         Returns:
             True if there was something to remove or to complete.
@@ -209,7 +215,7 @@ class OutputExists(UsageError):
 
 
 class JobEnded(IncompleteError):
-    """Another process has committed or aborted the job."""
+    """The job is over: another process has committed or aborted it, or this one has completed an interrupted commit."""
 
     def __init__(self, path: str, *, is_committed: bool) -> None:
         if is_committed:
@@ -222,10 +228,17 @@ class JobEnded(IncompleteError):
         self.is_committed = is_committed
 
 
-def other_job(path: str, record: JobRecord, new: JobRecord) -> UsageError:
-    """Return the error for a new job whose destination has another job under way: `record`."""
+def other_job_error(path: str, record: JobRecord, new: JobRecord) -> UsageError:
+    """Return the error for a job that cannot begin because another one is under way at its destination.
+
+    Args:
+        path: the destination.
+        record: of the job that is under way.
+        new: of the job that cannot begin.
+    """
     is_same = (record.command, record.directory) == (new.command, new.directory)
-    is_changed = is_same and new.files  # two saves are two jobs
+    # A save of a training job lists no files in its record, and each save is a job of its own: nothing need have changed.
+    is_changed = is_same and new.files
     changed = ", this command: since then the source, or what reads it, has changed" if is_changed else ""
     return UsageError(
         f"another job is under way for {escape(path)}",

@@ -56,7 +56,7 @@ from shardkit.files.output.contract import (
     JobStatus,
     OutputExists,
     check_complete,
-    other_job,
+    other_job_error,
 )
 from shardkit.files.strict_json import parse_object
 
@@ -123,11 +123,11 @@ class LocalOutput:
 
     @property
     def is_committed(self) -> bool:
-        """See `JobOutput.is_committed`."""
+        """True once this process has committed the job; see `JobOutput.is_committed`."""
         return self._stage == "committed"
 
     def is_made(self) -> bool:
-        """See `JobOutput.is_made`."""
+        """True if the destination is the `data` of the joined job; see `JobOutput.is_made`."""
         return self.is_committed or _is_same(self.path, self._data_fd)
 
     @property
@@ -142,7 +142,7 @@ class LocalOutput:
         return os.path.join(self._work, "data")
 
     def begin(self, record: JobRecord) -> None:
-        """See `JobOutput.begin`."""
+        """Complete interrupted commits, then create the job or join it; see `JobOutput.begin`."""
         with _system_errors(self.path):
             for _ in range(_MOST_TRIES):
                 if record.hash in self._finish_commits():
@@ -160,14 +160,14 @@ class LocalOutput:
                     self._stage = "begun"
                     return
                 if not self._discard_if_idle(with_files=self._overwrite):
-                    raise other_job(self.path, self.record, record)
+                    raise other_job_error(self.path, self.record, record)
         raise ResourceError(
             f"{escape(self.path)}: other processes keep restarting jobs for it",
             hint=f"run the command again; if that does not help: `shardkit abort {in_shell(self.path)}`",
         )
 
     def join(self) -> JobRecord | None:
-        """See `JobOutput.join`."""
+        """Complete interrupted commits, then join the job that is under way, if any; see `JobOutput.join`."""
         with _system_errors(self.path):
             ended = set[str]()
             # While this process joins, another one may remove its directory in tmp.
@@ -181,7 +181,7 @@ class LocalOutput:
         return record
 
     def notes(self, numbers: Collection[int]) -> dict[int, FileNote]:
-        """See `JobOutput.notes`."""
+        """Return the notes of the finished files among `numbers`; see `JobOutput.notes`."""
         notes = dict[int, FileNote]()
         with self._in_job():
             for number in self._finished().intersection(numbers):
@@ -194,7 +194,7 @@ class LocalOutput:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[str]:
-        """See `JobOutput.scratch`.
+        """Make a directory in `tmp` for unfinished files, with all folders of the job; remove it at the end.
 
         Never call `makedirs` below it: if the job has ended, its directories must not be created again.
         """
@@ -209,7 +209,7 @@ class LocalOutput:
             storage.remove_tree(path)
 
     def add(self, scratch: str, number: int, note: FileNote) -> None:
-        """See `JobOutput.add`."""
+        """Rename a finished file from `scratch` into `data`, then its note into `done`; see `JobOutput.add`."""
         name = self.record.files[number].name
         note_in_scratch = os.path.join(scratch, f"{number}.note")
         with self._in_job():
@@ -221,7 +221,7 @@ class LocalOutput:
             storage.sync_directory(self._done)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """See `JobOutput.forget`."""
+        """Remove the notes of files, so that they are written again; see `JobOutput.forget`."""
         with self._in_job():
             for number in numbers:
                 with _if_there():
@@ -229,7 +229,7 @@ class LocalOutput:
             storage.sync_directory(self._done)
 
     def commit(self, scratch: str) -> None:
-        """See `JobOutput.commit`."""
+        """Move the files in `scratch` into `data`, and rename `data` to the destination; see `JobOutput.commit`."""
         with self._in_job(), _locked(self._work):
             check_complete(self.path, self.record, self._finished())
             self._adopt(scratch)
@@ -272,7 +272,10 @@ class LocalOutput:
             self._leave()
 
     def abort(self) -> bool:
-        """See `JobOutput.abort`."""
+        """Remove all uncommitted jobs of the destination; see `JobOutput.abort`.
+
+        A commit that has not changed the destination yet is undone with its job; any other commit is completed.
+        """
         with _system_errors(self.path):
             has_leftovers = is_under_way(self.path) or bool(unremoved(self.path))
             self._refuse_foreign()
@@ -313,7 +316,8 @@ class LocalOutput:
             if is_alone and _is_same(users, self._users_fd):
                 self._remove_scratch_of_dead()
             _flock(self._users_fd, exclusive=False)
-            # The lstat fails if another process has removed the directory. Notes of other users are not trusted.
+            # Notes of other users are not trusted. The owner is that of `tmp`, which this process has just made, and not
+            # geteuid(): NFS may map users. The lstat fails if another process has removed `tmp`.
             _check_owner(self.path, storage.lstat(self._tmp).st_uid)
             self._data_fd = _open(self.data, os.O_RDONLY | os.O_DIRECTORY)
             self._record = _read_record(self._work)
@@ -349,15 +353,16 @@ class LocalOutput:
             with _system_errors(self.path):
                 if self._is_joined() or self._stage in ("claimed", "committed"):
                     raise
-                raise self._ended() from error
+                raise self._ended_error() from error
 
-    def _ended(self) -> JobEnded:
+    def _ended_error(self) -> JobEnded:
         """Complete any interrupted commit, and return the error for a process whose job is gone."""
         data_fd = self._data_fd
         self._finish_commits()
         return JobEnded(self.path, is_committed=_is_same(self.path, data_fd))
 
     def _require_joined(self) -> None:
+        """Raise FileNotFoundError if the joined job is no longer under way; `_in_job` turns it into JobEnded."""
         if not self._is_joined():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.data)
 
@@ -518,6 +523,11 @@ class LocalOutput:
         self._discard_all("new")
 
     def _replace(self, work: str, data: str, old: str) -> None:
+        """Rename `data` to the destination, and what is there now to `old`; exchange both in one step if possible.
+
+        Raises:
+            OutputExists: the destination may not be replaced, or something was put there in between.
+        """
         try:
             if _exists(old) or is_free(self.path):
                 storage.rename(data, self.path)
@@ -536,6 +546,7 @@ class LocalOutput:
             ) from error
 
     def _discard(self, work: str) -> None:
+        """End a job by renaming its directory to the state "trash", then remove it; add a warning if that fails."""
         trash = _rename(self.path, work, "trash")
         storage.sync_directory(os.path.dirname(self.path))  # else a power loss brings it back, half empty
         if not storage.remove_tree(trash):

@@ -30,7 +30,7 @@ from shardkit.files.remote.contract import (
     StoreAnswer,
     explain,
     has_expired,
-    unusable,
+    unusable_error,
 )
 
 _CODE = re.compile(r"<Code>([\w.]{1,60})</Code>")
@@ -82,7 +82,7 @@ class Bucket:
             ResourceError: obstore is not installed, credentials are missing, or the process was forked.
         """
         if _connected_by and _connected_by[0] != os.getpid():
-            raise _forked(self._root)
+            raise _forked_error(self._root)
         with self._lock:
             if num_retries not in self._clients:
                 self._clients[num_retries] = connect(self._root, num_retries=num_retries)
@@ -160,7 +160,8 @@ def connect(root: str, *, num_retries: int = 0) -> Any:
 
     Args:
         root: scheme and name, such as `s3://bucket`.
-        num_retries: number of times that obstore itself repeats a failed request; most requests use `attempt` instead.
+        num_retries: number of times that obstore itself repeats a failed request. For most requests it is 0, because they
+            are repeated by `attempt` of `files/remote`.
 
     Raises:
         ResourceError: obstore is not installed, or its settings are incomplete.
@@ -183,20 +184,21 @@ def connect(root: str, *, num_retries: int = 0) -> Any:
                 options["checksum_algorithm"] = "SHA256"
             endpoint = options.get("endpoint", _endpoint())
             if endpoint and not endpoint.startswith(("http://", "https://")):  # obstore would panic
-                raise ValueError
+                raise ValueError  # caught below: `unusable_error` makes the message
             client["allow_http"] = endpoint.startswith("http://")
         elif root.startswith("gs://") and emulator():
             client["allow_http"] = True
-            options["service_account_key"] = _no_account(emulator())
+            options["service_account_key"] = _emulator_account(emulator())
         make: Any = from_url
         return make(root, **options)
     except Exception as error:  # obstore's own classes; their texts may contain values of the environment
         answer = answer_of(error)
         found_none = answer.code == NO_CREDENTIALS
-        raise (explain(answer, root).error if found_none else unusable(root, error)) from None
+        raise (explain(answer, root).error if found_none else unusable_error(root, error)) from None
 
 
 def _endpoint() -> str:
+    """Return the endpoint of S3 that the environment names, or ""."""
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
 
 
@@ -206,16 +208,17 @@ def emulator() -> str:
     return host if not host or "://" in host else f"http://{host}"
 
 
-def _no_account(address: str) -> str:
+def _emulator_account(address: str) -> str:
     """Return a key file for an emulator, which accepts any. Source: object_store, ServiceAccountCredentials."""
     settings = {"gcs_base_url": address, "disable_oauth": True}
     return json.dumps({**settings, "client_email": "", "private_key": "", "private_key_id": ""})
 
 
 def _from_boto3() -> dict[str, Any]:
-    """Return credentials, region and endpoint like the tools of AWS; empty if obstore finds the same by itself.
+    """Return credentials, region and endpoint as boto3 finds them (profiles, SSO, roles), as options for obstore.
 
-    Importing boto3 takes a third of a second, so it is only used if the environment has no keys.
+    Empty if the environment has keys or asks for unsigned requests, which obstore handles itself; if boto3 is not
+    installed; or if it finds no credentials. Importing boto3 takes a third of a second, so the environment comes first.
     """
     if os.environ.get("AWS_SKIP_SIGNATURE") or all(map(os.environ.get, _KEYS)):
         return {}
@@ -235,7 +238,7 @@ def _from_boto3() -> dict[str, Any]:
     }
 
 
-def _forked(path: str) -> ResourceError:
+def _forked_error(path: str) -> ResourceError:
     """Return the error for a process that was forked after its parent had used a store.
 
     obstore's threads do not exist in the child, where a request would wait for them forever (obstore 0.12).

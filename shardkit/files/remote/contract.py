@@ -170,7 +170,7 @@ def explain(answer: StoreAnswer, path: str) -> RequestFailure:
     credentials = _CREDENTIALS.get(path.partition("://")[0], "the store's own tools")
     unsigned = ", or AWS_SKIP_SIGNATURE=true for a public bucket" if path.startswith("s3://") else ""
     errors = {
-        _Meaning.NO_OBJECT: gone(path),
+        _Meaning.NO_OBJECT: gone_error(path),
         _Meaning.OTHER_VERSION: OtherVersion(
             f"{where}: the object changed while it was read",
             hint="start again once the source no longer changes; nothing from this run is kept",
@@ -193,7 +193,7 @@ def explain(answer: StoreAnswer, path: str) -> RequestFailure:
     return RequestFailure(errors[meaning], may_pass=False)
 
 
-def unusable(root: str, error: Exception) -> ResourceError:
+def unusable_error(root: str, error: Exception) -> ResourceError:
     """Return the error for a wrong name of a store, or wrong settings of this machine, before any request.
 
     The original text may contain the content of a file, so it is not shown.
@@ -258,12 +258,12 @@ def attempt_without_object(store: Store, path: str, call: Callable[[], _R]) -> _
         raise unanswered(path, "HTTP 404") from None
 
 
-def gone(path: str) -> FileNotFoundError:
+def gone_error(path: str) -> FileNotFoundError:
     """Return the error of the system for a missing file."""
     return FileNotFoundError(errno.ENOENT, "no such object", path)
 
 
-def short_body() -> OSError:
+def short_body_error() -> OSError:
     """Return the error for a body of unexpected length."""
     return OSError(errno.EIO, "a body of another length")
 

@@ -21,9 +21,9 @@ from shardkit.files.remote.contract import (
     ObjectStat,
     RequestFailure,
     attempt,
-    gone,
+    gone_error,
     may_status_pass,
-    short_body,
+    short_body_error,
 )
 
 SCHEME = "hf://"
@@ -161,7 +161,7 @@ class HubStore:
         folder, _, name = key.rpartition("/")
         stat = self.list(folder).objects.get(name)
         if stat is None:
-            raise gone(key)
+            raise gone_error(key)
         return stat
 
     def fetch(self, key: str, version: ObjectStat, start: int, nbytes: int) -> memoryview:
@@ -200,7 +200,7 @@ class HubStore:
         if isinstance(error, (FileNotFoundError, ShardkitError)):
             return RequestFailure(error, may_pass=False)
         if isinstance(error, errors.EntryNotFoundError):
-            return RequestFailure(gone(path), may_pass=False)
+            return RequestFailure(gone_error(path), may_pass=False)
         if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes(error)):
             offline = f"{escape(path)}: a request to the Hub is needed, but HF_HUB_OFFLINE is set"
             hint = "unset it; for a model in the cache leave hf:// out"
@@ -224,7 +224,7 @@ def _fetch(url: str, start: int, nbytes: int, size: int) -> memoryview:
         content_range = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if response.status_code == _PARTIAL:
             if content_range is None or (int(content_range[1]), int(content_range[2]) + 1) != (start, stop):
-                raise short_body()
+                raise short_body_error()
         elif (start, stop) != (0, size):
             raise ResourceError(
                 "the server of the Hub's files ignores ranges",
@@ -232,7 +232,7 @@ def _fetch(url: str, start: int, nbytes: int, size: int) -> memoryview:
             )
         for piece in pieces:
             if done + len(piece) > len(into):
-                raise short_body()
+                raise short_body_error()
             into[done : done + len(piece)] = piece
             done += len(piece)
     return into[:done]

@@ -460,6 +460,7 @@ def _folder_problems(directory: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def _file_size(path: str) -> tuple[int, str | None]:
+    """Return (size, None) for a regular file; (0, the reason) for anything else. An empty path is a name that is refused."""
     if not path:
         return 0, f"not the name of a {_SUFFIX} file in or below the checkpoint's own directory"
     try:

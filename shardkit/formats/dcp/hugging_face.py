@@ -5,9 +5,10 @@
     .hf_metadata/                                     NeMo Automodel: config, and the file of each tensor
 
 Each rank R writes its parts of the tensors into N numbered files. A header has the offsets of each part in its tensor
-(DCP_SHARDING_INFO), but no file has the shape of the whole tensor: it is assumed to end where the last part ends. So
-gaps are noticed, and so is a missing rank between others. Missing files of the last ranks are noticed only by comparing
-with a list of names beside the shards, or, when consolidating, with the base or the class (`LAST_RANKS`).
+(DCP_SHARDING_INFO), called its *corner* here, but no file has the shape of the whole tensor: it is assumed to end where
+the last part ends. So gaps are noticed, and so is a missing rank between others. Missing files of the last ranks are
+noticed only by comparing with a list of names beside the shards, or, when consolidating, with the base or the class
+(`LAST_RANKS`).
 
 Consolidated files beside the shards are not read: torch's consolidation writes 0 for scalars.
 
@@ -235,6 +236,7 @@ def _read_shards(directory: str, prefix: str) -> Catalog:
 
 
 def _check_numbers(shards: Mapping[str, _ShardName], prefix: str) -> None:
+    """Raise SourceError if the names of shards are of several saves, or if numbers are missing among them."""
     totals = sorted({shard.total for shard in shards.values()})
     if len(totals) > 1:
         raise SourceError(
@@ -257,6 +259,15 @@ def _missing_numbers(present: Collection[int], last: int) -> list[int]:
 def _read_shard(
     catalog: Catalog, parts: dict[str, _PartsOfTensor], path: str, name: str, problems: list[str]
 ) -> None:
+    """Add the parts of tensors in one shard to `parts`, and a line to `problems` for each part that contradicts another one.
+
+    Args:
+        catalog: gets the shard as a file, and the notes on it.
+        parts: tensor -> its parts so far.
+        path: of the shard.
+        name: of the shard, for messages.
+        problems: of all shards.
+    """
     header = read_header(path, name)
     corners = saved_offsets(header, name)
     catalog.notes += header.notes
@@ -279,6 +290,7 @@ def _read_shard(
 
 
 def _add_tensor(catalog: Catalog, fqn: str, parts: _PartsOfTensor, problems: list[str]) -> None:
+    """Add a tensor to the catalog, with the shape at whose end its last part ends; or a line to `problems` if parts do not fit."""
     regions, chunks = list(parts.chunks), list(parts.chunks.values())
     shape: Shape = tuple(map(max, zip(*(region.stops for region in regions), strict=True)))
     reason = find_tiling_error(shape, regions)
@@ -316,6 +328,14 @@ def point_at_parts(metadata: DcpMetadata, files: list[SourceFile]) -> None:
 def _point_in_file(
     metadata: DcpMetadata, source: SourceFile, rows: Sequence[tuple[int, TensorEntry]], problems: list[str]
 ) -> SourceFile:
+    """Give the chunks in one file their true places, from the header of its safetensors part; return the checked file.
+
+    Args:
+        metadata: its table of chunks is changed.
+        source: the file.
+        rows: (row in that table, tensor) of each chunk in the file.
+        problems: a line is added for each chunk that the file lacks.
+    """
     table = metadata.chunks
     starts = {table.start[row] for row, _ in rows}
     if len(starts) > 1:
@@ -354,6 +374,14 @@ def _read_part(fd: int, base: int, size: int, name: str) -> SafetensorsHeader:
 def _difference(
     entry: TensorEntry, region: Region, tensor: StoredTensor | None, corner: tuple[int, ...] | None
 ) -> str | None:
+    """Return how a chunk in a file differs from what `.metadata` lists, as the end of a sentence about the file, or None.
+
+    Args:
+        entry: the tensor, by `.metadata`.
+        region: of the chunk, by `.metadata`.
+        tensor: what the file's safetensors part has under the tensor's name, or None.
+        corner: the offsets of that part in the tensor; None if the file does not record them.
+    """
     if tensor is None:
         return "does not hold it"
     if corner is None:

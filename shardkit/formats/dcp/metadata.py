@@ -310,7 +310,7 @@ def match_columns(tensor: Tensor, storage: StorageTable, rows: array[int]) -> Co
 
 
 def _are_ascending(offsets: Ints) -> bool:
-    """True if each corner comes after the one before, row-major."""
+    """True if the offsets of each chunk (a row of `offsets`) come after those of the one before, row-major."""
     import numpy as np
 
     is_after, is_same = np.zeros(len(offsets) - 1, dtype=bool), np.ones(len(offsets) - 1, dtype=bool)
@@ -321,6 +321,7 @@ def _are_ascending(offsets: Ints) -> bool:
 
 
 def _shape_problem(tensor: Tensor) -> str | None:
+    """Return what is impossible about a tensor's description, or None."""
     if tensor.problem is not None or tensor.dtype is None:
         return tensor.problem or "a tensor without its fields"
     num_elements = 1
@@ -332,7 +333,12 @@ def _shape_problem(tensor: Tensor) -> str | None:
 
 
 def _regions(tensor: Tensor) -> Iterator[tuple[Region, bytes]]:
-    """Yield each chunk's region, and its offsets in the form of `Index.corner`."""
+    """Yield each chunk's region and its *corner*: its offsets as native 64-bit integers, as in `vocabulary.Index.corner`.
+
+    `tensor.boxes` has the offsets and sizes of each chunk in turn:
+
+        shape (4, 2), boxes 0 0 2 2 | 2 0 2 2 -> Region((0, 0), (2, 2)), bytes of 0 0; Region((2, 0), (2, 2)), bytes of 2 0
+    """
     num_dims, step, itemsize = len(tensor.shape), 2 * len(tensor.shape), tensor.boxes.itemsize
     if num_dims == 0:
         for _ in range(tensor.num_chunks):

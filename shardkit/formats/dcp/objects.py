@@ -43,7 +43,8 @@ class SavedAsObjects(SourceError):
 def objects_with_tensors(opened: DcpFolder) -> dict[str, ObjectContent]:
     """Return what each byte entry with tensors inside contains, by name.
 
-    Entries that an extension encoded, and damaged ones, are left out.
+    Left out are entries that an extension encoded (`transforms`), damaged ones, and those of fewer than `_LEAST` bytes,
+    which have no room for a tensor.
 
     Raises:
         ResourceError: a file may not be read.
@@ -67,6 +68,7 @@ def objects_with_tensors(opened: DcpFolder) -> dict[str, ObjectContent]:
 
 
 def _content_of(data: bytes, members: Mapping[str, ZipEntry]) -> ObjectContent:
+    """Return what an object contains, by its pickle, of which nothing is executed; "parts" if it cannot be read."""
     if not _OF_MESH.search(data):
         return "tensors"
     names = TensorNames({key[5:]: entry for key, entry in members.items() if key.startswith("data/")})

@@ -456,6 +456,14 @@ def _manifest_of(checkpoint: Checkpoint) -> manifest.Manifest | None:
 
 
 def _open(label: str, directory: str, *, is_given: bool) -> Base:
+    """Open the directory of a base.
+
+    Args:
+        label: names it in messages.
+        directory: of the base.
+        is_given: the user named it with `--base`. Then unreadable weights are an error and not a note, and it must have a
+            config or be an adapter's directory.
+    """
     model, notes = None, list[str]()
     if _has_weights(directory, legacy=is_given):
         try:

@@ -510,7 +510,7 @@ def open_hub_directory(path: str) -> Checkpoint:
 
 
 def as_checkpoint(path: str, model: OpenedHubModel) -> Checkpoint:
-    """Return an opened Hub model as a checkpoint."""
+    """Return an opened Hub model as a checkpoint: all of its tensors are the model's, so its root is the empty path."""
     catalog = model.catalog
     names = [file.name for file in catalog.files]
     return Checkpoint(
@@ -528,7 +528,12 @@ def as_checkpoint(path: str, model: OpenedHubModel) -> Checkpoint:
 
 
 def _config_directory(path: str, model: OpenedHubModel) -> tuple[str, ...]:
-    """Return a model's directory if it has a config.json, which is then the model's, whatever library reads it."""
+    """Return a model's directory if it has a config.json.
+
+    `asset_directories` leaves out a directory without a tokenizer or the like if its config has none of the keys of a
+    transformers model, since some trainers keep their own settings under that name. Beside the weights of a Hub model
+    the config is the model's, whatever library reads it.
+    """
     return (model.directory,) if model.config is not None and storage.isdir(path) else ()
 
 

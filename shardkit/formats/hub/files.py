@@ -215,12 +215,12 @@ def select_weights(
     if variant is not None:
         weights = _with_variant(names, variant)
         if weights is None:
-            raise _no_such_variant(names, label, variant)
+            raise _no_such_variant_error(names, label, variant)
     else:
         weights = _default_weights(names, "safetensors", label) or _only_index(names, label)
         weights = weights or _default_weights(names, "torch-bin", label) or _only_variant(names, label)
         if weights is None:
-            raise _no_weights(names, label, adapted, is_repo=is_repo)
+            raise _no_weights_error(names, label, adapted, is_repo=is_repo)
     return replace(weights, numbered=tuple(filter(_OF_A_SET.fullmatch, names)))
 
 
@@ -266,7 +266,7 @@ def _default_weights(names: Collection[str], kind: Kind, label: str) -> WeightFi
         if single is not None or index is not None:
             sets.append(WeightFiles(kind=kind, index=index, single=single))
     if len(sets) > 1:
-        raise _ambiguous_weights(label, [weights.single or weights.index or "" for weights in sets])
+        raise _ambiguous_weights_error(label, [weights.single or weights.index or "" for weights in sets])
     return sets[0] if sets else None
 
 
@@ -280,14 +280,14 @@ def _only_index(names: Collection[str], label: str) -> WeightFiles | None:
         and not any(fnmatchcase(name, pattern) for pattern in _NOT_THE_MODEL)
     )
     if len(indexes) > 1:
-        raise _ambiguous_weights(label, indexes)
+        raise _ambiguous_weights_error(label, indexes)
     return WeightFiles(kind="safetensors", index=indexes[0], single=None) if indexes else None
 
 
 def _only_variant(names: Collection[str], label: str) -> WeightFiles | None:
     variants = sorted({variant for variant, _, _ in _variant_files(names)})
     if len(variants) > 1:
-        raise _ambiguous_weights(label, sorted(name for _, name, _ in _variant_files(names)))
+        raise _ambiguous_weights_error(label, sorted(name for _, name, _ in _variant_files(names)))
     weights = _with_variant(names, variants[0]) if variants else None
     if weights is None:
         return None
@@ -300,7 +300,7 @@ def _with_variant(names: Collection[str], variant: str) -> WeightFiles | None:
     for kind, forms in _FORMS:
         matches = [name for form in forms if (name := form.format(f".{variant}")) in names]
         if len(matches) > 1:
-            raise _ambiguous_weights(f"variant {variant}", matches)
+            raise _ambiguous_weights_error(f"variant {variant}", matches)
         if matches:
             single, index = (None, matches[0]) if matches[0].endswith(".json") else (matches[0], None)
             return WeightFiles(kind=kind, index=index, single=single)
@@ -318,7 +318,7 @@ def _variant_files(names: Collection[str]) -> Iterator[tuple[str, str, Kind]]:
                 yield match["variant"], name, kind
 
 
-def _no_such_variant(names: Collection[str], label: str, variant: str) -> SourceError:
+def _no_such_variant_error(names: Collection[str], label: str, variant: str) -> SourceError:
     variants = sorted({name for name, _, _ in _variant_files(names)})
     return SourceError(
         f"{escape(label)} has no weights of variant {escape(variant)!r}{suggestion(variant, variants)}",
@@ -328,7 +328,7 @@ def _no_such_variant(names: Collection[str], label: str, variant: str) -> Source
     )
 
 
-def _ambiguous_weights(label: str, names: list[str]) -> SourceError:
+def _ambiguous_weights_error(label: str, names: list[str]) -> SourceError:
     return SourceError(
         f"{escape(label)}: {len(names)} files could be the weights",
         problems=map(escape, names),
@@ -336,7 +336,7 @@ def _ambiguous_weights(label: str, names: list[str]) -> SourceError:
     )
 
 
-def empty_directory(path: str) -> SourceError:
+def empty_directory_error(path: str) -> SourceError:
     """Return the error for an empty directory."""
     return SourceError(
         f"{escape(path)} is an empty directory",
@@ -344,14 +344,16 @@ def empty_directory(path: str) -> SourceError:
     )
 
 
-def _no_weights(names: Collection[str], label: str, adapted: str | None, *, is_repo: bool) -> SourceError:
+def _no_weights_error(
+    names: Collection[str], label: str, adapted: str | None, *, is_repo: bool
+) -> SourceError:
     """Return the error for a directory without a model's weights: it names what is there instead.
 
     Args:
         names, label, adapted, is_repo: as for `select_weights`.
     """
     if not names and not is_repo:
-        return empty_directory(label)
+        return empty_directory_error(label)
     if adapters := matching_names(names, "adapter_model.*"):
         return SourceError(
             f"{escape(label)}: expected a Hub model, found a PEFT adapter: {escape(adapters[0])}",

@@ -367,11 +367,11 @@ def read_remote_header(repo_id: str, commit: str, name: str) -> SafetensorsHeade
     if size is None:
         size = get_hf_file_metadata(url).size
     if size is None:
-        raise _senseless_answer(name, "it does not report the file's size")
+        raise _senseless_answer_error(name, "it does not report the file's size")
     length = text_length(start, size, name)
     text = _get_range(url, LENGTH_BYTES, LENGTH_BYTES + length, name)[0] if length else b""
     if (len(start), len(text)) != (LENGTH_BYTES, length):
-        raise _senseless_answer(
+        raise _senseless_answer_error(
             name, f"{len(start) + len(text)} bytes came of a header of {LENGTH_BYTES + length}"
         )
     return check_header(text, size, name)
@@ -401,7 +401,7 @@ def _read_response(
         return _first_bytes(pieces, stop)[start:], _content_length(response.headers)
     content_range = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
     if content_range is None or int(content_range[1]) != start:
-        raise _senseless_answer(name, "it answers with another range than it was asked for")
+        raise _senseless_answer_error(name, "it answers with another range than it was asked for")
     size = None if content_range[2] == "*" else int(content_range[2])
     return _first_bytes(pieces, stop - start), size
 
@@ -443,7 +443,7 @@ def _stream(url: str, byte_range: str) -> Iterator[tuple[Response, Iterable[byte
             yield response, response.iter_content(_PIECE_BYTES)
 
 
-def _senseless_answer(name: str, reason: str) -> ResourceError:
+def _senseless_answer_error(name: str, reason: str) -> ResourceError:
     return ResourceError(
         f"{escape(name)}: the server cannot be understood: {reason}",
         hint="check HF_ENDPOINT and any proxy; without --dry-run the whole file is downloaded",

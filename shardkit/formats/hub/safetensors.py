@@ -159,7 +159,7 @@ def text_length(start: bytes, size: int, name: str) -> int:
         SourceError: the file has no room for the header, or the header is larger than the format allows.
     """
     if size < LENGTH_BYTES:
-        raise _damaged(name, f"expected at least {LENGTH_BYTES} bytes, found {size}")
+        raise _damaged_error(name, f"expected at least {LENGTH_BYTES} bytes, found {size}")
     refuse_pointer(start, name)
     if start.startswith(ZIP):
         raise SourceError(
@@ -168,11 +168,11 @@ def text_length(start: bytes, size: int, name: str) -> int:
         )
     length = int.from_bytes(start, "little")
     if length > MAX_HEADER_BYTES:
-        raise _damaged(
+        raise _damaged_error(
             name, f"a header of {length} bytes, the format allows {MAX_HEADER_BYTES}: not a safetensors file"
         )
     if length > size - LENGTH_BYTES:
-        raise _damaged(
+        raise _damaged_error(
             name, f"truncated: a header of {length} bytes, the file has {size - LENGTH_BYTES} for it"
         )
     return length
@@ -191,7 +191,7 @@ def check_header(text: bytes, size: int, name: str, stamp: FileStamp | None = No
         SourceError: as `read_header`.
     """
     if not text.startswith(b"{"):
-        raise _damaged(name, "the header does not begin with '{': not a safetensors file")
+        raise _damaged_error(name, "the header does not begin with '{': not a safetensors file")
     header = parse_object(text, name)
     metadata = _check_metadata(header.pop(_METADATA, {}), name)
     base = LENGTH_BYTES + len(text)
@@ -202,7 +202,9 @@ def check_header(text: bytes, size: int, name: str, stamp: FileStamp | None = No
 
 def _check_metadata(metadata: object, name: str) -> dict[str, str]:
     if not isinstance(metadata, dict):
-        raise _damaged(name, f"__metadata__: expected an object of strings, found {type(metadata).__name__}")
+        raise _damaged_error(
+            name, f"__metadata__: expected an object of strings, found {type(metadata).__name__}"
+        )
     problems = []
     for key, value in metadata.items():
         if not isinstance(value, str):
@@ -327,7 +329,7 @@ def _tiling_problems(tensors: tuple[StoredTensor, ...], base: int, size: int) ->
         yield f"{count(size - position, 'byte')} after the end of {previous} belong to no tensor"
 
 
-def _damaged(name: str, reason: str) -> SourceError:
+def _damaged_error(name: str, reason: str) -> SourceError:
     return SourceError(f"{escape(name)}: {reason}", hint=DOWNLOAD_AGAIN)
 
 

@@ -99,7 +99,7 @@ def token_ids(files: FileReaders) -> dict[str, int]:
         lines = files[name]().decode("utf-8", "replace").splitlines()
         ids = {line: number for number, line in enumerate(lines)}
     elif name is not None:
-        content = _parse_dict(files[name](), name)
+        content = _parse_object_or_empty(files[name](), name)
         model = content.get("model") if name == "tokenizer.json" else {"vocab": content}
         vocab = model.get("vocab") if isinstance(model, dict) else None
         if isinstance(vocab, list):  # pieces, each with its score
@@ -109,7 +109,7 @@ def token_ids(files: FileReaders) -> dict[str, int]:
         entries = content.get("added_tokens")
         added += entries if isinstance(entries, list) else []
     if "added_tokens.json" in files:
-        ids |= _parse_dict(files["added_tokens.json"](), "added_tokens.json")
+        ids |= _parse_object_or_empty(files["added_tokens.json"](), "added_tokens.json")
     decoder = _settings(files).get("added_tokens_decoder")
     for key, token in decoder.items() if isinstance(decoder, dict) else ():
         added += [{**token, "id": int(key)}] if key.isdecimal() and isinstance(token, dict) else []
@@ -120,7 +120,7 @@ def token_ids(files: FileReaders) -> dict[str, int]:
 def special_tokens(files: FileReaders) -> dict[str, str]:
     """Return role -> text of the special tokens; a role is a key such as `eos_token`."""
     name, settings = "special_tokens_map.json", _settings(files)
-    tokens = {**(_parse_dict(files[name](), name) if name in files else {}), **settings}
+    tokens = {**(_parse_object_or_empty(files[name](), name) if name in files else {}), **settings}
     plain = {
         role: token.get("content") if isinstance(token, dict) else token for role, token in tokens.items()
     }
@@ -136,7 +136,7 @@ def chat_template(files: FileReaders) -> object:
     name = "chat_template.json"
     template = _settings(files).get("chat_template")
     template = (
-        _parse_dict(files[name](), name).get("chat_template")
+        _parse_object_or_empty(files[name](), name).get("chat_template")
         if template is None and name in files
         else template
     )
@@ -177,10 +177,17 @@ def tokenizer_differences(files: FileReaders, base: FileReaders) -> Iterator[tup
 
 
 def _settings(files: FileReaders) -> dict[str, Any]:
-    return _parse_dict(files[SETTINGS](), SETTINGS) if SETTINGS in files else {}
+    return _parse_object_or_empty(files[SETTINGS](), SETTINGS) if SETTINGS in files else {}
 
 
-def _parse_dict(data: bytes, name: str) -> dict[str, Any]:
+def _parse_object_or_empty(data: bytes, name: str) -> dict[str, Any]:
+    """Return the content of a JSON file; empty for other JSON than an object.
+
+    A list, for example, has none of the keys that are read here. The file is copied all the same, as it is.
+
+    Raises:
+        SourceError: the file is not valid JSON.
+    """
     try:
         content = json.loads(data, parse_int=parse_integer)
     except (ValueError, RecursionError) as error:
@@ -195,7 +202,7 @@ def _integers(values: object) -> Iterator[int]:
 
 
 def _ids_of_fast(data: bytes, name: str) -> Iterator[int]:
-    content = _parse_dict(data, name)
+    content = _parse_object_or_empty(data, name)
     model = content.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     yield from _integers([*vocab.values()]) if isinstance(vocab, dict) else range(len(vocab or ()))
@@ -204,7 +211,7 @@ def _ids_of_fast(data: bytes, name: str) -> Iterator[int]:
 
 
 def _ids_of_table(data: bytes, name: str) -> Iterator[int]:
-    yield from _integers([*_parse_dict(data, name).values()])
+    yield from _integers([*_parse_object_or_empty(data, name).values()])
 
 
 def _ids_of_lines(data: bytes, _name: str) -> Iterator[int]:
@@ -212,7 +219,7 @@ def _ids_of_lines(data: bytes, _name: str) -> Iterator[int]:
 
 
 def _ids_of_decoder(data: bytes, name: str) -> Iterator[int]:
-    added = _parse_dict(data, name).get("added_tokens_decoder")
+    added = _parse_object_or_empty(data, name).get("added_tokens_decoder")
     yield from _integers([int(key) for key in added if key.isdecimal()] if isinstance(added, dict) else ())
 
 

@@ -247,6 +247,7 @@ class TensorCollector:
             raise SourceError(f"{escape(source.name)}: more than {_MAX_NAMES} tensors and values beside them")
 
     def _add_value(self, source: SourceFile, value: object, path: Path) -> bool:
+        """Add a tensor of one rank's file, or the reason why it is not read; return False if the value is no tensor."""
         if isinstance(value, UnreadableTensor):
             self._refuse(source, path, value.name, is_of_class=value.value is not None)
         elif isinstance(value, DistributedRef):
@@ -275,6 +276,15 @@ class TensorCollector:
         *,
         is_plain: bool,
     ) -> None:
+        """Add the regions of a tensor that one rank's file has. A region that another rank has too is a copy: it is compared.
+
+        Args:
+            source: the rank's file.
+            path: of the tensor in the state dict.
+            whole: has the dtype and shape of the whole tensor.
+            parts: (region, stored tensor) of each part in the file.
+            is_plain: the tensor is not a distributed one.
+        """
         name = path_name(path)
         tensor = self._tensors.get(name)
         if tensor is None:

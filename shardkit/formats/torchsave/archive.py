@@ -63,6 +63,7 @@ class ZipEntry(NamedTuple):
     start: int
     nbytes: int
     crc: int
+    """CRC-32 of the content; 0 if none is recorded."""
     crc_at: int
     """Position of the CRC-32 in the directory."""
 
@@ -97,7 +98,7 @@ class ZipReader:
         return self._pread(start, nbytes)
 
     def content(self, name: str, entry: ZipEntry, limit: int = _MAX_SMALL) -> bytes:
-        """Return the bytes of an entry, at most `limit`, after checking their CRC-32."""
+        """Return the bytes of an entry, at most `limit`, after checking their CRC-32 if one is recorded."""
         if entry.nbytes > limit:
             self.refuse(f"its entry {name} has {entry.nbytes} bytes, more than any that torch writes")
         data = self.read(entry.start, entry.nbytes)
@@ -112,7 +113,7 @@ class ZipReader:
             self.refuse(f"its format has version {escape(repr(data[:20]))}, which is not one of torch's")
 
     def check_crc(self, name: str, entry: ZipEntry) -> None:
-        """Read a large entry and compare its CRC-32."""
+        """Read an entry of any size in pieces and compare its CRC-32. Not for entries without a recorded one (0)."""
         crc, stop = 0, entry.start + entry.nbytes
         for start in range(entry.start, stop, _READ_BYTES):
             crc = crc32(self._pread(start, min(_READ_BYTES, stop - start)), crc)

@@ -40,7 +40,7 @@ from shardkit.formats.torchsave.archive import (
     pread_of,
     read_directory,
 )
-from shardkit.formats.torchsave.classes import foreign_objects, is_known_class
+from shardkit.formats.torchsave.classes import foreign_objects_error, is_known_class
 from shardkit.formats.torchsave.file import (
     HEAD_NBYTES,
     DistributedRef,
@@ -200,7 +200,7 @@ def _read_zip(path: str, name: str, screened: tuple[str, ...] | SourceError) -> 
             for key, leaf in entries
             if type(leaf) is UnmadeObject and leaf.name in foreign
         }
-        raise foreign_objects(name, path, foreign, classes_by_key, file.data)
+        raise foreign_objects_error(name, path, foreign, classes_by_key, file.data)
     if file.num_dropped:
         raise UnsupportedFile(
             f"{escape(name)}: {count(file.num_dropped, 'entry', 'entries')} of its dicts have keys that are neither text nor "
@@ -216,7 +216,7 @@ def _content_of(file: TorchFile) -> _BinEntries:
     """Return the entries of a file's state dict."""
     path, name = file.path, file.name
     if not isinstance(file.tree, dict):
-        raise _no_state_dict(name, file.tree)
+        raise _no_state_dict_error(name, file.tree)
     tensors, objects, unreadable, problems = list[BinTensor](), list[str](), dict[str, str](), list[str]()
     for key, value in file.tree.items():
         whole = _whole_tensor(value)
@@ -253,7 +253,7 @@ def _bin_tensor(fqn: str, record: TensorRef, path: str, name: str) -> BinTensor:
     return BinTensor(fqn, record.dtype, record.shape, None, Decoded(decode))
 
 
-def _no_state_dict(name: str, value: object) -> UnsupportedFile:
+def _no_state_dict_error(name: str, value: object) -> UnsupportedFile:
     return UnsupportedFile(
         f"{escape(name)}: expected a state dict, found {type(value).__name__}",
         hint="save model.state_dict(), best as safetensors",

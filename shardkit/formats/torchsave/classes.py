@@ -250,7 +250,7 @@ def refuse_objects(reasons: Mapping[str, str], files: Iterable[SourceFile]) -> N
     )
 
 
-def foreign_objects(
+def foreign_objects_error(
     name: str, path: str, named: Collection[str], classes: Mapping[str, str], data: Collection[str] = ()
 ) -> UnsupportedFile:
     """Return the error for a file whose pickle needs classes or functions that are neither torch's nor plain data.

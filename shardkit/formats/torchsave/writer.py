@@ -139,9 +139,10 @@ def _append_entry(out: bytearray, base: int, name: str, content: bytes) -> _Writ
 def _local_header(entry: _WrittenEntry) -> bytes:
     """Return an entry's header, padded so that the content starts at a multiple of the alignment.
 
-    Sizes and CRC are in the descriptor after the content. The padding is an extra field "FB" filled with "Z".
+    Sizes and CRC are in the descriptor after the content. The padding is an extra field "FB" filled with "Z", as in torch.
     """
-    zip64 = _zip64_field(entry, stored_size=0)  # torch leaves the second size to the descriptor
+    # Of the two sizes in the zip64 field, plain and stored, torch writes 0 for the stored one: the descriptor has it.
+    zip64 = _zip64_field(entry, stored_size=0)
     padding = -(entry.header_at + LOCAL.size + len(entry.name) + len(zip64) + 4) % _ALIGNMENT
     extra = zip64 + b"FB" + struct.pack("<H", padding) + b"Z" * padding
     fixed = (0x04034B50, 0, entry.flags, 0, 0, 0, 0, 0, 0, len(entry.name), len(extra))
@@ -149,13 +150,19 @@ def _local_header(entry: _WrittenEntry) -> bytes:
 
 
 def _zip64_field(entry: _WrittenEntry, stored_size: int) -> bytes:
-    """Return the extra field for sizes and an offset that do not fit into 32 bits; torch writes it into both headers."""
+    """Return the extra field for sizes and an offset that do not fit into 32 bits; torch writes it into both headers.
+
+    Args:
+        entry: its plain size comes first in the field.
+        stored_size: the size in the zip, which comes second.
+    """
     values = [entry.size, stored_size] if entry.size >= _U32_MAX else []
     values += [entry.header_at] if entry.header_at >= _U32_MAX else []
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
 
 def _descriptor(entry: _WrittenEntry) -> bytes:
+    """Return the data descriptor, which follows an entry's content and has its CRC and sizes; empty without the flag."""
     if not entry.flags & _DESCRIPTOR:
         return b""
     sizes = "QQ" if _zip64_field(entry, entry.size) else "II"

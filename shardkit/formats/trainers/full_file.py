@@ -17,7 +17,7 @@ from shardkit.formats.contract import Checkpoint, Contents, Opener, asset_direct
 from shardkit.formats.rankfiles.files import TensorCollector
 from shardkit.formats.rankfiles.inside import find_states, open_states
 from shardkit.formats.torchsave.archive import UnsupportedFile
-from shardkit.formats.torchsave.classes import foreign_objects
+from shardkit.formats.torchsave.classes import foreign_objects_error
 from shardkit.formats.torchsave.file import (
     DistributedRef,
     TensorRef,
@@ -97,7 +97,7 @@ def _no_tensors_error(file: TorchFile, what: str) -> UnsupportedFile:
         if type(value) is UnmadeObject and value.name in file.unknown
     }
     if classes:
-        return foreign_objects(file.name, file.path, file.unknown, classes, file.data)
+        return foreign_objects_error(file.name, file.path, file.unknown, classes, file.data)
     return UnsupportedFile(
         f"{escape(file.name)}: {what}", hint="save model.state_dict(), not the model itself"
     )

@@ -287,7 +287,19 @@ def _is_compiled(unknown: list[str], missing: list[str]) -> bool:
 
 
 def _is_renamed(unknown: list[str], missing: list[str], source: Mapping[str, TensorEntry]) -> bool:
-    """True if names differ as a whole: most of them, by a prefix, or by experts that the model fuses."""
+    """True if names differ because of a renaming, and not because some tensors are missing.
+
+    This is assumed if the files have single experts that the model has fused, if the model lacks more than half of the
+    source's names, or if one prefix turns names of one side into names of the other:
+
+        unknown ["model.a", "model.b"], missing ["a", "b"] -> True
+        unknown ["x"], missing ["y"], in a source of 300   -> False
+
+    Args:
+        unknown: names in the files that the model lacks.
+        missing: names in the model that the files lack.
+        source: name in the files -> tensor, for all tensors.
+    """
     if not unknown or not missing:
         return False
     fused = any(_EXPERT.search(name) for name in unknown) and any(".experts." in name for name in missing)

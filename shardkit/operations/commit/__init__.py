@@ -31,7 +31,7 @@ from shardkit.operations.parts.agreement import (
     Agreement,
     Command,
     Committing,
-    incomplete,
+    incomplete_error,
     missing_parts,
     part_command,
 )
@@ -183,7 +183,7 @@ def commit(
     while not (jobs := place.jobs()) and not place.is_there and time.monotonic() < until:  # none has begun
         time.sleep(_LOOK_AGAIN_S)
     if not jobs:
-        return _was_there(place, begun)
+        return _existing_result(place, begun)
     try:
         _join(place, jobs[0].record, warnings, overwrite=overwrite)
         _wait_for_all(place, jobs[0].record, until)
@@ -191,9 +191,9 @@ def commit(
     except JobEnded as error:
         if not error.is_committed:
             raise
-        return _was_there(place, begun, warnings)
+        return _existing_result(place, begun, warnings)
     if result.was_there:
-        return _was_there(place, begun, result.warnings)
+        return _existing_result(place, begun, result.warnings)
     facts: dict[str, Any] = {each.name: getattr(result, each.name, None) for each in fields(CommitResult)}
     facts |= {"output": place.path, "by_another": False, "elapsed_s": round(time.monotonic() - begun, 3)}
     return CommitResult(**facts)
@@ -240,14 +240,14 @@ def _repeat(
     if not record.files:
         raise UsageError(
             f"the ranks of a training job save {escape(output)}: they make it themselves",
-            hint=f"if they are dead, remove what they wrote: {_abort(output)}",
+            hint=f"if they are dead, remove what they wrote: {_abort_command(output)}",
         )
     agreement = Agreement.of(record, output)
     command = agreement.command
     if agreement.version != __version__:
         raise UsageError(
             f"the parts were written by shardkit {escape(agreement.version)}, and this is {__version__}",
-            hint=f"commit with the same version; or begin anew after {_abort(output)}",
+            hint=f"commit with the same version; or begin anew after {_abort_command(output)}",
         )
     if not command.verb:
         raise UsageError(
@@ -258,7 +258,7 @@ def _repeat(
     if verb is None or not command.options.keys() <= signature(verb).parameters.keys():
         raise SourceError(
             f"the record of the job for {escape(output)} is damaged",
-            hint=f"remove the job, and begin anew: {_abort(output)}",
+            hint=f"remove the job, and begin anew: {_abort_command(output)}",
         )
     if not location_of(output).has_owners:
         _check_harmless(command)
@@ -285,7 +285,7 @@ def _check_harmless(command: Command) -> None:
     )
 
 
-def _abort(output: str) -> str:
+def _abort_command(output: str) -> str:
     return f"`shardkit abort {in_shell(output)}`"
 
 
@@ -300,11 +300,18 @@ def _wait_for_all(place: Destination, record: JobRecord, until: float) -> None:
         if not missing:
             return
         if time.monotonic() >= until:
-            raise incomplete(place.path, record, missing)
+            raise incomplete_error(place.path, record, missing)
         time.sleep(_LOOK_AGAIN_S)
 
 
-def _was_there(place: Destination, begun: float, warnings: Iterable[str] = ()) -> CommitResult:
+def _existing_result(place: Destination, begun: float, warnings: Iterable[str] = ()) -> CommitResult:
+    """Return the result for a destination without a job: the output exists already.
+
+    First completes interrupted commits and removes the rest of ended jobs; their warnings are added to `warnings`.
+
+    Raises:
+        UsageError: no output of a known format is there.
+    """
     warnings, path = (*warnings, *place.end_commits()), place.path
     if not place.is_there or recognise(path) is None:
         raise UsageError(
@@ -344,6 +351,7 @@ def status(output: str | os.PathLike[str] | None = None) -> StatusResult:
 
 
 def _nothing(place: Destination) -> str:
+    """Return the note for a destination without a job."""
     return f"no job is under way for {escape(place.path)}"
 
 

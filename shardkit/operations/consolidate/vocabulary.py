@@ -22,7 +22,7 @@ from shardkit.keys.tokens import (
     counts_tokens,
     find_token_rows,
     paddings,
-    with_counts,
+    with_num_tokens,
     with_token_rows,
 )
 from shardkit.layout.traced import SAME_IN_MEMORY
@@ -76,7 +76,7 @@ def follow_vocabulary(
     for rows in changed:
         if base.tensors is not None:
             tensors |= {name: tensors[name]._replace(shape=shape) for name, shape in rows.shapes.items()}
-        config = with_counts(config, rows.places, rows.new[0])
+        config = with_num_tokens(config, rows.places, rows.new[0])
     return RowsChange(
         base=replace(base, tensors=base.tensors and tensors, config=config) if changed else base,
         changed=changed,

@@ -188,7 +188,7 @@ def missing_parts(record: JobRecord, files: Collection[int]) -> list[tuple[Part,
     return [(Part(number=part, count=record.num_parts), lacking[part]) for part in sorted(lacking)]
 
 
-def incomplete(output: str, record: JobRecord, files: Collection[int]) -> IncompleteError:
+def incomplete_error(output: str, record: JobRecord, files: Collection[int]) -> IncompleteError:
     """Return the error for unfinished files, with each part that has some and the command that runs it."""
     parts = missing_parts(record, files)
     return IncompleteError(

@@ -62,6 +62,7 @@ def parse_part(text: str, environ: Mapping[str, str]) -> Part:
 
 
 def _checked(number: int, count: int, origin: str) -> Part:
+    """Return part `number` of `count`, or raise UsageError if there is no such part; `origin` has the launcher's variables."""
     where = f" ({origin})" if origin else ""
     if not 1 <= count <= _MAX_PARTS:
         raise UsageError(f"--part: {count} parts{where}", hint=f"1 to {_MAX_PARTS} are possible")
@@ -75,7 +76,7 @@ def _checked(number: int, count: int, origin: str) -> Part:
 
 def _of_count(count: int, environ: Mapping[str, str]) -> Part:
     """Return the part for "env/N": by Kubernetes' index, else by another launcher, whose count must be N."""
-    index = _number(environ, _INDEX)
+    index = _env_number(environ, _INDEX)
     if index is not None:
         return _checked(index + 1, count, _shown(environ, _INDEX))
     number, launcher_count, origin = _from_launcher(environ)
@@ -91,7 +92,7 @@ def _from_launcher(environ: Mapping[str, str]) -> tuple[int, int, str]:
     """Return (number from 1 on, count, variables) of the first launcher that sets both."""
     for place in _launchers(environ):
         return place
-    if _number(environ, _INDEX) is not None:
+    if _env_number(environ, _INDEX) is not None:
         raise UsageError(
             f"--part env: {_shown(environ, _INDEX)} does not say how many parts there are",
             hint="say --part env/N, with the completions of the Job as N",
@@ -105,6 +106,7 @@ def _from_launcher(environ: Mapping[str, str]) -> tuple[int, int, str]:
 
 
 def _launchers(environ: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
+    """Yield (number from 1 on, count, variables) of each launcher that sets both, in the order of preference."""
     for rank, size in _RANKS:
         pair = _pair(environ, rank, size)
         if pair is not None:
@@ -121,7 +123,8 @@ def _launchers(environ: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
 
 
 def _pair(environ: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
-    number, count = _number(environ, rank), _number(environ, size)
+    """Return (number from 1 on, count) by the variables `rank`, from 0 on, and `size`; None if one is unset."""
+    number, count = _env_number(environ, rank), _env_number(environ, size)
     return None if number is None or count is None else (number + 1, count)
 
 
@@ -131,11 +134,11 @@ def _array(environ: Mapping[str, str]) -> tuple[int, int] | None:
     Raises:
         UsageError: the distances between ids differ.
     """
-    task, first, step, count = (_number(environ, name) for name in _ARRAY)
+    task, first, step, count = (_env_number(environ, name) for name in _ARRAY)
     if task is None or first is None or count is None:
         return None
     place, rest = divmod(task - first, step or 1)
-    last = _number(environ, "SLURM_ARRAY_TASK_MAX")
+    last = _env_number(environ, "SLURM_ARRAY_TASK_MAX")
     if rest or not 0 <= place < count or (last is not None and last - first != (count - 1) * (step or 1)):
         raise UsageError(
             f"--part env: the tasks of the array are not evenly spaced ({_shown(environ, *_ARRAY)})",
@@ -144,12 +147,17 @@ def _array(environ: Mapping[str, str]) -> tuple[int, int] | None:
     return place + 1, count
 
 
-def _number(environ: Mapping[str, str], name: str) -> int | None:
+def _env_number(environ: Mapping[str, str], name: str) -> int | None:
+    """Return the value of a launcher's variable; None if it is unset or empty.
+
+    Raises:
+        UsageError: the value is not a number of one to nine digits.
+    """
     text = environ.get(name, "")
     if not text:
         return None
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
-        raise UsageError(f"--part env: {name}={escape(text)} is not a number")
+        raise UsageError(f"--part: the launcher's variable {name}={escape(text)} is not a number")
     return int(text)
 
 

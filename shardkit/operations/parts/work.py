@@ -4,6 +4,11 @@
     finish         once all files have notes: compare the readings with the source's checksums -> describe -> commit
 
 Until the commit the files belong to a `JobOutput` (`files/output`), on a disk or in a store.
+
+An *image* is a file with tensors that the job writes: its literal bytes, and holes to be filled with tensor data. A file's
+number is its position, both in `plan.images` and in `record.files`. The *readings* of a file are the CRC-32s of the source
+bytes that were read to fill it. A process stores them in the file's note; the one that commits adds up the readings of
+all files and compares them with the CRC-32s that the source records.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from shardkit.errors import IntegrityError
 from shardkit.files import storage
 from shardkit.files.digest import sha256_of
 from shardkit.files.output.contract import JobOutput, JobRecord
-from shardkit.operations.parts.agreement import Share, incomplete, missing_parts
+from shardkit.operations.parts.agreement import Share, incomplete_error, missing_parts
 from shardkit.operations.parts.notes import Note, load_note
 from shardkit.operations.parts.part import Part, share_of
 from shardkit.operations.parts.results import PartResult
@@ -110,9 +115,10 @@ def part_result(
 
 
 def read_notes(work: Work, output: JobOutput, numbers: Collection[int]) -> dict[int, Note]:
-    """Return the notes of the finished files among these, and add their readings to the check.
+    """Return the notes of the finished files among `numbers`, by number; add their readings to `work.check`.
 
-    Damaged notes are left out, and so are notes without the readings that the check needs: these files are written again.
+    Two kinds of notes are left out, so that their files are written again: damaged ones, and, if the source is checked,
+    those without readings, which a process with `--check-source off` has stored.
     """
     notes = dict[int, Note]()
     images = list(work.plan.images)
@@ -121,7 +127,7 @@ def read_notes(work: Work, output: JobOutput, numbers: Collection[int]) -> dict[
         if note is None or (work.check is not None and note.readings is None):
             continue
         if work.check is not None and note.readings is not None:
-            work.check.put(note.digest.name, note.readings)
+            work.check.put(note.digest.name, note.readings)  # replaces earlier ones of the same output file
         notes[number] = note
     return notes
 
@@ -223,7 +229,7 @@ def finish(work: Work, output: JobOutput, own_notes: Mapping[int, Note]) -> None
     everything = {*work.everything}
     notes = {**own_notes, **read_notes(work, output, everything - own_notes.keys())}
     if missing := everything - notes.keys():
-        raise incomplete(output.path, work.record, missing)
+        raise incomplete_error(output.path, work.record, missing)
     digests = {notes[number].digest.name: notes[number].digest for number in sorted(notes)}
     scattered = _scattered_crcs(work, output, notes.values())
     with output.scratch() as scratch:
