@@ -122,7 +122,7 @@ def choose_tensors(
         catalog=catalog,
         names=chosen,
         adapter_config=content,
-        notes=tuple(_adapter_notes(peft, settings, extra_names)),
+        notes=tuple(_adapter_notes(peft, settings if content is not None else None, extra_names)),
         warnings=(*other_base, *(() if content is not None else (_NO_CONFIG,))),
     )
 
