@@ -463,7 +463,7 @@ def _open_other_format(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     catalog = checkpoint.select([name for name in entries if name not in state])
     skipped = list(checkpoint.remarks.skipped)
     warnings, notes, objects = list[str](), list(checkpoint.remarks.notes), tuple[str, ...]()
-    unboxed = set[str]() if checkpoint.contents.has_boxes else set(catalog.tensors)
+    unboxed = set[str]() if checkpoint.contents.shows_cuts else set(catalog.tensors)
     states = list[str]()
     if isinstance(opened, OptimizerState) and opened.is_whole:
         catalog, objects = opened.catalog, opened.objects
@@ -471,7 +471,7 @@ def _open_other_format(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         skipped = [pair for pair in skipped if not any(name.startswith(f"{pair[0]}.") for name in objects)]
     elif isinstance(opened, OptimizerState):
         unboxed = {f"{_MODEL}.{name}" for name in unboxed}
-        unboxed |= set() if opened.has_boxes else {f"{_OPTIM}.{name}" for name in opened.catalog.tensors}
+        unboxed |= set() if opened.shows_cuts else {f"{_OPTIM}.{name}" for name in opened.catalog.tensors}
         catalog = combine_catalogs({_MODEL: catalog, _OPTIM: opened.catalog})
         objects = tuple(f"{_OPTIM}.{name}" for name in opened.objects)
         notes.append(_NESTED)
