@@ -208,7 +208,7 @@ def _time(result: WriteResult, *, shows_rate: bool) -> str:
         moved_bytes, what, moved_all = result.written_bytes, "bytes", not result.resumed_files
     else:
         moved_bytes, what = part.written_bytes, "bytes of the part"
-        moved_all = not (part.resumed_files or part.by_another)  # by another: which committed the output
+        moved_all = not (part.resumed_files or part.by_another)  # another process committed the output
     if not (shows_rate and moved_all and moved_bytes > MIB and result.moving_s > 0):
         return took_s
     rate = format_size(round(moved_bytes / result.moving_s))

@@ -2,8 +2,7 @@
 
 A *stretch* is a range of a file's bytes: a tensor's chunk, or an entry of a zip. A *record* is a tensor chunk or an object as
 torch saves it, a zip; its CRC-32s cover only the data. The bytes around them are compared with the bytes that torch writes
-for such a record: its *spelling*. Such a record without the tensor's data, of which a
-*hole* is left, is the *skeleton*.
+for such a record: its *spelling*. The *skeleton* is such a record with a *hole* in place of the tensor's data.
 """
 
 from __future__ import annotations
@@ -123,7 +122,8 @@ def _compare(file: FileBytes, stretch: Stretch, crc: int, report: Report) -> Non
 def _check_archives(file: FileBytes, fd: int, report: Report) -> None:
     """Compare zips with the checksums in them, and all other bytes with those that torch writes there.
 
-    Bytes that differ from torch's are reported only if most records are as torch writes them. Otherwise another program, or another version of torch, has written them.
+    Bytes that differ from torch's are reported only if most records are as torch writes them. Otherwise another
+    program, or another version of torch, has written them.
     """
     num_alike, unlike = 0, list[tuple[Archive, FirstDifference]]()
     for archive in file.archives:
