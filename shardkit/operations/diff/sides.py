@@ -1,7 +1,8 @@
 """The two sides of diff, A and B: open both checkpoints, and bring their tensors to the same names and the same form.
 
-A *side* is one of the two checkpoints. A quantised side is dequantised if the other is plain, OSFT factors are folded, and a trainer's fused tensors become the
-Hub's. Then a tensor of A is compared with the tensor of B that has the same name.
+A *side* is one of the two checkpoints. A quantised side is dequantised if the other is plain, OSFT factors are folded,
+and a trainer's fused tensors become the Hub's. Then a tensor of A is compared with the tensor of B that has the same
+name.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class Side:
     def bands(self, name: str, reader: Reader, max_elements: int) -> Iterator[memoryview]:
         """Yield a tensor's bytes in bands, runs of elements in row-major order; each view is valid until the next.
 
-        The order is that of the whole tensor, however it is chunked in files. The cuts depend only on shape and `max_elements`, so two tensors of the same shape are cut alike.
+        The order is that of the whole tensor, however it is chunked in files. The cuts depend only on shape and
+        `max_elements`, so two tensors of the same shape are cut alike.
 
         Args:
             name: name in the model.
