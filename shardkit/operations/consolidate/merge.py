@@ -88,6 +88,7 @@ def plan_merge(
 
 
 def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:
+    """Refuse an adapter that is not LoRA with known arithmetic, and settings whose values are missing or not numbers."""
     problems = [f"{escape(name)}: not LoRA's" for name in peft.unmergeable]
     problems += [f"the adapter's settings have {name}" for name in OTHER_ARITHMETIC if config.get(name)]
     if config.get("peft_type") not in (None, "LORA"):

@@ -409,6 +409,7 @@ class SideNames(NamedTuple):
 
 
 def _name_all(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[SideNames, SideNames], list[str]]:
+    """Return all tensors of both sides under their stored names, and notes about entries that are not tensors."""
     notes = [
         f"{label}: {count(len(checkpoint.catalog.objects), 'entry', 'entries')} that are not tensors are not compared"
         for label, checkpoint in zip(_LABELS, opened, strict=True)
