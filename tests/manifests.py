@@ -41,7 +41,7 @@ def write_file_list(
     """
     structure = check_structure(find_checkpoint(str(path), strict=True).path, Report())
     directory, checkpoint = structure.directory, structure.checkpoint
-    assert structure.is_whole
+    assert structure.is_complete
     is_hub = checkpoint is not None and checkpoint.hub is not None
     catalog = checkpoint.select(tuple(checkpoint.catalog.tensors)) if checkpoint is not None else None
     target = output or (Path(directory, manifest.NAME) if inside else Path(manifest.sidecar_of(directory)))

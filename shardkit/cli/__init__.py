@@ -89,10 +89,14 @@ def lines_of(result: object) -> list[str] | None:
 
 
 def page_of(result: object) -> Page:
-    """Return the page of a result, as `--html` writes it.
+    """Return the page of a result, as `--html` writes it. The module of the result's command makes it.
+
+    Pages of inspect, preshard and verify draw the result's `holdings`: which rank and which file holds which bytes of
+    which tensor. These are computed on request only, with `holdings=True`; inspect and preshard compute missing ones
+    from the files. The page of diff needs none.
 
     Raises:
-        UsageError: the result has no holdings.
+        UsageError: holdings are missing from a result of verify, or of a preshard that wrote no output.
     """
     verb = type(result).__name__.removesuffix("Result").lower()
     page: Page = import_module(f"shardkit.cli.{verb}").page_of(result)

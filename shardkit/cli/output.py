@@ -199,14 +199,17 @@ def final_facts(
 
 
 def _time(result: WriteResult, *, shows_rate: bool) -> str:
-    """Return the duration, and the rate of this process if it moved enough bytes."""
+    """Return the duration, and the rate of this process if it moved all bytes of its work, and enough of them.
+
+    Files that an earlier run finished ("resumed") count as bytes, but took none of the time.
+    """
     part, took_s = result.part, f"{result.elapsed_s:.2f} s"
     if part is None:
-        moved_bytes, what, is_all = result.written_bytes, "bytes", not result.resumed_files
+        moved_bytes, what, moved_all = result.written_bytes, "bytes", not result.resumed_files
     else:
         moved_bytes, what = part.written_bytes, "bytes of the part"
-        is_all = not (part.resumed_files or part.by_another)
-    if not (shows_rate and is_all and moved_bytes > MIB and result.moving_s > 0):
+        moved_all = not (part.resumed_files or part.by_another)  # another process committed the output
+    if not (shows_rate and moved_all and moved_bytes > MIB and result.moving_s > 0):
         return took_s
     rate = format_size(round(moved_bytes / result.moving_s))
     return f"{took_s}; {what} moved in {result.moving_s:.2f} s: {rate}/s"

@@ -299,8 +299,9 @@ def _with_experts(mesh: Mesh, ep: int) -> Mesh:
     """
     tensor = prod(axis.size for axis in mesh.axes if axis.role == "tensor")
     if ep > 1 and (ep % tensor or mesh.num_shards % ep):
+        why = f"is not a multiple of tp={tensor}" if ep % tensor else "does not divide its ranks"
         raise MeshError(
-            f"mesh {mesh}: ep={ep} does not divide its ranks",
+            f"mesh {mesh}: ep={ep} {why}",
             hint=f"ep is a multiple of tp ({tensor}) and divides dp_shard x tp ({mesh.num_shards})",
         )
     return replace(mesh, ep=ep)

@@ -30,7 +30,9 @@ def escape(name: str) -> str:
     """Return `name` with everything escaped that a terminal might interpret.
 
     Control characters, line and paragraph separators, bidirectional marks, lone surrogates and other
-    unprintable characters become `\\xNN` or `\\uNNNN`. Very long names are cut in the middle.
+    unprintable characters are written as Python's escapes: `\\n`, `\\xNN`, `\\uNNNN` or `\\UNNNNNNNN`. Backslashes are
+    doubled, so that a name with the text of an escape differs from one with the character. Very long names are cut in the
+    middle.
     """
     if len(name) > _MAX_SHOWN:
         name = f"{name[: _MAX_SHOWN // 2]}...{name[-_MAX_SHOWN // 2 :]}"

@@ -41,7 +41,7 @@ def find_cut_modules(checkpoint: Checkpoint) -> Iterator[str]:
         settings = find_settings((*checkpoint.contents.assets, checkpoint.catalog.directory, checkpoint.path))
     except ShardkitError:
         return
-    if settings is None or not settings.is_whole:
+    if settings is None or not settings.is_complete:
         return
     if cut := find_misfits(peft, shapes, settings.values, {}):
         modules, shown = count(len(cut), "module"), [line.pattern for line in fold_lines(cut)]

@@ -299,6 +299,11 @@ def _evenly_spread(number: int) -> list[int]:
 
 
 def _flow(holdings: Holdings) -> dict[str, Any]:
+    """Return the data of the picture of who reads what: lines from files (left) to ranks (right), the naive way and ours.
+
+    A link is [index on the left, index on the right, bytes]. For the script, "tone" is the lines' colour, and "thick" the
+    width in pixels of the line with most bytes.
+    """
     holders, ranks = holdings.holders, _evenly_spread(len(holdings.holders))
     files = list(dict.fromkeys(file for rank in ranks for file, _ in holders[rank].reads))[:_MAX_DRAWN]
     index_of = {file: place for place, file in enumerate(files)}

@@ -161,7 +161,10 @@ class HubFileWriter:
             setattr(module, _ATTRIBUTE, files._replace(last=os.path.join(path, SAVED_ASSETS)))
 
     def _files(self, problems: list[str]) -> tuple[_Files, Asset | None]:
-        """Return (files to write, the Hub model's config.json or None). The first may have the live model's config."""
+        """Return (files to write, the Hub model's config.json or None).
+
+        The live model's config replaces the Hub model's among the files to write, so that is returned separately.
+        """
         holder: HubFiles | None = None if self._holder is None else getattr(self._holder[1], _ATTRIBUTE)
         files = _Files() if holder is None else _source_files(holder, problems)
         hub_config = files.get(CONFIG)

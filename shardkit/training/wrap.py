@@ -197,6 +197,7 @@ def wrap(
         _apply_checkpointing(model, {}, recomputed)
         return model
     precision = _precision(mixed_precision)
+    # `wide` says which tensors the model's classes keep in fp32 although the rest computes in bf16, as some routers.
     wide = _class_dtypes(model, precision) if mixed_precision == "bf16" else None
     plan = plan_units(model, add_dispatched_units(model, paths, dispatched), wide)
     settings = {unit.path: _unit_precision(unit, modules[unit.path], precision, wide) for unit in plan.units}
@@ -388,9 +389,10 @@ def _precision(value: str | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy
 
 
 def _class_dtypes(model: nn.Module, precision: MixedPrecisionPolicy) -> ClassDtypes:
-    """Return the dtypes that a model's classes use when it computes in another dtype than fp32.
+    """Return the dtype that a model's classes give each tensor of a model that is wanted in the policy's `param_dtype`.
 
-    The classes are not built if everything is stored in that dtype already.
+    Most tensors get that dtype; some classes keep tensors in fp32. To find these, a second model is built on meta in that
+    dtype, unless all floating tensors of the model have the dtype already.
     """
     compute_dtype = precision.param_dtype
     assert compute_dtype is not None
@@ -402,7 +404,7 @@ def _class_dtypes(model: nn.Module, precision: MixedPrecisionPolicy) -> ClassDty
 def _unit_precision(
     unit: PlannedUnit, module: nn.Module, precision: MixedPrecisionPolicy, wide: ClassDtypes | None
 ) -> MixedPrecisionPolicy:
-    """Return the mixed-precision policy of a unit.
+    """Return the mixed-precision policy of a unit. `wide` has the dtypes of `_class_dtypes`, or None.
 
     Unless the caller gave a policy, a block does not cast its inputs, because a cast would round values that the
     model passes between blocks in fp32 (rotary tables, residuals).

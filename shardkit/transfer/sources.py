@@ -142,10 +142,13 @@ class SourceFiles:
         self._expected, self._num_places = ranges, num_places
 
     def will_need(self, file: int, start: int, nbytes: int) -> None:
-        """Ask the system to prefetch a part of a file on disk; errors in opening are left to the actual read."""
+        """Ask the system to prefetch a part of a file on disk; errors in opening are left to the actual read.
+
+        Files in a store (`plans_reads`) are prefetched by `storage.will_read` instead.
+        """
         if self.derivation(file) is None and not location_of(self.path(file)).plans_reads:
             with suppress(ResourceError, IntegrityError):
-                storage.will_need(self.borrow(file), start, nbytes)
+                storage.will_need(self.borrow(file), start, nbytes)  # raises nothing; `borrow` may
                 self.give_back(file)
 
     def derivation(self, file: int) -> Decoded | Computed | None:

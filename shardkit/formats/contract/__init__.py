@@ -211,7 +211,7 @@ class Contents:
     Raises:
         SourceError, IntegrityError, ResourceError: as opening does.
     """
-    has_boxes: bool = True
+    shows_cuts: bool = True
     """True if the chunks show how tensors were cut for ranks; flat partitions and whole tensors do not."""
     assets: tuple[str, ...] = ()
     """Directories with the model's config, tokenizer and the like, best first."""

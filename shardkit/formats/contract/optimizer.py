@@ -50,9 +50,9 @@ class OptimizerState:
     """Its extents are raw bytes, and it has `paths`; a byte entry is a tensor of bytes in it."""
     objects: tuple[str, ...]
     """Names of the byte entries."""
-    has_boxes: bool = True
+    shows_cuts: bool = True
     """As in `Contents`."""
-    is_whole: bool = False
+    has_model: bool = False
     """True if the catalog has the model too: one file holds both, and all names stay as they are."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """The values of the byte entries, by name."""
@@ -170,12 +170,12 @@ class StateWriter:
                     self.add_object(path, value)
             self.add_object((GROUPS, number, PARAMS), list(names))
 
-    def finish(self, notes: Iterable[str] = (), *, has_boxes: bool = True) -> OptimizerState:
+    def finish(self, notes: Iterable[str] = (), *, shows_cuts: bool = True) -> OptimizerState:
         """Return the state, with `notes` and a note about what was left out."""
         return OptimizerState(
             catalog=self._catalog,
             objects=tuple(self._objects),
-            has_boxes=has_boxes,
+            shows_cuts=shows_cuts,
             settings=self._settings,
             notes=(*notes, *self._more_notes()),
         )

@@ -341,7 +341,7 @@ def _checkpoint(
         contents=Contents(
             roots={"model": ()},
             optimizer=optimizer,
-            has_boxes=False,
+            shows_cuts=False,
             # accelerate and transformers' Trainer put the model's config beside the tag or one level up.
             assets=asset_directories(tag.directory, path, parent_folder(tag.directory), parent_folder(path)),
         ),

@@ -59,7 +59,7 @@ class AdapterSettings:
     """An adapter's settings, with the keys of `adapter_config.json`."""
 
     values: Mapping[str, Any]
-    is_whole: bool
+    is_complete: bool
     """True if they are from an `adapter_config.json`; False if a trainer saved only some of them."""
     origin: str
     """Name of the file, for people."""
@@ -77,7 +77,7 @@ def find_settings(directories: Iterable[str]) -> AdapterSettings | None:
         for directory in places:
             if storage.isfile(os.path.join(directory, name)):
                 values = read_settings(locate(directory, name))
-                return AdapterSettings(values=values, is_whole=name == ADAPTER_CONFIG, origin=name)
+                return AdapterSettings(values=values, is_complete=name == ADAPTER_CONFIG, origin=name)
     return None
 
 

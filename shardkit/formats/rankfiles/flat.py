@@ -278,4 +278,4 @@ def write_state(
         [{key: value for key, value in group.items() if key != STEP} for group in groups], params
     )
     lacking = [] if groups else ["the settings of the optimizer's groups (lr, ...) are not in the checkpoint"]
-    return writer.finish(lacking, has_boxes=False)
+    return writer.finish(lacking, shows_cuts=False)

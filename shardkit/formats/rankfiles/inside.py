@@ -96,7 +96,7 @@ def open_states(
         settings |= added.settings
         notes += added.notes
     return OptimizerState(
-        catalog=whole, objects=tuple(objects), is_whole=True, settings=settings, notes=tuple(notes)
+        catalog=whole, objects=tuple(objects), has_model=True, settings=settings, notes=tuple(notes)
     )
 
 

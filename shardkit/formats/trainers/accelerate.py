@@ -167,7 +167,7 @@ def open_accelerate_bin(path: str) -> Checkpoint:
     names = _files_in_order(files)
     if None in files:
         whole = open_full_file(locate(path, names[0]))
-        contents = replace(whole.contents, has_boxes=False)
+        contents = replace(whole.contents, shows_cuts=False)
         checkpoint = replace(whole, writer="accelerate (FSDP, full)", contents=contents)
         plain = frozenset(whole.catalog.tensors)
     else:
@@ -231,7 +231,7 @@ def _open_optimizer(
             [name for group in by_number.values() for name in group.values()], "there are several of them"
         )
     state = open_optimizer_files(path, _files_in_order(files), parameters_of(model, plain))
-    return replace(state, has_boxes=False) if None in files and isinstance(state, OptimizerState) else state
+    return replace(state, shows_cuts=False) if None in files and isinstance(state, OptimizerState) else state
 
 
 OPENERS = {

@@ -268,9 +268,11 @@ def _open(source: ChosenCheckpoint, options: ConsolidateOptions) -> tuple[Checkp
     Raises:
         UsageError, SourceError, IntegrityError, LayoutError, ResourceError: as opening and `open_base` do.
     """
-    refuse_part(source.resolved.path)
+    refuse_part(source.resolved.path)  # one of several weight files
     dtype, is_asked = dequantized_as(options.dtype, options.rules), options.dequantize
+    # Averaged weights may be in a folder or file of their own, beside the checkpoint's.
     stored = source.open() if options.weights != "ema" else averaged_beside(source.open())
+    # Only with --dequantize, weights count as quantised by their content: dtypes of few bits, with scales beside them.
     opened = formats.open(
         stored, plain=PlainWeights(dequantize=is_asked, dtype=dtype, by_content=is_asked), folded=True
     )
@@ -278,7 +280,8 @@ def _open(source: ChosenCheckpoint, options: ConsolidateOptions) -> tuple[Checkp
     base = find_base(opened) if base_name is None else open_base(base_name, revision=options.base_revision)
     if base is not None and base.is_given and options.config == "checkpoint":
         base = use_own_files(base, opened, has_tokenizer=options.tokenizer is not None)
-    # NVFP4 weights are copied as such, so the base stays as it is too: its files describe them.
+    # Unmarked: names do not show that a weight is quantised, as with NVFP4. In a training checkpoint, which has no config
+    # to show it, such weights are copied as they are without --dequantize. Then the base, which describes them, stays too.
     if base is not None and not unmarked_tensors(opened.catalog.tensors):
         base = plain_base(base)
     return opened, None if base is None else fold_base(base)
@@ -394,6 +397,7 @@ class ConsolidateResult(WriteResult):
 
 
 def _skipped(job: ConsolidateJob) -> tuple[SkippedPart, ...]:
+    """Return what was left out: other kinds of state in the checkpoint, then files of the checkpoint and of the base."""
     objects = frozenset(job.checkpoint.catalog.objects)
     home = job.checkpoint.path
     carried = {storage.realpath(asset.path) for asset in job.assets if asset.path is not None}
@@ -496,7 +500,7 @@ def _result(
             upload_bytes=job.needed_bytes,
         ),
         unloadable=job.unloadable,
-        held_against="class" if is_asked else "base" if job.fit.is_whole else None,
+        held_against="class" if is_asked else "base" if job.fit.has_all_weights else None,
         missing=answer.missing if answer is not None else (),
         names=job.names,
         misfits=answer.misfits if answer is not None else (),

@@ -85,8 +85,8 @@ def choose_tensors(
         SourceError: there is no adapter to merge, it cannot be merged, or its settings are not known.
         UsageError: the user named settings, but there is no adapter.
     """
-    is_whole = all(name == stored for stored, name in names.items())
-    if is_whole and is_diffusers_lora(checkpoint) and not merge and adapter_config is None:
+    keeps_names = all(name == stored for stored, name in names.items())
+    if keeps_names and is_diffusers_lora(checkpoint) and not merge and adapter_config is None:
         return ChosenTensors(kind="adapter", catalog=_deferred(checkpoint, list(names)), names=dict(names))
     of_base = None if base is None else base.tensors
     base_names = of_base if of_base is not None else recorded_names(checkpoint).names
@@ -122,7 +122,7 @@ def choose_tensors(
         catalog=catalog,
         names=chosen,
         adapter_config=content,
-        notes=tuple(_adapter_notes(peft, settings, extra_names)),
+        notes=tuple(_adapter_notes(peft, settings if content is not None else None, extra_names)),
         warnings=(*other_base, *(() if content is not None else (_NO_CONFIG,))),
     )
 
@@ -145,7 +145,15 @@ def _refuse_cut(
     settings: AdapterSettings | None,
     base: Mapping[str, tuple[int, ...]],
 ) -> None:
-    problems = find_misfits(peft, shapes, settings.values, base) if settings and settings.is_whole else []
+    """Refuse an adapter whose shapes do not fit its settings, as if one rank had saved only its rows.
+
+    Args:
+        peft: the adapter's tensors.
+        shapes: by name in the output, of all tensors in the checkpoint.
+        settings: the adapter's settings. Without all of them nothing is compared.
+        base: shapes in the base, if known.
+    """
+    problems = find_misfits(peft, shapes, settings.values, base) if settings and settings.is_complete else []
     SourceError.raise_for(
         problems,
         f"{count(len(problems), 'module')} of the adapter have other shapes than its settings and its base call for",
@@ -172,6 +180,13 @@ def _refuse_shira(peft: PeftNames, names: Iterable[str], settings: AdapterSettin
 def _adapter_notes(
     peft: PeftNames, settings: AdapterSettings | None, extra_names: Mapping[str, str]
 ) -> Iterator[str]:
+    """Yield notes on what an adapter's files contain, and what was left out.
+
+    Args:
+        peft: the adapter's tensors.
+        settings: those of which `adapter_config.json` was made; None if there is no such file.
+        extra_names: other tensors that PEFT saves with the adapter: name in the model -> name in the adapter's file.
+    """
     if peft.kind == "base+adapter":
         yield (
             "the checkpoint holds an adapter and the weights that it was trained on: the adapter was written; "
@@ -182,13 +197,14 @@ def _adapter_notes(
         yield f"in the adapter's file, as PEFT saves them: {listed(list(extra_names.values()))} ({kinds})"
     if peft.other_adapters:
         yield f"of several adapters, {escape(peft.adapter or '')} was written, not {', '.join(map(escape, peft.other_adapters))}"
-    if settings is not None and not settings.is_whole:
+    if settings is not None and not settings.is_complete:
         yield f"{ADAPTER_CONFIG} was made from {settings.origin} and the names of the tensors: check it"
 
 
 def _merged(
     checkpoint: Checkpoint, names: Mapping[str, str], settings: AdapterSettings | None
 ) -> ChosenTensors:
+    """Return the tensors of the base with the adapter added to them; they are computed when they are read."""
     plan = plan_merge(checkpoint.catalog.tensors, names, settings.values if settings else {})
     catalog = derive(checkpoint.select(list(names)), plan.merges, plan.adapter_names)
     origin = f", scaled as {settings.origin} says" if settings else ""
@@ -233,7 +249,7 @@ def _settings_of(
                 f"--adapter-config {escape(adapter_config)}: there is no {escape(path)}",
                 hint=f"give an {ADAPTER_CONFIG}, or its directory",
             )
-        return AdapterSettings(values=read_settings(path), is_whole=True, origin=escape(adapter_config))
+        return AdapterSettings(values=read_settings(path), is_complete=True, origin=escape(adapter_config))
     places = (*checkpoint.contents.assets, checkpoint.catalog.directory, checkpoint.path)
     own_places = settings_directories(checkpoint) if base is not None and base.own_files is not None else ()
     return find_settings([*own_places, *([base.directory] if base else []), *places])
@@ -245,7 +261,7 @@ def _config_of(
     """Return the content of `adapter_config.json`, with the base's name; None if too little is known."""
     if settings is None:
         return None
-    if settings.is_whole:
+    if settings.is_complete:
         return dump_config(settings.values)
     alpha, rank = settings.values.get("lora_alpha"), settings.values.get("r")
     if type(alpha) not in (int, float) or type(rank) is not int or not peft.modules:

@@ -242,6 +242,7 @@ def _may_get_keys(config: Mapping[str, object]) -> bool:
 
 
 def _generation_config(name: str, path: str) -> Asset:
+    """Return a generation config, with the cache on: training switches it off, and generating is slow without it."""
     data = read_small(path, name, _MAX_BYTES)
     try:
         config = json.loads(data, parse_int=parse_integer)

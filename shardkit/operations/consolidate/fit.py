@@ -59,7 +59,7 @@ class BaseFit:
     warnings: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     """Warnings about weights that the base has and the output lacks."""
-    is_whole: bool = False
+    has_all_weights: bool = False
     """The base's weights are known, and the output has all of them."""
     from_base: tuple[str, ...] = ()
     """Names of tensors that are copied from the base, because the trained model has no place for them, or because the
@@ -130,7 +130,7 @@ def check_fit(
         carried = [name for name in carried if name not in short]
     fit = BaseFit(
         notes=tuple(notes),
-        is_whole=not (comparison.missing or comparison.wrong_shapes),
+        has_all_weights=not (comparison.missing or comparison.wrong_shapes),
         from_base=tuple(carried),
     )
     if comparison.is_equal and not filling.refused and (allow_missing or not short):
@@ -148,7 +148,7 @@ def check_fit(
         comparison, experts = _take_out_experts(comparison, shapes, shapes_in_base)
     problems = [*filling.refused, *experts, *_problems(comparison, short, options)]
     if problems and why_not_rules and comparison.missing and comparison.unexpected:
-        raise _names_of_a_trainer(base, checkpoint, why_not_rules)
+        raise _unconverted_names_error(base, checkpoint, why_not_rules)
     LayoutError.raise_for(
         problems,
         f"the checkpoint does not fit --base {label}: {count(len(problems), 'difference')}"
@@ -160,7 +160,8 @@ def check_fit(
     return replace(fit, notes=(*_differences(comparison, label), *notes))
 
 
-def _names_of_a_trainer(base: Base, checkpoint: str, why_not_rules: Sequence[str]) -> LayoutError:
+def _unconverted_names_error(base: Base, checkpoint: str, why_not_rules: Sequence[str]) -> LayoutError:
+    """Return the error that the names are a trainer's own and no key rules fit all of them, with the reason for each."""
     return LayoutError(
         f"the checkpoint does not fit --base {escape(base.label)}: its names are a trainer's own, and no key rules fit all "
         "of them",
@@ -338,14 +339,21 @@ def _explain(
 ) -> tuple[BaseComparison, list[str], list[str]]:
     """Remove from a comparison the tensors that the model computes itself or has no place for.
 
+    There are four kinds of these:
+    - `comparison.computed`: buffers that every model computes, such as rotary tables, recognised by name;
+    - `class_names.ignored`: tensors of the base that its class computes, or leaves out as `from_pretrained` does;
+    - `class_names.unused`: tensors of the base that its class has no place for;
+    - `class_names.computed_fqns`: tensors that the base lacks and its class computes. The base has no name for them, so the
+      output has them under their names in memory.
+
     Returns:
         The remaining differences, names of removed tensors that can be copied from the base, and notes.
     """
-    spare, optional_names, notes = list[str](), list[str](), list[str]()
+    spare_names, optional_names, notes = list[str](), list[str](), list[str]()
     if class_names is not None:
         # Only tensors outside of blocks: an unused one is the head of another objective. A block that the class has no
         # place for may mean that the base is another model.
-        spare = [
+        spare_names = [
             name
             for name in comparison.missing
             if name in class_names.ignored or (name in class_names.unused and not IN_BLOCK.search(name))
@@ -360,19 +368,21 @@ def _explain(
         )
     remainder = replace(
         comparison,
-        missing=tuple(name for name in comparison.missing if name not in spare),
+        missing=tuple(name for name in comparison.missing if name not in spare_names),
         unexpected=tuple(name for name in comparison.unexpected if name not in optional_names),
     )
-    return remainder, [*(name for name in comparison.computed if name in shapes_in_base), *spare], notes
+    return remainder, [*(name for name in comparison.computed if name in shapes_in_base), *spare_names], notes
 
 
 def _misfits(what: str, names: Sequence[str], candidates: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each name, with the most similar candidate as a hint: "missing: a.weight (...)"."""
     closest = suggestions(names, candidates)
     for name in names:
         yield f"{what}: {escape(name)}{closest.get(name, '')}"
 
 
 def _differences(comparison: BaseComparison, label: str) -> Iterator[str]:
+    """Yield a line for each kind of difference; the one about missing tensors is first."""
     if comparison.missing:
         yield f"missing of {label}: {count(len(comparison.missing), 'tensor')}: {listed(comparison.missing)}"
     if comparison.unexpected:

@@ -89,6 +89,8 @@ def exclude_early(
 
 
 class _LateNames(NamedTuple):
+    """The tensors for which globs apply late, once they have their names of the output."""
+
     names: Collection[str]
     """Names in memory of tensors that may have other names in the output."""
     takes_rules: bool = False

@@ -99,6 +99,16 @@ def _refuse(
     is_renamed: bool,
     is_cast: bool,
 ) -> None:
+    """Refuse an output whose header would describe its tensors wrongly, if it could not be read without the description.
+
+    Args:
+        checkpoint: the source.
+        types: keys of settings that describe types of tensors.
+        contradicting: keys for which the source's files have several values.
+        values: all settings, by key.
+        is_renamed: some tensors have other names in the output.
+        is_cast: some have other dtypes.
+    """
     where = escape(checkpoint.path)
     if types and (is_renamed or is_cast or not set(types).isdisjoint(contradicting)):
         what = "names" if is_renamed else "dtypes" if is_cast else "files that contradict each other"

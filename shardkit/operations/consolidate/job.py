@@ -637,6 +637,12 @@ def _bind_names(
 
 
 def _refuse_opaque(derived: Mapping[str, Expression], shapes: Mapping[str, Shape]) -> None:
+    """Refuse tensors that transformers made by operations that shardkit does not know, and so cannot undo.
+
+    Args:
+        derived: name in memory -> the expression that made the tensor.
+        shapes: name in memory -> shape in the checkpoint. A tensor of another shape is no longer the one that was made.
+    """
     LayoutError.raise_for(
         [
             escape(fqn)
@@ -1013,6 +1019,7 @@ def _images(
     kind: str,
     settings: Mapping[str, str],
 ) -> SafetensorsImages:
+    """Return the images of the weight files: the base's names and distribution if all tensors are as in the base."""
     if kind == "adapter":  # PEFT has no index
         is_whole = is_diffusers_lora(checkpoint) and all(tensor.fqn == tensor.source for tensor in tensors)
         stem = checkpoint.hub.stem if checkpoint.hub is not None and is_whole else ADAPTER_STEM
@@ -1095,6 +1102,11 @@ def _row_warnings(
 
 
 def _check_options(checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions) -> None:
+    """Refuse options that need a base if there is none, and `--weights` that cannot be recovered.
+
+    Raises:
+        UsageError, SourceError: these.
+    """
     check_choice(options.dtype, base)
     if (options.allow_missing or options.allow_unexpected) and (base is None or base.tensors is None):
         raise UsageError("--allow-missing and --allow-unexpected are about a base: name it with --base")
@@ -1120,6 +1132,10 @@ def _check_filled_from(base: Base | None) -> None:
 
 
 def _select(checkpoint: Checkpoint, base: Base | None, naming: Naming) -> Selection:
+    """Select the tensors of the model (or of other `--weights`), and name them. Raises as `select_model`.
+
+    The prefix before the model's names (`root`) is the user's, else the one in a manifest, else the one that fits best.
+    """
     catalog = checkpoint.catalog
     is_lora = is_diffusers_lora(checkpoint) and not (naming.chooses_names or naming.changes_names)
     if checkpoint.hub is not None and (
@@ -1152,6 +1168,7 @@ def _select(checkpoint: Checkpoint, base: Base | None, naming: Naming) -> Select
 
 
 def _tie_warnings(ties: Ties, base: Base | None) -> list[str]:
+    """Return a warning for each pair of tensors that the base ties and whose values differ after training."""
     says = base is not None and base.config is not None and may_be_untied(base.config)
     note = " and the written config says tie_word_embeddings: false" if says else ""
     return [

@@ -88,6 +88,7 @@ def plan_merge(
 
 
 def _check_settings(peft: PeftNames, config: Mapping[str, Any]) -> None:
+    """Refuse an adapter that is not LoRA with known arithmetic, and settings whose values are missing or not numbers."""
     problems = [f"{escape(name)}: not LoRA's" for name in peft.unmergeable]
     problems += [f"the adapter's settings have {name}" for name in OTHER_ARITHMETIC if config.get(name)]
     if config.get("peft_type") not in (None, "LORA"):
@@ -221,6 +222,16 @@ def _merges_of(
     transposed: _Transposed,
     problems: list[str],
 ) -> Iterator[MergeCodec]:
+    """Yield the codec that adds a module's `lora_A` and `lora_B` to its weight, and one for its bias if that was trained.
+
+    Args:
+        module: names of the module's tensors in the output.
+        stored: name in the output -> name in `tensors`.
+        tensors: the checkpoint's tensors.
+        config: the adapter's settings.
+        transposed: which modules store their weight as (in, out).
+        problems: gets a line if the module cannot be merged.
+    """
     if (
         module.base is None and module.parameters and module.a and module.b
     ):  # nn.MultiheadAttention's, for one
@@ -274,6 +285,7 @@ def _merges_of(
 
 
 def _shape_problem(base: TensorEntry, a: TensorEntry, b: TensorEntry, is_transposed: bool) -> str | None:
+    """Return why `b @ a` cannot be added to the weight, or None."""
     if len(base.shape) not in (2, 3) or len(a.shape) != 2 or len(b.shape) != 2:
         return f"only matrices can be merged, and it is {list(base.shape)}"
     if any(not entry.dtype.is_convertible for entry in (base, a, b)):

@@ -140,6 +140,7 @@ class ConsolidateOptions(WriteOptions):
         self._check_push()
 
     def _check_push(self) -> None:
+        """Refuse an upload that cannot succeed, and options of an upload without `--push-to-hub`."""
         if self.push_to_hub is None:
             if self.private or self.branch is not None:
                 raise UsageError("--private and --branch belong to --push-to-hub, which is not given")

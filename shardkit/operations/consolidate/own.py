@@ -169,7 +169,7 @@ class _OwnFilesChoice:
     def compare_adapter(self, places: Iterable[str]) -> None:
         """Note how the adapter settings found in these places differ from the base's."""
         own_settings, base_settings = find_settings(places), read_json(self._base.directory, ADAPTER_CONFIG)
-        if own_settings is not None and own_settings.is_whole and base_settings is not None:
+        if own_settings is not None and own_settings.is_complete and base_settings is not None:
             self._differences += config_differences(ADAPTER_CONFIG, own_settings.values, base_settings)
 
     def choose_code(self) -> None:
@@ -208,6 +208,12 @@ class _OwnFilesChoice:
             )
 
     def _read(self, name: str, is_one: Callable[[str], bool] = lambda _: True) -> dict[str, Any] | None:
+        """Return the content of the checkpoint's own JSON file, or None.
+
+        Args:
+            name: name of the file.
+            is_one: True for a directory whose file may be used.
+        """
         for place, files in self._files_by_place.items():
             if name not in files:
                 continue
@@ -258,6 +264,7 @@ def reads_of(assets: Mapping[str, str]) -> FileReaders:
 
 
 def _parsed(path: str, name: str) -> dict[str, Any] | None:
+    """Return the JSON object in a file; None if it has something else or cannot be read."""
     try:
         return _content(read_small(path, name, _MAX_BYTES))
     except ShardkitError:  # copying it raises the error
@@ -265,6 +272,7 @@ def _parsed(path: str, name: str) -> dict[str, Any] | None:
 
 
 def _content(data: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in `data`, or None."""
     try:
         content = json.loads(data, parse_int=parse_integer)
     except (ValueError, RecursionError):  # reported by the library that loads the copy
@@ -284,6 +292,7 @@ def _is_code(name: str) -> bool:
 
 
 def _differ(path: str, other_path: str, name: str) -> bool:
+    """True if two files differ; two JSON objects differ only if their values do, not if only blanks or the order do."""
     one, two = (read_small(each, name, _MAX_BYTES) for each in (path, other_path))
     if one == two:
         return False

@@ -161,6 +161,8 @@ class ClassCheck:
         self._step = ""
         self._question: ClassQuestion | None = None
         self._is_settled = not _only_class_knows(job)
+        # Files of the last ranks may be missing, and neither names nor shapes were compared with a base: only the class
+        # can show that the output is complete.
         self._must_know = (
             LAST_RANKS in job.checkpoint.remarks.notes and job.kind != "adapter" and not _is_compared(job)
         )
@@ -204,7 +206,7 @@ class ClassCheck:
 def _is_compared(job: ConsolidateJob) -> bool:
     """True if the names and shapes of the output were compared with a base's."""
     is_checked = job.base is not None and job.base.is_given and job.base.tensors is not None
-    return is_checked or job.fit.is_whole
+    return is_checked or job.fit.has_all_weights
 
 
 def _incomplete_error(problems: Sequence[str] = ()) -> SourceError:
@@ -223,10 +225,11 @@ def _only_class_knows(job: ConsolidateJob) -> bool:
         or job.options.naming.include
         or job.options.naming.exclude
     )
-    return not (is_part or job.fit.is_whole) and any(asset.name == CONFIG for asset in job.assets)
+    return not (is_part or job.fit.has_all_weights) and any(asset.name == CONFIG for asset in job.assets)
 
 
 def _with_answer(job: ConsolidateJob, answer: ClassAnswer) -> ConsolidateJob:
+    """Return the job with the class's answer, its complaints as the first warnings, or a note why it gave none."""
     if answer.failure is not None:
         note = f"the model's class was not asked whether from_pretrained finds all weights: {answer.failure}"
         return replace(job, answer=answer, notes=(*job.notes, note))

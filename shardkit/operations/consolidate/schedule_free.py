@@ -296,7 +296,7 @@ def _open_optimizer(checkpoint: Checkpoint, *, may_take_long: bool) -> _Optimize
         if not isinstance(opened, OptimizerState):
             problem = None if checkpoint.format == "full-file" else opened.reason
             return _Optimizer(checkpoint=checkpoint, settings=opened.settings, problem=problem)
-        if opened.is_whole:
+        if opened.has_model:
             return _Optimizer(checkpoint=checkpoint, settings=opened.settings)
         joined = _with_states(checkpoint, opened.catalog, lambda _: opened.catalog)
         return _Optimizer(checkpoint=joined, settings=opened.settings)

@@ -144,20 +144,25 @@ def _is_confirmed(rows: TokenRows, checkpoint: Checkpoint, tokenizer: Tokenizer 
 def _warnings(
     changed: tuple[TokenRows, ...], checkpoint: Checkpoint, base: Base, tokenizer: Tokenizer | None
 ) -> Iterator[str]:
+    """Yield a warning for each changed number of rows, if the output gets the tokenizer of a base that the user named.
+
+    That tokenizer is for the base's number of rows.
+    """
     label = escape(base.label)
     for rows in changed if tokenizer is None and base.is_given and not _has_own(base) else ():
-        new = rows.new[0]
+        new, key = rows.new[0], rows.places[0][-1]  # such as "vocab_size" in ("text_config", "vocab_size")
         more = "lack the new tokens" if new > rows.old else "have more tokens"
         whose, do = f"the tokenizer, which comes from {label}, may {more}", "takes another"
         if not any(map(is_tokenizer_file, base.assets)):
             whose, do = f"{label} has no tokenizer", "puts one there"
         yield (
-            f"the vocabulary has {new} rows, in {label} {rows.old}: {rows.places[0][-1]} is {new} now, and {whose}; "
+            f"the vocabulary has {new} rows, in {label} {rows.old}: {key} is {new} now, and {whose}; "
             f"--tokenizer {_where(checkpoint)} {do}"
         )
 
 
 def _notes(changed: tuple[TokenRows, ...], base: Base, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """Yield a note for each changed number of rows, where `_warnings` has no warning."""
     for rows in changed if tokenizer is not None or not base.is_given or _has_own(base) else ():
         new, key = rows.new[0], rows.places[0][-1]
         yield f"the vocabulary has {new} rows, in {escape(base.label)} {rows.old}: {key} is {new} now"

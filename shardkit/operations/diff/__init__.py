@@ -3,6 +3,11 @@
     two checkpoints -> `sides`: tensors paired by the Hub's names, both plain, in one form
                     -> bands of both sides, read in step -> `values`: count and measure the differences
 
+A *side* is one of the two checkpoints, A or B. A *band* is a run of consecutive elements of a tensor, in row-major order,
+that fits into memory; both sides are cut into the same bands. OSFT, a method of training, splits a weight into *factors*:
+the frozen ones (`HIGH`, the largest singular directions) never change in a training, only the others are trained. A side
+that stores a weight as factors is *folded*, that is, multiplied out, before it is compared with a plain one.
+
 Internal: import from `shardkit`.
 """
 
@@ -270,9 +275,11 @@ class Comparison:
             stack.enter_context(storage.limit_fetched(parse_size(self._options.max_memory) // 2))
             files = [stack.enter_context(SourceFiles(side.catalog.files)) for side in sides]
             self._readers = [stack.enter_context(source.reader()) for source in files]
-            places = max((sum(side.entry(name).num_chunks for side in sides) for name in names), default=1)
+            num_places = max(
+                (sum(side.entry(name).num_chunks for side in sides) for name in names), default=1
+            )
             for side, source in zip(sides, files, strict=True):
-                source.expect(chunk_ranges(side.catalog, {side.names[name] for name in names}), places)
+                source.expect(chunk_ranges(side.catalog, {side.names[name] for name in names}), num_places)
             sizes = (one.entry(name).num_elements * self._dtypes(name)[0].itemsize for name in names)
             self._progress.start(sum(sizes), "diff")
             try:
@@ -342,7 +349,11 @@ class Comparison:
         )
 
     def _relative_error(self, name: str, measure: Measure) -> float | None:
-        """Return how far two tensors are apart; equal bands before the first difference are read again."""
+        """Return how far two tensors are apart, as in `TensorDiff`.
+
+        Norms are summed up only from the first difference on, as most tensors are equal. For a tensor that differs, the
+        equal bands before that are read again, and added.
+        """
         norms = measure.norms
         if not measure.num_changed or norms is None:
             return None
@@ -356,6 +367,7 @@ class Comparison:
         return norms.relative_error()
 
     def _describe(self, name: str, status: Status, **fields: Any) -> TensorDiff:
+        """Return the result for a tensor: the facts from the catalogs, and `fields`, which are those from its bytes."""
         one, two = (side.entry(name) if name in side.names else None for side in (self._a, self._b))
         return TensorDiff(
             name=name,
@@ -370,6 +382,7 @@ class Comparison:
         )
 
     def _status(self, name: str, measure: Measure) -> Status:
+        """Return the status of a tensor whose bytes were compared. Tensors of two dtypes count as different."""
         one, two = self._dtypes(name)
         if one is not two:
             return "dtype"
@@ -378,7 +391,10 @@ class Comparison:
         return "close" if self._options.tolerance is not None and not measure.num_outside else "values"
 
     def _measure(self, name: str) -> Measure:
-        """Compare two tensors of the same shape. For statistics, tensors that differ are read a second time."""
+        """Compare two tensors of the same shape.
+
+        For statistics, bytes are compared first, and only tensors that differ are read a second time and measured.
+        """
         from shardkit.operations.diff.values import ExpertSizes, Measure
 
         (one, two), options = self._dtypes(name), self._options
@@ -405,6 +421,7 @@ class Comparison:
         return self._a.is_folded(name) or self._b.is_folded(name)
 
     def _has_difference(self, name: str) -> bool:
+        """True if the bytes differ. Stops at the first difference, and is faster than measuring, which computes values."""
         from shardkit.operations.diff.values import have_same_bytes
 
         done = 0
@@ -432,7 +449,7 @@ class Comparison:
             self._read_bytes += len(left_bytes) + len(right_bytes)
             if convert is None:
                 yield left_bytes, right_bytes
-            else:
+            else:  # A is rounded to B's dtype
                 narrow = memoryview(bytearray(len(left_bytes) // stored.itemsize * one.itemsize))
                 convert(left_bytes, narrow)
                 yield narrow, right_bytes
@@ -463,7 +480,10 @@ def _dtype_notes(tensors: Sequence[TensorDiff]) -> Iterator[str]:
 
 
 def _frozen_notes(tensors: Sequence[TensorDiff]) -> Iterator[str]:
-    """Yield a note on whether the frozen factors of two OSFT checkpoints are the same."""
+    """Yield a note on whether the frozen factors of two OSFT checkpoints are the same.
+
+    They never change in a training, so checkpoints of one training have the same.
+    """
     differs: dict[str, bool] = {}
     for tensor in tensors:
         if tensor.name.endswith(HIGH) and (path := factor_of(tensor.name)) is not None:

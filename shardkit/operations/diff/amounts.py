@@ -46,12 +46,12 @@ def experts_of(tensors: Sequence[TensorDiff]) -> Experts:
 
 def _amounts(tensor: TensorDiff) -> Iterator[tuple[str, int, float | None]]:
     """Yield (module, expert, amount) for all experts of a tensor."""
-    place, amount = expert_of(tensor.name), amount_of(tensor)
-    if place is not None and place[1] is not None:
-        yield place[0], place[1], amount
-    elif place is not None and (number := num_fused(tensor.name, tensor.shape_a or tensor.shape_b or ())):
+    owner, amount = expert_of(tensor.name), amount_of(tensor)
+    if owner is not None and owner[1] is not None:
+        yield owner[0], owner[1], amount
+    elif owner is not None and (number := num_fused(tensor.name, tensor.shape_a or tensor.shape_b or ())):
         amounts = tensor.experts if tensor.is_difference and tensor.experts else (amount,) * number
-        yield from ((place[0], expert, each) for expert, each in enumerate(amounts))
+        yield from ((owner[0], expert, each) for expert, each in enumerate(amounts))
 
 
 def layer_names(modules: Sequence[str]) -> list[str]:

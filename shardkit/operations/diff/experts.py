@@ -27,6 +27,6 @@ def expert_of(name: str) -> tuple[str, int | None] | None:
 
 def num_fused(name: str, shape: Shape) -> int | None:
     """Return how many experts a tensor has along dim 0; None if it is not a fused weight or bias of several experts."""
-    place = expert_of(name)
-    is_fused = place is not None and place[1] is None and (len(shape) > 2 or name.endswith("bias"))
+    owner = expert_of(name)
+    is_fused = owner is not None and owner[1] is None and (len(shape) > 2 or name.endswith("bias"))
     return shape[0] if is_fused and len(shape) > 1 and 1 < shape[0] <= _MAX_FUSED else None

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 Sort = Literal["name", "difference"]
 SORTS: tuple[str, ...] = get_args(Sort)
 _MIN_MEMORY = 2 * MIB
-_BAND_BYTES = MIB  # per side: bands of both sides fit into the processor's cache
+_BAND_BYTES = (
+    MIB  # a band is the run of elements compared at a time; per side, so that both fit into the cache
+)
 _BUFFERS = 8  # number of buffers of a band's size: two for each side while it is gathered, and masks
 # Values that are measured at a time: their float64s fit into the processor's cache, and malloc reuses their memory.
 _MAX_VALUES = 16 * KIB

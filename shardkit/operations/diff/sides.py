@@ -1,7 +1,8 @@
 """The two sides of diff, A and B: open both checkpoints, and bring their tensors to the same names and the same form.
 
-A quantised side is dequantised if the other is plain, OSFT factors are folded, and a trainer's fused tensors become the
-Hub's. Then a tensor of A is compared with the tensor of B that has the same name.
+A *side* is one of the two checkpoints. A quantised side is dequantised if the other is plain, OSFT factors are folded,
+and a trainer's fused tensors become the Hub's. Then a tensor of A is compared with the tensor of B that has the same
+name.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Side:
     resolved: ResolvedCheckpoint
     checkpoint: Checkpoint
     names: Names
-    """Names of the tensors to compare."""
+    """Names of the tensors to compare. The name in the model is the Hub's, on both sides."""
     live: Mapping[str, str]
     """Stored name -> name in memory, if known."""
     catalog: Catalog
@@ -78,9 +79,10 @@ class Side:
         return self.catalog.tensors[self.names[name]]
 
     def bands(self, name: str, reader: Reader, max_elements: int) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in row-major bands, however it is chunked; each view is valid until the next.
+        """Yield a tensor's bytes in bands, runs of elements in row-major order; each view is valid until the next.
 
-        The cuts depend only on shape and `max_elements`, so two tensors of the same shape are cut alike.
+        The order is that of the whole tensor, however it is chunked in files. The cuts depend only on shape and
+        `max_elements`, so two tensors of the same shape are cut alike.
 
         Args:
             name: name in the model.
@@ -97,7 +99,10 @@ class Side:
             yield from self._folded_bands(entry, reader, max_elements)
             return
         itemsize = entry.dtype.itemsize
-        flat = flat_source(entry, self.catalog) if entry.shape else None  # a scalar may be decoded
+        # Flat: the chunks, one behind the other, are the tensor in row-major order. Then its bytes are read straight into
+        # the band. Chunks of another form, and bytes that have to be decoded (packed, or computed), are gathered by `bands`;
+        # scalars as well, for which it has a case of its own.
+        flat = flat_source(entry, self.catalog) if entry.shape else None
         if flat is None:
             whole = full_region(entry.shape)
             yield from bands(self.catalog, entry.fqn, whole, reader, max_elements * itemsize)
@@ -263,6 +268,7 @@ def _convert_to_other(side: Side, other_side: Side, label: str) -> tuple[Side, l
     Returns:
         The converted side, and notes.
     """
+    # `lone`: names that only this side has; `lacking`: names that only the other has.
     lone, lacking = side.names.keys() - other_side.names.keys(), other_side.names.keys() - side.names.keys()
     side_shapes, other_shapes = (
         _shapes(side.catalog, side.names),
@@ -367,6 +373,7 @@ def find_ties(side: Side, other_side: Side) -> dict[str, str]:
 
 
 def _same_places(side: Side, other_side: Side, lone: Collection[str]) -> dict[str, str]:
+    """Return tensors of `lone` whose bytes are, in the file, those of a tensor that both sides have: lone -> that one."""
     common = {
         place: name
         for name in side.names
@@ -380,6 +387,7 @@ def _same_places(side: Side, other_side: Side, lone: Collection[str]) -> dict[st
 
 
 def _tied_by_shape(side: Side, _: Side) -> Iterator[tuple[str, str]]:
+    """Yield pairs of names that may be tied: an embedding and an output layer of the same shape, and the like."""
     for name, partners, _is_head in tie_candidates(side.catalog, side.names):
         for partner in partners:
             yield name, partner
@@ -401,6 +409,7 @@ class SideNames(NamedTuple):
 
 
 def _name_all(opened: tuple[Checkpoint, Checkpoint]) -> tuple[tuple[SideNames, SideNames], list[str]]:
+    """Return all tensors of both sides under their stored names, and notes about entries that are not tensors."""
     notes = [
         f"{label}: {count(len(checkpoint.catalog.objects), 'entry', 'entries')} that are not tensors are not compared"
         for label, checkpoint in zip(_LABELS, opened, strict=True)

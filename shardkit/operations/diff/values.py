@@ -1,5 +1,6 @@
 """Compare the values of two tensors: which differ, by how much, and whether a tolerance allows it.
 
+A *band* is a run of consecutive elements of a tensor; both sides, A and B, are given band by band, with the same elements.
 Bits are compared as integers of the element's size, so NaN payloads and signs of zeros count. Values are compared as
 float64, which represents every shorter float exactly.
 """
@@ -199,6 +200,11 @@ class Measure:
         return self._figures.result() if self._figures is not None else None
 
     def _add_different(self, left_bytes: memoryview, right_bytes: memoryview) -> None:
+        """Count the elements of a band that differ.
+
+        With one dtype these are elements with other bits; with two dtypes, with other values, or all elements if a dtype
+        does not encode one number per element. With a tolerance, those beyond it are counted, too.
+        """
         values = (
             (float64s(left_bytes, self._a), float64s(right_bytes, self._b)) if self._needs_values else None
         )
@@ -252,6 +258,7 @@ def float64s(view: memoryview, dtype: DType) -> Array:
 
 
 def _widened(view: memoryview, dtype: DType) -> Array:
+    """As `float64s`, which prevents the warnings."""
     if dtype.name in _NUMPY_FLOATS:
         return np.frombuffer(view, dtype=_NUMPY_FLOATS[dtype.name]).astype(np.float64)
     if dtype.name == "bfloat16":  # the upper half of a float32
@@ -343,6 +350,7 @@ class _Figures:
             self._add_finite(a, b, distance)
 
     def _add_finite(self, a: Array, b: Array, distance: Array) -> None:
+        """Add values of both sides that are finite, and their distance."""
         with np.errstate(all="ignore"):
             self._max_abs = max(self._max_abs, float(distance.max()))
             largest = np.maximum(np.abs(a), np.abs(b))

@@ -1,5 +1,9 @@
 """inspect: list the content of a Hub model, a pre-sharded directory or any trainer's checkpoint, without tensor data.
 
+A *presharded* directory is described from its manifest (`shardkit.json`) alone, which lists its tensors; a Hub model from
+its headers; any other checkpoint (*sharded*) from the catalog that its format opens. Names that differ only in numbers are
+*folded* into one entry with a pattern. *Holdings* say which rank and which file holds which bytes, for pictures.
+
 Internal: import from `shardkit`.
 """
 
@@ -214,6 +218,7 @@ def inspect(
 
 
 def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
+    """Return the content of one model or checkpoint; options and errors as for `inspect`."""
     directory = home_of(path if storage.isdir(path) else os.path.dirname(path) or os.curdir)
     if storage.isdir(path) or _is_part_of_checkpoint(os.path.basename(path)):
         record = manifest.read(directory)
@@ -238,6 +243,7 @@ def _inspect(path: str, *, tensors: bool, holdings: bool) -> InspectResult:
 
 
 def _saved_layout(checkpoint: Checkpoint) -> Layout | None:
+    """Return which rank holds which regions, as `shardkit.save` recorded it, or None."""
     record = checkpoint.read_manifest()
     return (
         saved_layout(record, checkpoint.catalog.tensors) if isinstance(record, manifest.SavedState) else None
@@ -245,6 +251,7 @@ def _saved_layout(checkpoint: Checkpoint) -> Layout | None:
 
 
 def _saved_placements(record: object) -> dict[str, str]:
+    """Return name -> placements such as "R,S(0)", as `shardkit.save` recorded them; empty for another manifest."""
     layout = record.layout if isinstance(record, manifest.SavedState) else None
     groups = () if layout is None else layout.placed
     return {name: ",".join(group.placements) for group in groups for name in group.names}
@@ -265,6 +272,7 @@ def _saved_fields(record: object) -> dict[str, Any]:
 
 
 def _is_part_of_checkpoint(name: str) -> bool:
+    """True for a file of a pre-sharded directory; a path to it stands for the directory."""
     return name in (manifest.NAME, METADATA) or name.endswith(_SHARD_SUFFIX)
 
 
@@ -277,6 +285,7 @@ def _quantised(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Iter
 
 
 def _inspect_hub(path: str, checkpoint: Checkpoint, *, unfold: bool) -> InspectResult:
+    """Describe a Hub model. With `unfold`, every tensor is an entry of its own."""
     assert checkpoint.hub is not None
     catalog, config = checkpoint.catalog, checkpoint.hub.config or {}
     tensors = [_OneTensor(e.fqn, e.dtype.name, e.shape, None) for e in catalog.tensors.values()]
@@ -425,6 +434,7 @@ def _lost_in_presharded(directory: str, record: manifest.Presharded) -> Iterator
 
 
 def _source(source: manifest.RecordedSource) -> str:
+    """Return the source of a pre-sharded directory as text: "org/model at 1a2b3c", or "a.safetensors and 3 more files"."""
     if source.repo is not None:
         return f"{source.repo} at {source.commit}"
     first, *other_files = [file.name for file in source.files] or ["no files"]

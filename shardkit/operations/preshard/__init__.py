@@ -2,6 +2,9 @@
 
     source -> layout -> stored tensors (ties, dtypes) -> images -> plan -> `operations.write`
 
+A *layout* says which rank stores which region of which tensor; an *image* describes one file to write, with a *hole* for
+each region. Files *share extents* if the file system keeps one copy of a block for several files.
+
 `job` makes all decisions up to the plan: it reads headers and traces a layout, but writes nothing.
 
 Internal: import from `shardkit`.
@@ -239,7 +242,7 @@ def _not_hub_error(source: str, mesh: Mesh, error: SourceError) -> SourceError:
 def _describe(
     job: PreshardJob, directory: str, *, sha256: bool, folder: str = ""
 ) -> FolderDescriptions | FileDescriptions:
-    """Return the writer of the files other than shards in a directory."""
+    """Return the writer of the files other than shards in a directory: metadata, the model's files, the manifest."""
     write_others = partial(write_companions, job.profile, job.assets)
     if isinstance(job.part, FilesOutput):
         return FileDescriptions(job.part, write_others, directory, sha256=sha256)
@@ -278,7 +281,7 @@ def _shared_bytes(job: PreshardJob, path: str) -> int:
     total, catalog = 0, job.model.catalog
     if isinstance(job.part, FilesOutput):  # the data follow headers of any length, so blocks are not aligned
         return 0
-    for holes in job.part.output.tensors():
+    for holes in job.part.output.tensors():  # all holes of one tensor
         entry = catalog.tensors[holes.source]
         is_copied = holes.source in job.plan.streamed
         if holes.dtype is not entry.dtype or not is_copied or entry.num_chunks != 1:
@@ -350,6 +353,7 @@ def _count_fused(layout: Layout) -> Iterator[FusedTensors]:
 
 
 def _has_empty_shards(layout: Layout, fqn: str, tensor: TensorLayout) -> bool:
+    """True if some rank has no element of a sharded tensor. The last rank has the least, so only that is examined."""
     mesh = layout.mesh if tensor.stage is None else layout.mesh.on_stage(tensor.stage)
     last_rank = (mesh.ranks or range(mesh.size))[-1]
     return tensor.is_sharded and not any(part.region.num_elements for part in layout.held(fqn, last_rank))

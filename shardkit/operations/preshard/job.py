@@ -2,6 +2,11 @@
 
     layout -> stored tensors (ties, dtypes) -> images -> plan
 
+The *layout* says which rank stores which region of which tensor, and under which name. Names that are *tied* are one
+parameter of the model. An *image* is the description of one file to write: its headers, and a hole for each region, which
+the plan fills. In the layout, an *FQN* is a tensor's name in the output, and its *source* a name in the catalog, which has
+the tensors of the Hub's files and those that `expressions` compute from them.
+
 Building a job reads headers, traces a layout, and reads the bytes of tied tensors. It writes nothing.
 """
 
@@ -70,7 +75,7 @@ class PreshardJob:
     aliases: Mapping[str, tuple[str, ...]]
     """Name of a stored tensor -> further names of the same tensor."""
     part: DcpOutput | FilesOutput
-    """The content of the profile's folder."""
+    """All shard files, which are in the profile's folder."""
     assets: Mapping[str, str]
     """The model's files to copy: name in the output -> path."""
     output: DcpImages | JoinedImages | RankImages
@@ -126,9 +131,9 @@ def _build_for_layout(
     """Return the job that stores a model in a layout."""
     assert checkpoint.hub is not None
     model, profile = checkpoint.hub, options.trainer
-    whole = tuple(_whole_tensor_warnings(model, layout))
+    memory_warnings = tuple(_whole_tensor_warnings(model, layout))
     model = replace(model, catalog=_catalog_of_layout(model, layout, options))
-    layout, aliases, untried, warnings = _resolve_ties(model, layout)
+    layout, aliases, unchecked_ties, warnings = _resolve_ties(model, layout)
     sources = {fqn: layout.sources[fqn] for fqn in layout.tensors}
     default_dtypes = find_default_dtypes(
         model.catalog, sources, checkpoint.remarks.dequantized, layout.expressions
@@ -156,7 +161,7 @@ def _build_for_layout(
             *_settings_notes(model),
             *layout.notes,
             *_old_transformers(layout),
-            *untried,
+            *unchecked_ties,
             *notes,
             *_left_out_notes(model, assets.refused),
         ),
@@ -164,14 +169,14 @@ def _build_for_layout(
             *(find_gaps(checkpoint) if layout.origin == "declared" else ()),  # no class was asked
             *not_for_stock(layout),
             *(foreign_type(load_rules(options.key_rules), model.config) if options.key_rules != NONE else ()),
-            *whole,
+            *memory_warnings,
             *warnings,
         ),
     )
 
 
 def _who_named(layout: Layout, options: PreshardOptions) -> str:
-    """Return who decided the names of the output; see `NamedTensor`."""
+    """Return who decided the names of the output: one of the words in `NamedTensor`, the same for all tensors."""
     if options.key_rules != NONE:
         return "person"
     if options.trainer.key_sets:
@@ -232,8 +237,14 @@ def _catalog_of_layout(model: OpenedHubModel, layout: Layout, options: PreshardO
 
 
 def _choose_layout(model: OpenedHubModel, options: PreshardOptions) -> Layout:
-    """Return which rank holds which regions, under the model's own names; raises as `build_job`."""
-    laid_on = data_axes(options.ranks) if options.parallel else options.ranks
+    """Return which rank holds which regions, without the trainer's prefix; raises as `build_job`.
+
+    The names are those that key rules give, if there are any; with `--names hub`, those in the files; otherwise those in the
+    model of transformers.
+    """
+    # With --parallel-rule, the tensors are first laid out without the axes of tp and ep; `parallelise` then cuts them over
+    # these by the rules. Without, the layout already has the cuts that the model's class plans.
+    mesh = data_axes(options.ranks) if options.parallel else options.ranks
     keys = options.key_rules
     if keys == NONE and options.trainer.key_sets:
         keys = choose_keys(options.trainer, model.config)
@@ -243,13 +254,13 @@ def _choose_layout(model: OpenedHubModel, options: PreshardOptions) -> Layout:
             f"--layout traced: {what} other names than a model of transformers has", hint="leave out --layout"
         )
     if keys != NONE:
-        layout = _lay_out_by_rules(model, laid_on, options.wrap, load_rules(keys))
+        layout = _lay_out_by_rules(model, mesh, options.wrap, load_rules(keys))
     elif options.names == "hub":
-        layout = declare(model.catalog.tensors, laid_on, options.wrap, model.config, reason="--names hub")
+        layout = declare(model.catalog.tensors, mesh, options.wrap, model.config, reason="--names hub")
     else:
         layout = make_layout(
             model,
-            laid_on,
+            mesh,
             options.wrap,
             stages=options.stages,
             dtype=CASTS.get(options.dtype),
@@ -261,7 +272,7 @@ def _choose_layout(model: OpenedHubModel, options: PreshardOptions) -> Layout:
 
 
 def _for_trainer(layout: Layout, options: PreshardOptions) -> Layout:
-    """Return the layout under the trainer's names, and in regions that the trainer can load.
+    """Return the layout with the trainer's prefix before all names, and in regions that the trainer can load.
 
     Raises:
         UsageError: the trainer cannot load them, or has no module around the model (`--attribute`).
@@ -316,6 +327,7 @@ def _dcp_part(
     options: PreshardOptions,
     dequantized: Dequantized | None,
 ) -> DcpOutput:
+    """Return the rank files in DCP's own form, with what the manifest says about them."""
     layout, aliases, sources = content.layout, content.aliases, content.sources
     return DcpOutput(
         output=DcpImages(layout, content.dtypes, sources, _phase(model, content.dtypes, sources)),
@@ -349,7 +361,10 @@ def _in_folder(part: DcpOutput | FilesOutput, folder: str) -> DcpImages | Joined
 
 
 def not_for_stock(layout: Layout) -> Iterator[str]:
-    """Yield the warning about tensors that stock torch would fill with wrong values."""
+    """Yield the warning about tensors that stock torch would fill with wrong values.
+
+    Stock `dcp.load` assumes one box per rank and tensor. Where tp and dp_shard cut the same dim, a rank's rows are not one.
+    """
     names = layout.not_for_stock()
     if names:
         yield (
@@ -360,7 +375,10 @@ def not_for_stock(layout: Layout) -> Iterator[str]:
 
 
 def _whole_tensor_warnings(model: OpenedHubModel, layout: Layout) -> Iterator[str]:
-    """Yield the warning about tensors that can only be computed as a whole, which takes memory."""
+    """Yield the warning about tensors that can only be computed as a whole, which takes memory.
+
+    transformers' own code computes them in groups; the tensors of one group are in memory together.
+    """
     groups = opaque_groups(layout.expressions)
     if groups:
         names = [fqn for fqn in layout.tensors if any(layout.sources[fqn] in group for group in groups)]
@@ -482,7 +500,11 @@ def _settings_notes(model: OpenedHubModel) -> Iterator[str]:
 
 
 def _phase(model: OpenedHubModel, dtypes: Mapping[str, DType], sources: Mapping[str, str]) -> Phase:
-    """Return a function that gives a tensor's offset in its source file, by which images align blocks with the source."""
+    """Return a function that gives a tensor's offset in its source file; None for a tensor that is not copied from one place.
+
+    Images place the tensor at the same offset within a block of the disk, so that the file system can share the blocks
+    of both files instead of copying them.
+    """
     catalog = model.catalog
 
     def phase(fqn: str) -> int | None:

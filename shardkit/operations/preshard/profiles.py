@@ -4,6 +4,9 @@
         names          a tensor's name is root, attribute and the model's own name, joined by dots
     companions         further files that the trainer reads
 
+*Stock* loading is `dcp.load` as torch has it. *Key sets* are key rules that shardkit ships: they turn the Hub's names and
+tensors into a trainer's own.
+
 Sources: accelerate 1.15, utils/fsdp_utils.py (load_fsdp_model); transformers 5.23, trainer.py (train);
 torchtitan 0.2 and 0.3, components/checkpoint.py; lightning 2.6, strategies/fsdp.py and model_parallel.py
 (load_checkpoint). docs/trainers.md says what was tested with which version.
@@ -198,7 +201,7 @@ def choose_keys(profile: Profile, config: Mapping[str, Any] | None) -> str:
 
 
 def with_root(layout: Layout, root: str) -> Layout:
-    """Return a layout with `root` before every name."""
+    """Return a layout with `root`, a prefix such as "model.", before every name in the output."""
     if not root:
         return layout
     return replace(

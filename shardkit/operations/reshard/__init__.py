@@ -45,7 +45,7 @@ def copy_files(parts: Parts, manifests: SourceManifests, output: OutputFiles) ->
         storage.make_folders(output.directory, name)
     copied = list[manifest.ListedFile]()
     for file in parts.files:
-        path = parts.places[file.name]
+        path = parts.paths[file.name]
         copied.append(output.copy(file, path, is_recorded=manifests.crc_of(path) is not None))
     manifests.check_copies(output.copies)
     return copied
@@ -132,7 +132,7 @@ def reshard(options: ReshardOptions) -> ReshardResult:
     chosen = default_output(label_of(named), named, options.ranks) if output is None else output
     writer.check_destination(os.fspath(chosen), resolved.path, named if output is None else None)
     parts = open_parts(checkpoint, options)
-    copied_files = {name: reader_of(path) for name, path in parts.places.items()}
+    copied_files = {name: reader_of(path) for name, path in parts.paths.items()}
     writer.destination.check_beside({**copied_files, **{f"{folder}/": bytes for folder in parts.empty}})
     if options.strict:
         refuse_warnings(parts.warnings)  # all of them at once

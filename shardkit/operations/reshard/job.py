@@ -2,8 +2,9 @@
 
     checkpoint -> parts -> layout of each -> images -> one plan for all
 
-The parts are the DCP directories of a checkpoint. All other files are copied. A *byte entry* is an object other than a
-tensor, which torch stored as the bytes of a `torch.save` file.
+The *parts* are the DCP directories (*folders*) of a checkpoint; a checkpoint in another format is one part. All other files
+are copied. A *byte entry* is an object other than a tensor, which torch stored as the bytes of a `torch.save` file. The
+*layout* says which rank stores which rows of which tensor; an *image* describes one file to write.
 
 No model is needed: tensors that were sharded are sharded for the new mesh by FSDP2's rule, and stock `dcp.load` finds its
 rows in whichever files they are.
@@ -108,8 +109,9 @@ class CheckpointFolder:
     """Byte entries that contain distributed tensors, as one rank of the old mesh had them."""
     damaged: tuple[str, ...] = ()
     """A line for each byte entry that is not a zip as torch writes it."""
-    unboxed: frozenset[str] = frozenset()
-    """Names of tensors whose chunks do not show whether they were sharded: cut from flat partitions, or saved whole."""
+    maybe_cut: frozenset[str] = frozenset()
+    """Names of tensors whose chunks do not show whether they were sharded: the trainer kept the elements of many tensors
+    in one flat vector, and cut that; or one rank saved whole tensors."""
     # From here on: what the source's manifest records. The output's manifest repeats it.
     key_rules: tuple[KeyRule, ...] = ()
     """Rules that turn the model's names into the Hub's, if `shardkit.save` recorded them."""
@@ -137,7 +139,7 @@ class Parts:
     parts: tuple[CheckpointFolder, ...]
     files: tuple[FileToCopy, ...] = ()
     """Files outside of the parts, which are copied unchanged."""
-    places: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[str, str] = field(default_factory=dict)
     """Name of each of these files -> path."""
     empty: tuple[str, ...] = ()
     """Empty directories."""
@@ -189,6 +191,7 @@ def open_parts(source: ChosenCheckpoint, options: ReshardOptions) -> Parts:
 
 
 def _open_parts(source: ChosenCheckpoint, options: ReshardOptions) -> Parts:
+    """As `open_parts`, without the warnings and notes about files near the checkpoint."""
     path, no_optimizer = home_of(source.resolved.path), options.no_optimizer
     if not storage.isdir(path) or not _keeps_folders(path):
         return _open_other_format(_open_plain(source), no_optimizer=no_optimizer)
@@ -239,7 +242,7 @@ def _open_parts(source: ChosenCheckpoint, options: ReshardOptions) -> Parts:
         manifests=tuple(checkpoint.contents.manifests.values()),
         parts=parts,
         files=tuple(surveyed.files),
-        places={file.name: os.path.join(path, file.name) for file in surveyed.files},
+        paths={file.name: os.path.join(path, file.name) for file in surveyed.files},
         empty=tuple(surveyed.empty),
         weights_beside=weights_beside,
         notes=(*surveyed.notes(), *_part_notes(of_ranks, weights_beside), *dropped),
@@ -254,11 +257,13 @@ def _open_parts(source: ChosenCheckpoint, options: ReshardOptions) -> Parts:
 
 
 def _keeps_folders(path: str) -> bool:
+    """False for a format, such as Megatron's, that reshard writes as one directory instead of folder by folder."""
     recognised = recognise(path)
     return recognised is None or recognised.keeps_folders
 
 
 def _part_warnings(of_ranks: list[str], damaged: list[str]) -> Iterator[str]:
+    """Yield warnings about files of single ranks that contain an optimizer's state, and about damaged byte entries."""
     states = [name for name in of_ranks if _is_optimizer(name)]
     if states:
         yield (
@@ -273,6 +278,7 @@ def _part_warnings(of_ranks: list[str], damaged: list[str]) -> Iterator[str]:
 
 
 def _old_mesh_warnings(names: Sequence[str]) -> Iterator[str]:
+    """Yield the warning about byte entries that contain distributed tensors, which cannot be divided anew."""
     if names:
         yield (
             f"training cannot resume from it: {count(len(names), 'byte entry has', 'byte entries have')} distributed tensors "
@@ -282,6 +288,7 @@ def _old_mesh_warnings(names: Sequence[str]) -> Iterator[str]:
 
 
 def _weights_beside(path: str, checkpoint: Checkpoint, surveyed: Survey) -> str | None:
+    """Return the folder with the weights if it is none of the DCP directories; see `Parts.weights_beside`."""
     weights = storage.realpath(checkpoint.catalog.directory or path)
     if any(storage.realpath(os.path.join(path, folder)) == weights for folder in surveyed.folders):
         return None
@@ -289,6 +296,7 @@ def _weights_beside(path: str, checkpoint: Checkpoint, surveyed: Survey) -> str 
 
 
 def _part_notes(of_ranks: list[str], weights_beside: str | None) -> Iterator[str]:
+    """Yield notes about files that are copied as they are: those of single ranks, and weights outside of the parts."""
     if of_ranks:
         yield (
             f"{len(of_ranks)} files belong to single ranks of the old world size and are copied as they are: "
@@ -349,6 +357,11 @@ def _state_note(tensors: Collection[str], objects: Collection[str]) -> Iterator[
 
 
 def _open_part(folder: str, opened: DcpFolder, *, no_optimizer: bool) -> CheckpointFolder:
+    """Return the content of a DCP directory; its byte entries become tensors of bytes, which are copied unread.
+
+    Raises:
+        SourceError: byte entries were saved through extensions, or records of tensors cannot be opened.
+    """
     placed = {name: place for name, place in opened.objects.items() if place is not None}
     state, entries = frozenset[str](), frozenset[str]()
     if no_optimizer:
@@ -449,7 +462,8 @@ def _open_plain(source: ChosenCheckpoint) -> Checkpoint:
 def _open_other_format(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
     """Return the parts of a checkpoint that is not a DCP directory: one part with all tensors.
 
-    Config, tokenizer and the like are copied from the directory where this trainer keeps them.
+    Config, tokenizer and the like are copied from the directory where this trainer keeps them. The optimizer's state may
+    be in the same files as the model, or in others; the format opens it. If it cannot be used, only weights are written.
     """
     entries, state = checkpoint.catalog.tensors, frozenset[str]()
     open_optimizer = checkpoint.contents.optimizer
@@ -458,20 +472,21 @@ def _open_other_format(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         state = optimizer_state(entries.values(), checkpoint.catalog.objects, "")
     elif isinstance(opened, UnusableOptimizer):
         state = frozenset(
-            name for name in entries if name.startswith(tuple(f"{place}." for place in opened.names))
+            name for name in entries if name.startswith(tuple(f"{prefix}." for prefix in opened.names))
         )
     catalog = checkpoint.select([name for name in entries if name not in state])
     skipped = list(checkpoint.remarks.skipped)
     warnings, notes, objects = list[str](), list(checkpoint.remarks.notes), tuple[str, ...]()
-    unboxed = set[str]() if checkpoint.contents.has_boxes else set(catalog.tensors)
+    # The chunks of some formats show how tensors were cut for ranks; if not, all tensors may have been (see `_layout`).
+    maybe_cut = set[str]() if checkpoint.contents.shows_cuts else set(catalog.tensors)
     states = list[str]()
-    if isinstance(opened, OptimizerState) and opened.is_whole:
+    if isinstance(opened, OptimizerState) and opened.has_model:  # one file with the model and the optimizer
         catalog, objects = opened.catalog, opened.objects
         notes += opened.notes
         skipped = [pair for pair in skipped if not any(name.startswith(f"{pair[0]}.") for name in objects)]
-    elif isinstance(opened, OptimizerState):
-        unboxed = {f"{_MODEL}.{name}" for name in unboxed}
-        unboxed |= set() if opened.has_boxes else {f"{_OPTIM}.{name}" for name in opened.catalog.tensors}
+    elif isinstance(opened, OptimizerState):  # files of its own
+        maybe_cut = {f"{_MODEL}.{name}" for name in maybe_cut}
+        maybe_cut |= set() if opened.shows_cuts else {f"{_OPTIM}.{name}" for name in opened.catalog.tensors}
         catalog = combine_catalogs({_MODEL: catalog, _OPTIM: opened.catalog})
         objects = tuple(f"{_OPTIM}.{name}" for name in opened.objects)
         notes.append(_NESTED)
@@ -488,7 +503,7 @@ def _open_other_format(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         catalogs = [checkpoint.catalog, *([opened.catalog] if isinstance(opened, OptimizerState) else [])]
         read = {storage.realpath(os.path.dirname(file.path)) for source in catalogs for file in source.files}
         warnings += find_unread(checkpoint.path, read, {name.split("/")[0] for name in states}).warnings()
-    places, refused = _assets(checkpoint)
+    paths, refused = _assets(checkpoint)
     part = CheckpointFolder(
         folder="",
         catalog=catalog,
@@ -496,7 +511,7 @@ def _open_other_format(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         paths=catalog.paths if objects else None,
         notes=(*notes, *refused),
         tells_hub_names=checkpoint.hub is not None or holds_hub_names(checkpoint),
-        unboxed=frozenset(unboxed),
+        maybe_cut=frozenset(maybe_cut),
     )
     return Parts(
         writer=checkpoint.writer,
@@ -504,9 +519,9 @@ def _open_other_format(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:
         parts=(part,),
         files=tuple(
             FileToCopy(name, FileStamp.of(storage.stat(path)), is_executable=False)
-            for name, path in places.items()
+            for name, path in paths.items()
         ),
-        places=places,
+        paths=paths,
         notes=tuple(f"{escape(name)} was not read: {escape(reason)}" for name, reason in skipped),
         warnings=(*copies_warnings(checkpoint.remarks.differing), *warnings),
         is_training=checkpoint.hub is None,
@@ -527,10 +542,10 @@ def _assets(checkpoint: Checkpoint) -> tuple[Mapping[str, str], tuple[str, ...]]
     directory = find_config(checkpoint)
     if directory is None:
         return {}, ()
-    places, refused = list_assets(directory)
-    refuse_pointers(places)
+    paths, refused = list_assets(directory)
+    refuse_pointers(paths)
     notes = (f"links out of the checkpoint's directory, or to nothing, are not copied: {listed(refused)}",)
-    return places, notes if refused else ()
+    return paths, notes if refused else ()
 
 
 def _is_optimizer(name: str) -> bool:
@@ -561,9 +576,7 @@ class ReshardJob:
     def decided(self) -> dict[str, object]:
         """See `operations.write.Job`."""
         folders = {folder: job.describe() for folder, job in self.folders.items()}
-        siblings = [
-            ReadFile(file.name, self.parts.places[file.name], file.stamp) for file in self.parts.files
-        ]
+        siblings = [ReadFile(file.name, self.parts.paths[file.name], file.stamp) for file in self.parts.files]
         return {"folders": folders, "siblings": siblings}
 
 
@@ -603,6 +616,7 @@ def build_job(parts: Parts, options: ReshardOptions) -> ReshardJob:
 
 
 def _part_job(part: CheckpointFolder, options: ReshardOptions) -> PartJob:
+    """Decide how one folder is stored: layout, dtypes, and names that share bytes. Each group of such names is stored once."""
     aliases = _aliases(part.catalog, part.objects, {group[0] for group in part.recorded.ties if group})
     repeated = {name for other_names in aliases.values() for name in other_names}
     kept = [name for name in part.catalog.tensors if name not in repeated]
@@ -699,7 +713,7 @@ def _layout(part: CheckpointFolder, names: list[str], mesh: Mesh) -> Layout:
     """
     entries, objects = part.catalog.tensors, frozenset(part.objects)
     floating = {name for name in names if entries[name].shape and entries[name].dtype.is_floating}
-    cut = {name for name in names if entries[name].num_chunks > 1} | (floating & part.unboxed)
+    cut = {name for name in names if entries[name].num_chunks > 1} | (floating & part.maybe_cut)
     cut = cut or floating
     whole = (REPLICATE,) * len(mesh.axes)
     # Without a model, it is not known which tensors are parallel over tp. So rows are cut over tp as over dp_shard.
@@ -725,6 +739,7 @@ def _layout(part: CheckpointFolder, names: list[str], mesh: Mesh) -> Layout:
 
 
 def _is_cut_by_columns(name: str, shape: Shape, num_shards: int) -> bool:
+    """True for a factor V of OSFT, or its state (`exp_avg` and the like), that `fully_shard` cuts along dim 1."""
     of = name if factor_of(name) is not None else name.rpartition(".")[0]  # without exp_avg
     return len(shape) == 2 and shard_dim(of, shape, num_shards) == 1
 
@@ -760,4 +775,6 @@ def is_convertible(entry: TensorEntry, *, is_optimizer: bool) -> bool:
 
 
 def _kinds_above(name: str) -> list[Kind | None]:
+    """Return the kind of state that each of a name's first segments stands for: "app.optimizers.a.b" -> [None,
+    "optimizer", None]."""
     return [object_kind(step) for step in name.split(".")[:_HEAD]]

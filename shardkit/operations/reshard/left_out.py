@@ -2,6 +2,9 @@
 
 Unknown trainers write the optimizer, files of single ranks and more into the directory of a step, beside the weights. The
 checkpoint that reshard reads may be only one part of this directory, so the user is told about the other parts.
+
+A *level* is a directory around the checkpoint, up to the directory of the step. Beside a checkpoint that is itself named as
+a step, an epoch or Lightning's `last` are other checkpoints, so only its optimizer is looked for there.
 """
 
 from __future__ import annotations
@@ -146,6 +149,7 @@ def find_unread(path: str, read: Collection[str], warned_names: Collection[str])
 
 
 def _is_at(path: str, directory: str) -> bool:
+    """True if a path is the directory or in it."""
     return path == directory or path.startswith(os.path.join(directory, ""))
 
 
@@ -153,18 +157,21 @@ def _levels(path: str, given_path: str) -> tuple[list[tuple[str, str]], bool]:
     """Return the directories around a checkpoint, innermost first, and whether the last one is the directory of a step.
 
     Each is (directory, the name in it that leads to the checkpoint): for "run/step-5/model/dcp", [("run/step-5/model",
-    "dcp"), ("run/step-5", "model")] and True.
+    "dcp"), ("run/step-5", "model")] and True. If none is the directory of a step, only those in `given_path` are returned.
     """
     levels = list[tuple[str, str]]()
     here = path
+    # A checkpoint that is named as a step (or an epoch, or Lightning's `last`) is a step itself: beside it are other steps.
     while len(levels) < (0 if is_ordered(os.path.basename(path)) else _MAX_CLIMBED):
         here, name = os.path.split(here)
         levels.append((here, name))
         folder = os.path.basename(here)
-        # A bare number may be the id of a job.
+        # `is_a_step` is stricter than `is_ordered`: it is for directories, and false for Lightning's names. A bare number may
+        # also be the id of a job, unless it is within the path that the user named.
         if is_a_step(folder) and (not folder.isdigit() or _is_at(here, given_path)):
             return levels, True
-    # If the user names a checkpoint that is not part of a step, directories around it are none of our business.
+    # If the user names a checkpoint that is not part of a step, directories around it are none of our business. If the user
+    # names a directory around it, look at those within; at least at the one with the checkpoint, if it is a step itself.
     inside = [level for level in levels if _is_at(level[0], given_path)]
     return inside or ([] if path == given_path else [os.path.split(path)]), False
 
@@ -190,16 +197,19 @@ def _add(left_out: LeftOutFiles, home: str, path: str) -> None:
 
 
 def _add_file(left_out: LeftOutFiles, name: str) -> None:
+    """Add a file to the list of its kind."""
     _kind(left_out, os.path.basename(name)).append(name)
 
 
 def _kind(left_out: LeftOutFiles, name: str) -> list[str]:
+    """Return the list to which a file of that name belongs."""
     if name.endswith(_RECORDS) and is_optimizer_name(os.path.splitext(name)[0]):
         return left_out.optimizers
     return left_out.of_ranks if OF_A_RANK.search(name) else left_out.other_names
 
 
 def _num_tensors(directory: str, number: int) -> str:
+    """Return " (12 tensors)" for a DCP directory; "" if it cannot be opened, or if it is not among the first `_MAX_OPENED`."""
     if number >= _MAX_OPENED:
         return ""
     try:

@@ -1,5 +1,11 @@
 """verify: check that a checkpoint is complete, and that its bytes match the checksums recorded when it was written.
 
+    path -> `structure` (with `dcp` and `manifest`): which files exist, and whether they agree with each other
+         -> `bytes` (with --full): the files' bytes against recorded checksums
+         -> `gaps`, `orthonormality`, `repo`: further checks
+
+All of these add their problems to one `Report`.
+
 Internal: import from `shardkit`.
 """
 

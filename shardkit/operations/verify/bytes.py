@@ -1,7 +1,8 @@
 """Compare bytes with recorded checksums: the whole file if it has a digest, otherwise the parts that have one.
 
-In the zip records of torch, CRC-32s cover only the data. The bytes around them are compared with the bytes that torch
-writes for such a record: its *spelling*.
+A *stretch* is a range of a file's bytes: a tensor's chunk, or an entry of a zip. A *record* is a tensor chunk or an object as
+torch saves it, a zip; its CRC-32s cover only the data. The bytes around them are compared with the bytes that torch writes
+for such a record: its *spelling*. The *skeleton* is such a record with a *hole* in place of the tensor's data.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _ZIP_START, _ZIP_END, _ZIP_END_BYTES = b"PK", b"PK\5\6", 22
 
 def check_files(files: Sequence[FileBytes], report: Report, jobs: int) -> None:
     """Compare everything in the files that has a recorded checksum, in threads."""
-    tasks = [partial(check_whole, file) for file in files]
+    tasks = [partial(check_file, file) for file in files]
     in_threads(report, tasks, jobs, label="verify", total_bytes=sum(file.read_bytes for file in files))
 
 
-def check_whole(file: FileBytes, report: Report) -> None:
+def check_file(file: FileBytes, report: Report) -> None:
     """Read everything in a file that has a recorded checksum, and report what is wrong."""
     with report.collect_errors(file.name):
         with open_regular(file.path, file.name, follow=file.follow) as (fd, size):
@@ -97,12 +98,14 @@ def _crc_as_recorded(file: FileBytes, scan: Scan, size: int) -> int:
 def _check_stretches(
     file: FileBytes, source: ByteReader, stretches: Iterable[Stretch], report: Report
 ) -> None:
+    """Read stretches of a file, and compare each with its recorded CRC-32."""
     for stretch in stretches:
         if stretch.start + stretch.nbytes <= source.size:  # otherwise reported when the size was compared
             _compare(file, stretch, source.crc(stretch.start, stretch.nbytes), report)
 
 
 def _compare(file: FileBytes, stretch: Stretch, crc: int, report: Report) -> None:
+    """Compare the CRC-32 of the bytes on disk, `crc`, with the recorded one, if there is one."""
     if stretch.crc32 is None:
         return
     report.num_checked_chunks += stretch.tensor is not None
@@ -117,7 +120,11 @@ def _compare(file: FileBytes, stretch: Stretch, crc: int, report: Report) -> Non
 
 
 def _check_archives(file: FileBytes, fd: int, report: Report) -> None:
-    """Compare zips with the checksums in them, and all other bytes with those that torch writes there."""
+    """Compare zips with the checksums in them, and all other bytes with those that torch writes there.
+
+    Bytes that differ from torch's are reported only if most records are as torch writes them. Otherwise another
+    program, or another version of torch, has written them.
+    """
     num_alike, unlike = 0, list[tuple[Archive, FirstDifference]]()
     for archive in file.archives:
         with named_failures(file.name):
@@ -170,6 +177,7 @@ def _is_zip(fd: int, archive: Archive) -> bool:
 
 
 def _decode(file: FileBytes, stretch: Stretch, packed: SourceFile, report: Report) -> None:
+    """Check a chunk that was saved through an extension, such as compressed, by decoding it: this fails if it is damaged."""
     try:
         packed.decoded()
     except OtherVersion:
@@ -296,6 +304,7 @@ def _entries(skeleton: RecordSkeleton) -> tuple[tuple[str, slice, tuple[int, ...
     around, before, hole = skeleton.prefix + skeleton.suffix(0), len(skeleton.prefix), skeleton.data_nbytes
 
     def pread(start: int, nbytes: int) -> bytes:
+        """Read from the record as it would be in a file, with zeros as the tensor's data."""
         stop = start + nbytes
         data = bytes(max(min(stop, before + hole) - max(start, before), 0))
         tail = around[before:]
@@ -306,6 +315,7 @@ def _entries(skeleton: RecordSkeleton) -> tuple[tuple[str, slice, tuple[int, ...
         )
 
     def place(offset: int) -> int:
+        """Return an offset in the record as one in prefix + suffix."""
         return offset if offset < before else offset - hole
 
     _, entries = read_entries(pread, 0, skeleton.nbytes)

@@ -1,7 +1,9 @@
 """Open every record of a DCP directory, and compare it with `.metadata` and the chunk lists.
 
 A *record* is the bytes of one tensor chunk as torch saves it: a zip. A *chunk list* is shardkit's file beside a shard
-file (`*.chunks.json`) with the place and CRC-32 of every chunk.
+file (`*.chunks.json`); each of its *lines* has the place and CRC-32 of one chunk. `.metadata` is torch's index of the
+directory. A *stretch* is a range of bytes with its recorded CRC-32, if any, which `bytes` compares later. The *spelling* of
+a record is its bytes around the tensor's data.
 """
 
 from __future__ import annotations
@@ -106,7 +108,10 @@ def _stale_warnings(directory: str, folder: str, opened: DcpFolder) -> Iterator[
 
 
 def _files_by_lists(folder: str, described: CheckedManifest | None, report: Report) -> list[FileBytes]:
-    """Return the files as described by the chunk lists and the manifest, if `.metadata` cannot be read."""
+    """Return the files as described by the chunk lists and the manifest, if `.metadata` cannot be read.
+
+    So their bytes can still be compared. Without a manifest nothing is known about them.
+    """
     if described is None:
         return []
     names: set[str] = set()
@@ -136,6 +141,7 @@ class _ChunkRow(NamedTuple):
     start: int
     nbytes: int
     row: int
+    """Its number in the catalog's table of chunks."""
 
     @property
     def stretch(self) -> Stretch:
@@ -172,14 +178,14 @@ class _Folder:
                 named_failures(file.name),
             ):
                 self._scanner.open(fd)
-                places = [self._place(row) for row in rows]
-                expect_records(fd, ((place.start, place.nbytes) for place in places))
-                self._check_file(catalog.files[number], file, iter(places), fd)
-        for fqn, place in self._opened.objects.items():
-            if place is not None:
-                if place.file not in files:
-                    files[place.file] = self._file(catalog.files[place.file])
-                files[place.file].archives.append(Archive(place.start, place.nbytes, fqn))
+                chunk_rows = [self._chunk_row(row) for row in rows]
+                expect_records(fd, ((chunk.start, chunk.nbytes) for chunk in chunk_rows))
+                self._check_file(catalog.files[number], file, iter(chunk_rows), fd)
+        for fqn, location in self._opened.objects.items():
+            if location is not None:
+                if location.file not in files:
+                    files[location.file] = self._file(catalog.files[location.file])
+                files[location.file].archives.append(Archive(location.start, location.nbytes, fqn))
         if self._described is None:  # otherwise sizes of files are compared with the manifest's
             self._warn_of_trailing_bytes(files)
         is_spelled = self._num_alike > len(self._unlike)
@@ -195,8 +201,8 @@ class _Folder:
         ends = dict.fromkeys(files, 0)
         for file, start, nbytes in zip(chunks.file, chunks.start, chunks.nbytes, strict=True):
             ends[file] = max(ends[file], start + nbytes)
-        for place in filter(None, self._opened.objects.values()):
-            ends[place.file] = max(ends[place.file], place.start + place.nbytes)
+        for location in filter(None, self._opened.objects.values()):
+            ends[location.file] = max(ends[location.file], location.start + location.nbytes)
         for file, end in self._opened.copy_ends:
             ends[file] = max(ends.get(file, 0), end)
         self._report.warnings += [
@@ -207,25 +213,37 @@ class _Folder:
         ]
 
     def _file(self, source: SourceFile) -> FileBytes:
+        """Return a file with the CRC-32 that the manifest records for the whole of it, and count it in the report."""
         name = os.path.join(self._folder, source.name)
         self._report.files.add(name)
         recorded = self._described.files.get(source.name) if self._described is not None else None
         crc = None if recorded is None else manifest.crc_of(recorded)
         return FileBytes(name=name, path=source.path, size=source.size, crc32=crc)
 
-    def _place(self, row: int) -> _ChunkRow:
+    def _chunk_row(self, row: int) -> _ChunkRow:
+        """Return a row of the catalog's table, with its tensor."""
         table = self._opened.catalog.chunks
         entry = self._entries[bisect_right(self._firsts, row) - 1]
         return _ChunkRow(entry, table.region(row), table.start[row], table.nbytes[row], row)
 
-    def _check_file(self, source: SourceFile, file: FileBytes, places: Iterator[_ChunkRow], fd: int) -> None:
+    def _check_file(
+        self, source: SourceFile, file: FileBytes, chunk_rows: Iterator[_ChunkRow], fd: int
+    ) -> None:
+        """Open the records of one file, and compare each with its line in the chunk list.
+
+        Args:
+            source: the file in the catalog.
+            file: gets the stretches to compare later.
+            chunk_rows: the file's chunks by their first byte. Names that are tied have the same first byte.
+            fd: the open file.
+        """
         described = self._described
         listed = described.lists.get(source.name) if described is not None else None
-        lines = {chunk.record_start: chunk for chunk in listed.chunks} if listed is not None else {}
+        lines = {line.record_start: line for line in listed.chunks} if listed is not None else {}
         aliases = listed.aliases if listed is not None else {}
-        for start, group in groupby(places, key=lambda place: place.start):
+        for start, group in groupby(chunk_rows, key=lambda chunk: chunk.start):
             same = list(group)
-            records = [self._open(source, file, place) for place in same]
+            records = [self._open(source, file, chunk) for chunk in same]
             line = lines.pop(start, None)
             record = next((record for record in records if record is not None), None)
             if line is not None:
@@ -235,92 +253,99 @@ class _Folder:
                     "it is not in the file's chunk list", file=file.name, stretch=same[0].stretch
                 )
             if record is not None:
-                self._add(file, same[0], record, line)
+                self._add_data(file, same[0], record, line)
                 if file.crc32 is None:
                     self._check_spelling(fd, file, same[0], record)
-        for start, chunk in sorted(lines.items(), key=lambda item: item[0]):
-            stretch = Stretch(start, chunk.record_nbytes, chunk.fqn, chunk.region, None)
+        for start, extra in sorted(lines.items(), key=lambda item: item[0]):
+            stretch = Stretch(start, extra.record_nbytes, extra.fqn, extra.region, None)
             self._report.problem(
                 f"the chunk list has it, {METADATA} does not", file=file.name, stretch=stretch, num_bytes=None
             )
 
-    def _open(self, source: SourceFile, file: FileBytes, place: _ChunkRow) -> TensorRecord | None:
+    def _open(self, source: SourceFile, file: FileBytes, chunk: _ChunkRow) -> TensorRecord | None:
         """Return one record; None if it cannot be read, or if the format has no records."""
         if not self._opened.has_records:
-            file.stretches.append(place.stretch)
-            self._report.chunk(place.nbytes)
+            file.stretches.append(chunk.stretch)
+            self._report.chunk(chunk.nbytes)
             return None
-        if place.row in self._opened.transforms:
-            self._add_packed(source, file, place)
+        if chunk.row in self._opened.transforms:
+            self._add_packed(source, file, chunk)
             return None
-        kind = (place.entry.dtype, place.region.sizes)
+        kind = (chunk.entry.dtype, chunk.region.sizes)
         try:
-            record = self._scanner.read(kind, place.start, place.nbytes, where=escape(source.name))
+            record = self._scanner.read(kind, chunk.start, chunk.nbytes, where=escape(source.name))
         except OtherVersion:
             raise
         except UnreadableClass as error:
-            self._of_classes.setdefault(error.why, []).append(place.entry.fqn)
-            self._add_storages(file, place, error.entries.values(), is_whole=True)
+            self._of_classes.setdefault(error.why, []).append(chunk.entry.fqn)
+            self._add_storages(file, chunk, error.entries.values(), is_whole=True)
             self._report.chunk(sum(entry.nbytes for entry in error.entries.values()))
             return None
         except SourceError as error:
             file.is_damaged, before = True, self._damaged
-            self._damaged = file.name, place.start
+            self._damaged = file.name, chunk.start
             if self._damaged != before:  # tied names have one record, and it is one problem
-                self._report.problem(error.message, file=file.name, stretch=place.stretch)
+                self._report.problem(error.message, file=file.name, stretch=chunk.stretch)
             return None
-        reason = record_difference(place.entry, place.region.sizes, record)
+        reason = record_difference(chunk.entry, chunk.region.sizes, record)
         if reason:
-            self._report.problem(reason, file=file.name, stretch=place.stretch)
+            self._report.problem(reason, file=file.name, stretch=chunk.stretch)
             return None
         return record
 
-    def _check_spelling(self, fd: int, file: FileBytes, place: _ChunkRow, record: TensorRecord) -> None:
+    def _check_spelling(self, fd: int, file: FileBytes, chunk: _ChunkRow, record: TensorRecord) -> None:
+        """Compare the bytes around a record's data with those that torch 2.13 writes; `_report_unlike` judges later.
+
+        Called only for files without a CRC-32 of their own, which would cover these bytes.
+        """
         if record.is_contiguous and record.data_nbytes == record.nbytes:
-            outcome = spelling(fd, place.start, place.nbytes, record)
+            outcome = spelling(fd, chunk.start, chunk.nbytes, record)
             if isinstance(outcome, FirstDifference):
-                self._unlike.append((file, place, outcome))
+                self._unlike.append((file, chunk, outcome))
             else:
                 self._num_alike += outcome
 
     def _report_unlike(self, is_spelled: bool) -> None:
         """Report records that torch 2.13 would write differently; none if most differ, as another version wrote them."""
-        for file, place, unlike in self._unlike if is_spelled else ():
-            report_difference("data", file, place.stretch, unlike, self._report)
+        for file, chunk, unlike in self._unlike if is_spelled else ():
+            report_difference("data", file, chunk.stretch, unlike, self._report)
 
-    def _add_packed(self, source: SourceFile, file: FileBytes, place: _ChunkRow) -> None:
+    def _add_packed(self, source: SourceFile, file: FileBytes, chunk: _ChunkRow) -> None:
         """Add a record that was saved through an extension; it is checked later, by decompressing it."""
-        transforms = self._opened.transforms[place.row]
-        packed = PackedChunk(place.entry, place.region, place.start, place.nbytes, transforms)
-        self._report.chunk(place.nbytes)
+        transforms = self._opened.transforms[chunk.row]
+        packed = PackedChunk(chunk.entry, chunk.region, chunk.start, chunk.nbytes, transforms)
+        self._report.chunk(chunk.nbytes)
         try:
-            check_transforms({place.row: packed})
+            check_transforms({chunk.row: packed})
         except SourceError as error:
             self._report.add_notes([f"not checked: {error.message} ({'; '.join(error.problems)})"])
             return
-        file.packed.append((place.stretch, packed_file(source, packed)))
+        file.packed.append((chunk.stretch, packed_file(source, packed)))
 
-    def _add(self, file: FileBytes, place: _ChunkRow, record: TensorRecord, line: ListedChunk | None) -> None:
+    def _add_data(
+        self, file: FileBytes, chunk: _ChunkRow, record: TensorRecord, line: ListedChunk | None
+    ) -> None:
+        """Add the data of a record, to be compared with its CRC-32: the chunk list's, or else the one in the record."""
         crc = line.crc32 if line is not None and line.crc32 is not None else record.crc32
-        start, nbytes, fqn = record.data_start, record.data_nbytes, place.entry.fqn
-        file.stretches.append(Stretch(start, nbytes, fqn, place.region, crc))
-        self._add_storages(file, place, record.other_storages)
+        start, nbytes, fqn = record.data_start, record.data_nbytes, chunk.entry.fqn
+        file.stretches.append(Stretch(start, nbytes, fqn, chunk.region, crc))
+        self._add_storages(file, chunk, record.other_storages)
         self._report.chunk(nbytes)
 
     def _add_storages(
-        self, file: FileBytes, place: _ChunkRow, entries: Iterable[ZipEntry], *, is_whole: bool = False
+        self, file: FileBytes, chunk: _ChunkRow, entries: Iterable[ZipEntry], *, is_whole: bool = False
     ) -> None:
         """Add storages of a record, to be compared with their CRC-32s.
 
         Args:
             file: gets the storages.
-            place: the record.
+            chunk: the record.
             entries: the storages' zip entries.
             is_whole: True if they are the tensor itself, which cannot be read; False if they are beside its data.
         """
-        what = f"a storage in the record of {escape(place.entry.fqn)}"
+        what = f"a storage in the record of {escape(chunk.entry.fqn)}"
         for number, entry in enumerate(entries):
-            tensor = place.entry.fqn if is_whole and not number else None  # so that the chunk counts once
+            tensor = chunk.entry.fqn if is_whole and not number else None  # so that the chunk counts once
             crc = entry.crc or None
             file.stretches.append(Stretch(entry.start, entry.nbytes, tensor, None, crc, what))
 
@@ -348,15 +373,15 @@ class _Folder:
         file: FileBytes,
     ) -> None:
         """Compare a line of a chunk list with `.metadata` and with the record itself."""
-        place = same[0]
-        meant = (place.entry.dtype.name, place.entry.shape, tuple(place.region), place.nbytes)
+        chunk = same[0]
+        meant = (chunk.entry.dtype.name, chunk.entry.shape, tuple(chunk.region), chunk.nbytes)
         listed_values = (line.dtype.name, line.shape, tuple(line.region), line.record_nbytes)
         compared: list[tuple[str, Any, Any, Callable[[Any], str]]] = [
             ("names in the chunk list", {row.entry.fqn for row in same}, {line.fqn, *aliases}, _names),
             ("line in the chunk list", meant, listed_values, str),
         ]
         if record is not None:
-            recorded, listed = ((chunk.data_start, chunk.data_nbytes) for chunk in (record, line))
+            recorded, listed = ((each.data_start, each.data_nbytes) for each in (record, line))
             compared.append(("data in the chunk list", recorded, listed, _bytes))
         if record is not None and None not in (line.crc32, record.crc32):
             what = "CRC-32 in the record: the chunk list says that another was written"
@@ -366,7 +391,7 @@ class _Folder:
                 self._report.problem(
                     message,
                     file=file.name,
-                    stretch=place.stretch,
+                    stretch=chunk.stretch,
                     expected=show(expected),
                     found=show(actual),
                 )

@@ -25,11 +25,11 @@ def check_gaps(checkpoint: Checkpoint, report: Report) -> None:
         checkpoint: the opened checkpoint.
         report: gets the problems and doubts; its progress shows a clock while the class is asked.
     """
-    hub, is_whole = checkpoint.hub, False
+    hub, finds_all = checkpoint.hub, False
     if hub is not None and hub.config and is_whole_model(checkpoint):
-        is_whole = _finds_all(hub.config, hub.catalog, report)
+        finds_all = _finds_all(hub.config, hub.catalog, report)
     lines = tuple(find_absent_files(checkpoint))
-    if lines and not is_whole:
+    if lines and not finds_all:
         report.problem("only a part of the model is here", details=lines)
     else:
         report.add_doubts(lines)

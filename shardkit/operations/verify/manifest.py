@@ -1,4 +1,9 @@
-"""Compare a directory with its manifest: names, sizes, and the digests of small files that are read as a whole."""
+"""Compare a directory with its manifest: names, sizes, and the digests of small files that are read as a whole.
+
+A manifest is shardkit's record of what it wrote, in `shardkit.json`. For a DCP directory it lists shard files, with the
+*chunk list* (`*.chunks.json`) beside each, and `.metadata`; for a Hub model, its files. Here, `described` is a manifest
+with the directory that it describes.
+"""
 
 from __future__ import annotations
 
@@ -105,6 +110,10 @@ def read_manifest(
 
 
 def _check_files(described: CheckedManifest, report: Report) -> None:
+    """Compare the listed files with those on disk: existence and size, and the content of `.metadata` and chunk lists.
+
+    Fills in `files`, `lists` and `is_metadata_damaged`.
+    """
     content, metadata = described.content, described.metadata
     follow = manifest.follows_links(content)
     unlike_files = differing_sizes(described.directory, manifest.every_file(content), follow=follow)
@@ -128,6 +137,7 @@ def _check_files(described: CheckedManifest, report: Report) -> None:
 def _report_unlike(
     described: CheckedManifest, file: manifest.SavedFile, size: int | None, report: Report
 ) -> None:
+    """Report a listed file that is missing or not a regular file (`size` is None), or has another size."""
     where = os.path.join(described.folder, file.name)
     if size is None:
         is_there = storage.lexists(path_in(described.directory, file.name))
@@ -143,6 +153,7 @@ def _report_unlike(
 
 
 def _has_own_list(described: CheckedManifest, file: manifest.ShardFile, report: Report) -> bool:
+    """True if the manifest gives a shard file the chunk list that is named after it; otherwise report that."""
     name = chunk_list.name_for(file.name)
     if file.chunks.name != name:
         report.problem(
@@ -156,8 +167,9 @@ def _has_own_list(described: CheckedManifest, file: manifest.ShardFile, report: 
 
 
 def _check_list(described: CheckedManifest, file: manifest.ShardFile, report: Report) -> None:
+    """Compare a shard file's chunk list with its digest, and parse it into `described.lists`."""
     name = os.path.join(described.folder, file.chunks.name)
-    is_whole = _read_described(described, file.chunks, report)
+    is_as_recorded = _read_described(described, file.chunks, report)
     if file.name not in described.files:  # the reason was reported
         return
     try:
@@ -165,7 +177,7 @@ def _check_list(described: CheckedManifest, file: manifest.ShardFile, report: Re
     except ResourceError as error:
         report.unreadable(error, file=name)
     except ShardkitError as error:
-        if is_whole:  # otherwise the reason was reported
+        if is_as_recorded:  # otherwise the reason was reported
             report.error(error, file=name)
 
 

@@ -1,5 +1,8 @@
 """Check the factors of OSFT: complete sets, fitting shapes, and orthonormal frozen directions.
 
+OSFT splits a weight by its singular value decomposition into factors U, S and V. The columns of U and the rows of V are its
+*directions*. Those of the largest singular values (`HIGH`) are frozen in training, the others are trained.
+
 For k directions U'U - I is a k x k matrix, too large to compute. Instead it is applied to a few random vectors, while U
 is read in bands. The length of row i of the results estimates the length of row i of U'U - I.
 """

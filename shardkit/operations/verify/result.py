@@ -1,4 +1,8 @@
-"""The result of verify, and the report that collects it."""
+"""The result of verify, and the report that collects it.
+
+A *problem* makes verify fail; a *warning* is a harmless irregularity. A *doubt* is a warning that something seems to be
+missing, though no byte is damaged.
+"""
 
 from __future__ import annotations
 
@@ -70,6 +74,7 @@ class VerifyProblem:
 
 
 def _box(region: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+    """Return a region as slices: offsets (0, 4), sizes (2, 4) -> "[0:2, 4:8]"."""
     ranges = (f"{offset}:{offset + size}" for offset, size in zip(*region, strict=True))
     return f"[{', '.join(ranges)}]"
 
@@ -143,6 +148,7 @@ class VerifyResult(DrawnResult):
         return f"{escape(self.path)}: {self._verdict()}"
 
     def _verdict(self) -> str:
+        """Return the verdict in words, such as "no problem found"."""
         if not self.ok:
             return f"{count(len(self.problems), 'problem')} found"
         if self.doubts:

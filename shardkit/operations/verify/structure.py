@@ -2,6 +2,10 @@
 
 DCP directories are checked by `dcp`; Hub models and trainers' formats with their own files are checked here. Both return
 the files with their recorded checksums (`FileBytes`), with which `bytes` compares the content later.
+
+A *stretch* is a range of a file's bytes, such as a tensor's chunk. A tensor has to be *decoded* if its bytes in the file are
+not its own: they are compressed, in another order, or inside a pickle. For such a tensor, the entries of the zip around it
+are checked. A *folder* is a DCP directory of the checkpoint. *Described* are manifests with the directory of each.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ class Structure(NamedTuple):
     """The directory that names are relative to, or the file that is the checkpoint."""
     files: list[FileBytes]
     """The files, with their recorded checksums."""
-    is_whole: bool
+    is_complete: bool
     """True if it was opened, or if it is complete but its weights are in a form that shardkit cannot read."""
     manifests: tuple[manifest.Manifest, ...]
     """The checkpoint's manifests, kept here so that they are parsed only once."""
@@ -97,7 +101,7 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
     report.add_doubts([] if halved is None else [halved])
     if isinstance(failure, UnreadableClass) and failure.files:
         files, failure = [*files, *_unreadable_files(failure, directory, report)], None
-    is_whole = failure is None or _is_whole(path, failure, bool(folders), report)
+    is_complete = failure is None or _is_complete(path, failure, bool(folders), report)
     if checkpoint is not None:
         strays = _stray_files(checkpoint)
         report.warnings += [f"{escape(name)}: {reason}" for name, reason in strays]
@@ -118,7 +122,7 @@ def check_structure(path: str, report: Report, *, manifest_path: str | None = No
     _count_unrecorded(files, report)
     report.add_notes(_checksum_notes(directory, folders, described, files, checkpoint, report))
     manifests = tuple(entry.content for entry in described)
-    return Structure(checkpoint, directory, files, is_whole, manifests, tuple(folders))
+    return Structure(checkpoint, directory, files, is_complete, manifests, tuple(folders))
 
 
 def _manifest_beside(directory: str, manifest_path: str | None, report: Report) -> str | None:
@@ -219,7 +223,7 @@ def _unreadable_files(failure: UnreadableClass, directory: str, report: Report) 
     ]
 
 
-def _is_whole(path: str, failure: ShardkitError, has_folders: bool, report: Report) -> bool:
+def _is_complete(path: str, failure: ShardkitError, has_folders: bool, report: Report) -> bool:
     """Report why a checkpoint could not be opened, unless the problems of its folders explain it.
 
     Returns:
@@ -277,6 +281,7 @@ def _has_checksums(checkpoint: Checkpoint) -> bool:
 
 
 def _hub_files(checkpoint: Checkpoint, directory: str, report: Report) -> list[FileBytes]:
+    """Return a Hub model's weight files. Entries of torch's zips have checksums; a legacy file of torch is one archive."""
     catalog = checkpoint.catalog
     files, decoded = _files(catalog, directory, report), _decoded(catalog)
     zips = {file.path for file in catalog.files if file.checksums is not None}
@@ -301,6 +306,7 @@ def _has_tensors(described: CheckedManifest) -> bool:
 
 
 def _count_unrecorded(files: list[FileBytes], report: Report) -> None:
+    """Count the chunks that no recorded checksum covers: neither their own nor their file's."""
     for file in files:
         if not file.has_digest:
             lacking = [s.tensor for s in file.stretches if s.crc32 is None and s.tensor is not None]
@@ -434,7 +440,13 @@ def _add_entries(file: FileBytes, decoded: Sequence[str], report: Report) -> Non
 
 
 def _of_entry(name: str, entry: ZipEntry, inside: Sequence[Stretch], decoded: Sequence[str]) -> Stretch:
-    """Return a zip entry as a stretch, described by the tensors that are or may be in it."""
+    """Return a zip entry as a stretch, described by the tensors that are or may be in it.
+
+    Args:
+        name, entry: the entry.
+        inside: the tensors whose bytes are in it.
+        decoded: names of tensors of the file that have to be decoded: nothing shows in which entry they are.
+    """
     what, region = f"the data ({name})", None
     tensor = inside[0].tensor if inside else None
     names = {stretch.tensor for stretch in inside}

@@ -181,20 +181,21 @@ def osft_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.
 
 
 def _moving_parameters(optimizer: torch.optim.Optimizer) -> Callable[[nn.Parameter], nn.Parameter | None]:
-    """Return a function that returns a parameter, or None if its learning rate is 0.
+    """Return a function that returns a parameter that a step may move, or None for a *resting* one, whose rate is 0.
 
     torch initialises an optimizer's state by a step with rates of 0, to save or load it. Projecting afterwards would
     change weights by a rounding. A rate on a GPU is not read, as that would synchronise.
     """
     rates = [(group["params"], group.get("lr")) for group in optimizer.param_groups]
-    still = [
+    resting_groups = [
         params
         for params, rate in rates
         if rate is not None and (not isinstance(rate, torch.Tensor) or rate.device.type == "cpu") and not rate
     ]
-    resting = {id(parameter) for params in still for parameter in params}
-    is_all = len(still) == len(rates)
-    return lambda parameter: None if is_all or id(parameter) in resting else parameter
+    resting_ids = {id(parameter) for params in resting_groups for parameter in params}
+    # A parameter in none of the groups, such as another optimizer's, counts as moving, except if this whole step rests.
+    is_resting_step = len(resting_groups) == len(rates)
+    return lambda parameter: None if is_resting_step or id(parameter) in resting_ids else parameter
 
 
 def _with_projection(closure: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:

@@ -292,22 +292,31 @@ def _placement(placement: object) -> str:
 
 
 def _fsdp2_unit(
-    path: str, is_root: bool, module: Any, group: Fsdp2Unit | None, stored: Mapping[int, StoredParameter]
+    path: str, is_root: bool, module: Any, unit: Fsdp2Unit | None, stored: Mapping[int, StoredParameter]
 ) -> DiagnosedUnit:
-    if group is None:
+    """Return the description of a module that `fully_shard` wrapped.
+
+    Args:
+        path: name of the module.
+        is_root: no other wrapped module is around it.
+        module: the module.
+        unit: FSDP's parameters and settings, or None if all of its parameters belong to units inside it.
+        stored: the model's parameters, by `id`.
+    """
+    if unit is None:
         return _unit(path, is_root, module, [])
-    policy = group.mixed_precision
+    policy = unit.mixed_precision
     precision = {
-        "compute": group.compute_dtypes,
+        "compute": unit.compute_dtypes,
         "reduce": (getattr(policy, "reduce_dtype", None),),
         "output": (getattr(policy, "output_dtype", None),),
     }
     return replace(
-        _unit(path, is_root, module, [stored[key] for key in {id(p) for p in group.parameters.values()}]),
-        mesh=_mesh(group.mesh),
-        reshard_after_forward=str(group.reshard_after_forward),
+        _unit(path, is_root, module, [stored[key] for key in {id(p) for p in unit.parameters.values()}]),
+        mesh=_mesh(unit.mesh),
+        reshard_after_forward=str(unit.reshard_after_forward),
         mixed_precision=_precision(precision),
-        cpu_offload=bool(group.cpu_offload),
+        cpu_offload=bool(unit.cpu_offload),
     )
 
 

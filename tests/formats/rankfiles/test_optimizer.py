@@ -287,4 +287,4 @@ def test_flat_parameters_of_two_ranks(tmp_path: Path) -> None:
     found = opened(tmp_path, *states)
     check(found, expected_state)
     assert isinstance(found, OptimizerState)
-    assert not found.has_boxes
+    assert not found.shows_cuts

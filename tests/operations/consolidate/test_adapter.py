@@ -309,6 +309,15 @@ def test_settings_from_what_a_trainer_noted(state: dict[str, torch.Tensor], tmp_
         shardkit.consolidate(source, str(tmp_path / "other"))
 
 
+def test_settings_from_which_no_config_can_be_made(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    source = save(state, tmp_path / "c")
+    (source / "lora_train_meta.json").write_text('{"r": 2, "lora_alpha": null}')
+    result = shardkit.consolidate(source)
+    assert not (Path(result.output) / "adapter_config.json").exists()
+    assert any("there is no adapter_config.json" in line for line in result.warnings)
+    assert not any("was made from" in line for line in result.notes)
+
+
 def test_merged_into_its_base(state: dict[str, torch.Tensor], settings: Path, tmp_path: Path) -> None:
     base = hub(tmp_path / "base", weights(), CONFIG)
     result = shardkit.consolidate(
