@@ -61,7 +61,7 @@ def bind_in_form(
     config: Mapping[str, Any] | None,
     *,
     side: RuleSide,
-    padding: Padding | None = None,
+    padding: Padding | None,
     model_names: Iterable[str] = (),
 ) -> AppliedRules:
     """Call `bind_names` with a rule set that is rewritten for the form of the model's names.
@@ -232,7 +232,7 @@ def choose_shipped(
     config: Mapping[str, Any] | None,
     *,
     side: RuleSide,
-    padding: Padding | None = None,
+    padding: Padding | None,
 ) -> Choice:
     """Return the shipped rule sets that know all names of a checkpoint and can be applied to them.
 

@@ -13,7 +13,8 @@ from shardkit.core.text import KIB, MIB, escape, parse_size
 from shardkit.core.threads import ProgressOption, choose_jobs
 from shardkit.errors import UsageError, refuse_warnings
 from shardkit.operations.casts import beyond_range
-from shardkit.operations.parts.agreement import Command, Share, as_share
+from shardkit.operations.parts.agreement import Command, Share
+from shardkit.operations.parts.part import parse_part
 from shardkit.transfer.execute import ExecuteOptions
 
 Digest = Literal["crc32", "none"]
@@ -72,7 +73,7 @@ class WriteOptions:
     @cached_property
     def share(self) -> Share | None:
         """The share of this process in a job that several processes share; None if it does the whole job."""
-        return as_share(self.part)
+        return parse_part(self.part, os.environ) if isinstance(self.part, str) else self.part
 
     @cached_property
     def command(self) -> Command:

@@ -278,8 +278,7 @@ class StoreDestination(Destination):
         return tuple(bucket.unnamed_data(self.path, [kind.value for kind in OutputKind]))
 
 
-Kind = Callable[[str, WriteOptions, OutputKind, bool], Destination]
-KINDS: list[tuple[Callable[[str], bool], Kind]] = [
+KINDS: list[tuple[Callable[[str], bool], type[Destination]]] = [
     (lambda output: location_of(output).renames, DiskDestination),
     (lambda output: True, StoreDestination),
 ]

@@ -88,10 +88,8 @@ class Writer:
         """The engine's options, such as threads and memory."""
         self._destination: Destination | None = None
         self._agreement: Agreement | None = None
-        self.was_there = False
-        """True once an existing output was left as it is."""
-        self.has_made = False
-        """True once this process has committed the output."""
+        self.was_there = self.has_made = False
+        """True once an existing output was left as it is; once this process has committed the output."""
         self._facts: dict[str, Any] = {"replaced": ()}
 
     @property

@@ -208,7 +208,7 @@ def _check_values(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
     ]
     LayoutError.raise_for(
         pieces,
-        f"{count(len(pieces), 'parameter')} of the model belongs to an FSDP1 unit around it: each rank has only a flat piece",
+        f"an FSDP1 unit around the model holds {count(len(pieces), 'parameter')} of it: each rank has only a flat piece",
         hint="save the whole model that FSDP1 has wrapped",
     )
     reshard(model)  # gathered parameters are copies

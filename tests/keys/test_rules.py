@@ -56,7 +56,7 @@ def test_what_goes_there_comes_back_and_the_set_is_chosen_by_itself(name: str) -
     model_type, _ = SETS[name]
     values, theirs = moved(name)
     shapes = {target: value.shape for target, value in theirs.items()}
-    choice = choose_shipped(shapes, config(model_type), side="model")
+    choice = choose_shipped(shapes, config(model_type), side="model", padding=None)
     assert [rules.name for rules, _ in choice.fitting] == [name]
     back = {target: evaluate(made, theirs) for target, made in choice.fitting[0][1].expressions.items()}
     expected = dict(values)
@@ -320,10 +320,10 @@ def test_a_number_is_arithmetic_and_nothing_else() -> None:
 
 def test_a_set_is_not_chosen_for_another_architecture() -> None:
     shapes = {target: value.shape for target, value in moved("torchtitan-llama3-0.2")[1].items()}
-    choice = choose_shipped(shapes, config("mistral3"), side="model")
+    choice = choose_shipped(shapes, config("mistral3"), side="model", padding=None)
     assert not choice.fitting
     assert any("it is for llama" in reason for reason in choice.reasons)
-    assert not choose_shipped(hub("llama"), config("llama"), side="model").fitting
+    assert not choose_shipped(hub("llama"), config("llama"), side="model", padding=None).fitting
 
 
 def test_a_set_that_is_named_for_another_architecture_is_warned_of() -> None:
@@ -340,7 +340,7 @@ def test_a_set_that_is_named_for_another_architecture_is_warned_of() -> None:
 def test_without_a_config_names_of_two_architectures_are_not_guessed() -> None:
     for name in ("torchtune-llama", "olmo-core-llama"):
         shapes = {target: value.shape for target, value in moved(name)[1].items()}
-        choice = choose_shipped(shapes, None, side="model")
+        choice = choose_shipped(shapes, None, side="model", padding=None)
         assert not choice.fitting
         assert "a config.json tells which it is" in choice.reasons[0]
 
@@ -356,7 +356,7 @@ def test_megatrons_layers_and_padding_have_several_forms(name: str, one_by_one: 
     values, theirs = moved(name)
     theirs = padded(layers_one_by_one(theirs) if one_by_one else theirs, rows)
     shapes = {target: value.shape for target, value in theirs.items()}
-    ((rules, binding),) = choose_shipped(shapes, config(SETS[name][0]), side="model").fitting
+    ((rules, binding),) = choose_shipped(shapes, config(SETS[name][0]), side="model", padding=None).fitting
     assert rules.name == name
     assert all(
         np.array_equal(evaluate(made, theirs), values[target]) for target, made in binding.expressions.items()
@@ -373,7 +373,9 @@ def test_a_model_with_its_layers_one_by_one_is_filled(name: str) -> None:
     values, theirs = moved(name)
     theirs = layers_one_by_one(theirs)
     model_type, shapes = SETS[name]
-    made = bind_in_form(found(name), shapes, config(model_type), side="hub", model_names=theirs).expressions
+    made = bind_in_form(
+        found(name), shapes, config(model_type), side="hub", padding=None, model_names=theirs
+    ).expressions
     assert made.keys() == theirs.keys()
     assert all(np.array_equal(evaluate(each, values), theirs[target]) for target, each in made.items())
 
@@ -415,12 +417,17 @@ def test_a_set_that_nearly_fits_says_what_it_lacks() -> None:
     shapes = {target: value.shape for target, value in theirs.items()}
     for form in (shapes, {target: value.shape for target, value in layers_one_by_one(theirs).items()}):
         odd = next(name for name in form if name.endswith("router.weight")).replace("weight", "expert_bias")
-        choice = choose_shipped({**form, odd: (3,)}, config("qwen3_moe"), side="model")
+        choice = choose_shipped({**form, odd: (3,)}, config("qwen3_moe"), side="model", padding=None)
         assert choice.fitting == ()
         assert choice.reasons == (f"Megatron, Qwen3-MoE (megatron-qwen-moe): no rule is about {odd}",)
-        choice = choose_shipped({**form, odd: (3,)}, config("deepseek_v3"), side="model")
+        choice = choose_shipped({**form, odd: (3,)}, config("deepseek_v3"), side="model", padding=None)
         assert "it is for mixtral, not for deepseek_v3" in choice.reasons[0]
-    assert choose_shipped(hub("qwen3_moe", experts="each"), config("qwen3_moe"), side="model").reasons == ()
+    assert (
+        choose_shipped(
+            hub("qwen3_moe", experts="each"), config("qwen3_moe"), side="model", padding=None
+        ).reasons
+        == ()
+    )
 
 
 # megatron-core 0.16.1, GPTModel.sharded_state_dict of a block spec, moe_layer_freq=[0, 1]: the second layer has experts.
@@ -472,7 +479,7 @@ def test_megatrons_layers_may_have_experts_or_not(has_te: bool) -> None:
     if not has_te:
         assert [*theirs] == OF_A_LIST
     shapes = {name: value.shape for name, value in theirs.items()}
-    ((rules, binding),) = choose_shipped(shapes, config("qwen3_moe"), side="model").fitting
+    ((rules, binding),) = choose_shipped(shapes, config("qwen3_moe"), side="model", padding=None).fitting
     assert rules.name == "megatron-qwen-moe"
     experts = ("model.layers.0.mlp.experts", "model.layers.0.mlp.gate.")
     expected = {name: value for name, value in values.items() if not name.startswith(experts)} | dense
@@ -487,7 +494,7 @@ def test_megatrons_experts_without_transformer_engine(name: str) -> None:
     values, theirs = moved(name)
     theirs[f"decoder.layers.{NORM}"] = theirs.pop(f"decoder.layers.{TE_NORM}")
     shapes = {target: value.shape for target, value in theirs.items()}
-    ((_, binding),) = choose_shipped(shapes, config(SETS[name][0]), side="model").fitting
+    ((_, binding),) = choose_shipped(shapes, config(SETS[name][0]), side="model", padding=None).fitting
     assert all(
         np.array_equal(evaluate(made, theirs), values[target]) for target, made in binding.expressions.items()
     )

@@ -255,7 +255,7 @@ def other() -> Iterator[Server]:
 NEW, TRASH = r"\.shardkit-new-[^/]*$", r"\.shardkit-trash-[^/]*$"
 STOPS = {
     "before it is claimed": (["rename"], CLAIM),
-    "before its witness": (["hard_link"], r"/witness$"),
+    "before its witness": (["hard_link"], r"/witness\.new$"),
     "before it is exchanged": (["renameat2"], r"/out 2$"),
     "before the old one is in its place": (["rename"], r"/old$"),
     "with the old one aside": (["rename"], r"/out$"),

@@ -59,8 +59,8 @@ def import_all() -> None:
             import_module(module.name)
     for name in ("ascii", "cp437", "unicode_escape"):  # for messages, and names in zips
         import_module(f"encodings.{name}")
-    choose_shipped({"weight": (1,)}, None, side="model")
-    choose_shipped({"weight": (1,)}, None, side="hub")
+    choose_shipped({"weight": (1,)}, None, side="model", padding=None)
+    choose_shipped({"weight": (1,)}, None, side="hub", padding=None)
 
 
 def fork(work: Callable[[], None]) -> int:

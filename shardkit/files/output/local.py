@@ -675,17 +675,19 @@ def _exchange(work: str, path: str) -> bool:
         after a crash whether the exchange has happened.
     """
     witness, first = os.path.join(work, "witness"), _first_file(work)
+    link = f"{witness}.new"
     if not first:
         return False
     try:
         with contextlib.suppress(FileExistsError):
-            storage.hard_link(first, witness)
+            storage.hard_link(first, link)
     except OSError as error:
         if error.errno in _NO_LINKS:
             return False
         raise
-    if not _is_same(witness, first):
+    if not _is_same(link, first):  # such a link would show an exchange that has not happened
         return False
+    storage.rename(link, witness)
     storage.sync_directory(work)
     try:
         return storage.renameat2(os.path.join(work, "data"), path, storage.RENAME_EXCHANGE)

@@ -17,7 +17,7 @@ from shardkit.core.text import count, escape, in_directory, in_shell, listed
 from shardkit.errors import IncompleteError, SourceError
 from shardkit.files import storage
 from shardkit.files.output.contract import JobRecord
-from shardkit.operations.parts.part import Part, divide, parse_part
+from shardkit.operations.parts.part import Part, divide
 
 PLAN = "plan.json"
 """Name of the agreement among the files of a draft."""
@@ -213,8 +213,3 @@ class Committing:
 
 
 Share = Part | Committing
-
-
-def as_share(part: str | Share | None) -> Share | None:
-    """Return the share of a process; for the text of `--part` by `parse_part`, which has the errors."""
-    return parse_part(part, os.environ) if isinstance(part, str) else part

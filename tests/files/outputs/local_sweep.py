@@ -24,12 +24,14 @@ from tests.torture.faults import Faults
 FILES = {"data/a.bin": b"new a", "b.bin": b"new bb"}
 NEW = {**FILES, "config.json": b"new"}
 OLD = {"data/a.bin": b"old a", "b.bin": b"old", "config.json": b"old", "data/c.bin": b"old c"}
+COPIES = "overwrite-where-a-link-is-a-copy"
 MODES: dict[str, tuple[bool, dict[str, bytes] | None]] = {
     "overwrite": (True, OLD),
     "fresh": (True, None),
     "overwrite-in-two-renames": (False, OLD),
+    COPIES: (False, OLD),
 }
-"""(whether directories can be exchanged, what is there before)."""
+"""(whether directories can be exchanged, what is there before). Some file systems of FUSE copy where they should link."""
 RECORD = JobRecord(
     hash="hash",
     command="shardkit preshard model out",
@@ -76,7 +78,7 @@ def read(directory: str) -> dict[str, bytes] | None:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def run(out: str, fault: dict[str, Any] | None, *, exchange: bool) -> tuple[int, list[str]]:
+def run(out: str, fault: dict[str, Any] | None, *, exchange: bool, copies: bool) -> tuple[int, list[str]]:
     """Write the output in a child process; return its exit code, and the calls and the error that it reports."""
     reading, writing = os.pipe()
     pid = os.fork()
@@ -84,6 +86,8 @@ def run(out: str, fault: dict[str, Any] | None, *, exchange: bool) -> tuple[int,
         code = _BROKEN
         try:
             faults = Faults(fault, os.open(os.devnull, os.O_WRONLY) if fault else writing)
+            if copies:
+                storage.hard_link = shutil.copyfile  # type: ignore[assignment]
             faults.install(exchange=exchange)
             try:
                 write(out)
@@ -104,7 +108,9 @@ def run(out: str, fault: dict[str, Any] | None, *, exchange: bool) -> tuple[int,
     return code, json.loads(text)["calls"] if fault is None and code == 0 else [text]
 
 
-def sweep(directory: str, fault: str, *, exchange: bool, old: dict[str, bytes] | None) -> Iterator[str]:
+def sweep(
+    directory: str, fault: str, *, exchange: bool, old: dict[str, bytes] | None, copies: bool = False
+) -> Iterator[str]:
     """Yield what is wrong after a kill, or an error, at each call."""
     out = os.path.join(directory, "out")
 
@@ -116,13 +122,13 @@ def sweep(directory: str, fault: str, *, exchange: bool, old: dict[str, bytes] |
             Path(out, name).write_bytes(data)
 
     prepare()
-    code, calls = run(out, None, exchange=exchange)
+    code, calls = run(out, None, exchange=exchange, copies=copies)
     assert code == 0, calls
     how = {"do": "kill"} if fault == "kill" else {"do": "errno", "errno": getattr(errno, fault)}
     for at in range(1, len(calls) + 1):
         prepare()
         where = f"{fault} at call {at}, {calls[at - 1]}"
-        code, said = run(out, {"at": at, **how}, exchange=exchange)
+        code, said = run(out, {"at": at, **how}, exchange=exchange, copies=copies)
         if code not in ((-9,) if fault == "kill" else (0, _REFUSED)):
             yield f"{where}: ends with {code}, {said}"
         found = read(out)
@@ -130,7 +136,7 @@ def sweep(directory: str, fault: str, *, exchange: bool, old: dict[str, bytes] |
             yield f"{where}: OUT is {found}"
         if code == 0 and found != NEW:
             yield f"{where}: exit code 0, and OUT is {found}"
-        again, said = run(out, None, exchange=exchange)
+        again, said = run(out, None, exchange=exchange, copies=copies)
         if again != 0 or read(out) != NEW or os.listdir(directory) != ["out"]:
             yield f"{where}: the same command ends with {again}, {said[-1:]}; there is {os.listdir(directory)}"
 
@@ -139,7 +145,7 @@ def main() -> None:
     """Print what is wrong."""
     directory, fault, mode = sys.argv[1:]
     exchange, old = MODES[mode]
-    for problem in sweep(directory, fault, exchange=exchange, old=old):
+    for problem in sweep(directory, fault, exchange=exchange, old=old, copies=mode == COPIES):
         print(problem, flush=True)
 
 

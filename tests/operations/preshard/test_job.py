@@ -42,8 +42,8 @@ def test_traced_is_refused_without_a_model(make_hub: Callable[..., Path], tmp_pa
 
 def test_what_contradicts_itself_is_refused(hub: Path, tmp_path: Path) -> None:
     for options, said in (
-        ({"layout": "traced", "names": "hub"}, "what --names hub stores is no model"),
-        ({"layout": "traced", "keys": "torchtitan-llama3"}, "what key rules make is no model"),
+        ({"layout": "traced", "names": "hub"}, "--names hub gives other names than a model"),
+        ({"layout": "traced", "keys": "torchtitan-llama3"}, "key rules give other names than a model"),
         ({"layout": "real"}, "--layout 'real' is not one of auto, traced, declared"),
         ({"dtype": None}, "--dtype 'None' is not one of keep, bf16, fp16, fp32"),
     ):

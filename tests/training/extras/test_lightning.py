@@ -74,7 +74,7 @@ def check_module(seen: dict[str, Any]) -> None:
     assert seen["units"] == [4, 4]
     assert seen["clipped"] == [seen["norms"][0], pytest.approx(seen["norms"][0] / 2, rel=1e-4)]
     assert len(seen["saved"]) == 8
-    assert "2 parameters of the model lies in" in seen["part"]
+    assert "holds 2 parameters of it" in seen["part"]
 
 
 def check_logger(out: Path) -> None:
