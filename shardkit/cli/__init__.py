@@ -197,7 +197,8 @@ def _rare_garbage_collection() -> Iterator[None]:
 def signals_raised() -> Iterator[None]:
     """Raise KeyboardInterrupt for SIGINT and `Terminated` for SIGTERM. A second signal ends the process at once.
 
-    Ending immediately loses nothing: files with a note are on disk, and no others count.
+    Ending immediately loses no finished work. A job stores a *note* for each file that it has finished, after the file
+    itself is durable (`files.output`); the same command, when it runs again, skips the files with notes and writes the rest.
     """
     if threading.current_thread() is not threading.main_thread():  # signal.signal refuses
         yield

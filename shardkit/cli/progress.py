@@ -212,7 +212,10 @@ class ByteLines:
 
 
 def bar_of_a_call() -> Progress:
-    """Return a bar for callers of the library on a terminal or in a notebook, unless SHARDKIT_NO_PROGRESS is set."""
+    """Return the progress bar for a function of the library that is called from Python, not from the command line.
+
+    It shows something only on a terminal or in a notebook, and not if SHARDKIT_NO_PROGRESS is set.
+    """
     from shardkit.core.threads import NoProgress
 
     forbids = os.environ.get("SHARDKIT_NO_PROGRESS", "0").lower() not in ("", "0", "false", "no", "off")

@@ -18,9 +18,10 @@ the tensors at hand, and records who decided it:
 Before that, `keys.select` has named the tensors by the user's prefixes, by recorded rules, and by the names and shapes
 of a base. Once rules have decided, only `class_provider` and `whole_provider` can still change names.
 
-A *goal* are wanted names and shapes for tensors at hand of the side "model". With a goal, a provider is called only while
-some of the wanted tensors are missing, and its binding counts only if it has more of them. On the other sides all
-providers are called: there the class's answer is needed even if all names fit, since it lists ties, misfits and the like.
+A *goal* is the set of names and shapes that a caller wants. There is one only if the tensors at hand are of the side
+"model". With a goal, a provider is called only while some of the wanted tensors are missing, and its binding counts only if
+it has more of them. Without a goal, every provider is called: the class's answer is needed even if all names fit already,
+since it lists ties, misfits and the like.
 """
 
 from __future__ import annotations

@@ -66,7 +66,10 @@ class Lowering(DispatchMode):  # type: ignore[no-untyped-call]
             self._expressions[id(tensor)] = expression
 
     def on_operation(self, name: str, inputs: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
-        """Record the result of an operation, if an input is known."""
+        """Record the result of an operation, if an input has an expression.
+
+        torch runs each operation in this context through the base class, which then calls this method.
+        """
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         tensors = [value for value in results if isinstance(value, torch.Tensor)]
         input_tensors = [value for value in _flatten(inputs) if isinstance(value, torch.Tensor)]

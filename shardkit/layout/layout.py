@@ -178,7 +178,11 @@ def declare(
 
 
 def _place(entry: TensorEntry, mesh: Mesh, unit: int) -> TensorLayout:
-    """Place a tensor. FSDP2 refuses scalars, and integers are buffers in all but quantised models."""
+    """Place a tensor by its dtype, shape and name, as there is no model to say which tensors are buffers.
+
+    Scalars stay whole because FSDP2 refuses them. Every integer tensor counts as a buffer: only quantised models have
+    integer parameters, and those that preshard recognises were refused or dequantised before.
+    """
     is_buffer = entry.dtype.kind in ("int", "bool") or entry.fqn.rpartition(".")[2] in _BUFFERS
     sharded = Placement(0) if entry.shape and not is_buffer else REPLICATE
     placements: Placements = tuple(sharded if axis.role == "shard" else REPLICATE for axis in mesh.axes)

@@ -151,14 +151,17 @@ def _apply(model: Any, meshes: Meshes, *, tp_size: int, ep_size: int) -> None:
 
     distributed: Any = lazy_module  # it exports its names lazily
     dp_size = 1 if meshes.data is None else meshes.data.size(-1)
+    # The constructor refuses an ep_size that does not divide fsdp_size * tp_size, so it gets the real size. After that
+    # the size is 1, or a class without a plan for FSDP would be refused below; `fully_shard` needs no such plan.
     config = distributed.DistributedConfig(tp_size=tp_size, ep_size=ep_size, fsdp_size=dp_size)
-    config.fsdp_size = 1  # else a class without a plan for FSDP would be refused
+    config.fsdp_size = 1
     if hasattr(model, "_resolve_parallel_plans"):  # 5.23
         tp_plan, ep_plan, _ = model._resolve_parallel_plans(config)
     else:
         tp_plan, ep_plan = tensor_parallel.resolve_parallel_plans(model, config)
     if meshes.tp is not None and tp_size > 1:
         tensor_parallel.apply_tensor_parallelism(model, meshes.tp, tp_plan)
+    # `Meshes.of` gives a `tp` wherever there is an `ep`. For an `ep` of size 1, `ep_plan` is empty and nothing is done.
     if meshes.tp is not None and meshes.ep is not None:
         try:
             from transformers.distributed.expert_parallel import apply_expert_parallelism

@@ -133,7 +133,10 @@ def saved_layout(content: manifest.SavedState, tensors: Mapping[str, TensorEntry
             shape=entry.shape,
             placements=_placements(texts, entry.shape, view or mesh, fqn),
             unit=innermost_unit(fqn.removeprefix("optimizer.state.").removeprefix("model."), index),
-            is_buffer=group is None or not fqn.startswith("model."),  # never gathered
+            # Tensors that are not buffers count towards the bytes that `fully_shard` gathers for a unit
+            # (`operations.holdings`). It gathers neither optimizer states nor tensors that lie on no mesh, so these are
+            # marked as buffers.
+            is_buffer=group is None or not fqn.startswith("model."),
             mesh=view,
         )
     return Layout(origin="traced", mesh=mesh, units=content.units, tensors=layouts, policy="")

@@ -110,6 +110,11 @@ def _limit_resources() -> None:
 
 
 def _trace(request: dict[str, Any]) -> dict[str, Any]:
+    """Build the model, wrap it, and return its placements, units and ties; or answer a question about its class.
+
+    Args:
+        request: from the parent, as data of JSON. With "asks", it is a question about a class.
+    """
     if "asks" in request:
         _limit_resources()
         return answer_class(request)
@@ -118,9 +123,10 @@ def _trace(request: dict[str, Any]) -> dict[str, Any]:
     mesh = Mesh(tuple(Axis(*axis) for axis in request["axes"]), ep=request.get("ep", 1))
     policy = parse_policy(request["wrap"])
     built = dtype or getattr(getattr(model, "config", None), "dtype", None) or torch.float32
-    # A model that is stored in fp32 is trained in bf16. Modules that its class keeps in fp32 are then units of
-    # their own.
+    # `wide` has the dtypes that the class gives its tensors under half precision: some modules stay in fp32, and these are
+    # units of their own. A model that is not built in half precision (fp32) is assumed to be trained in bf16.
     wide = built_dtypes(model, built) if built.itemsize == 2 else class_dtypes(model, torch.bfloat16)
+    # `keep_fp32` lists exceptions to `--dtype`. Without that option, or with fp32, no tensor is narrowed, so there are none.
     keep_fp32 = [] if wide.default_dtype is not dtype else _in_fp32(model, wide)
     before = tensors_of(model)
     matched = (

@@ -563,6 +563,8 @@ class ClassQuestion:
             self._thread.start()
 
     def _ask_in_thread(self, request: Mapping[str, Any]) -> None:
+        # A new thread does not see the context variable with the main thread's child, so it is set here as well.
+        # Otherwise the request would start a second child, which `close` cannot end.
         with one_process(self._process):
             try:
                 self._answer = _ask_child(request, _read_reply).answer

@@ -1,4 +1,15 @@
-"""Pictures for a terminal, drawn with characters: shades show amounts, bars show totals. No colours are used."""
+"""Pictures for a terminal, drawn with characters: shades show amounts, bars show totals. No colours are used.
+
+A picture is a table. Each *cell* is one character, whose shade shows its *amount*, a number from 0 to 1. The pictures are:
+
+    held_lines      which rank (or file) holds how many bytes of which *unit*: a module with a `fully_shard` call of its
+                    own, or a layer if no such modules are recorded. `Holdings` has these numbers; ranks with equal rows
+                    share one, so `Holder.cells` is the index of a row in `Holdings.cells`
+    changed_lines   how much the tensors of a module differ between two checkpoints, by layer. `amount_of` returns the number
+                    of a tensor: its relative error, or else the share of its elements that differ
+
+An amount is the square root of (number / largest number in the picture), so that small numbers remain visible.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +24,7 @@ from shardkit.operations.holdings import Holdings
 from shardkit.pictures.changes import heat_of
 
 Amount = float | Literal["bad"] | None
-"""From 0 to 1; "bad" if it cannot be computed; None for an empty cell."""
+"""From 0 to 1, where 1 is the largest of the picture; "bad" if tensors cannot be compared; None for an empty cell."""
 
 _MAX_ROWS = 32
 _BAR, _MIN_COLUMNS, _MAX_LABEL = 16, 8, 40
@@ -72,7 +83,10 @@ def held_lines(holdings: Holdings, width: int, glyphs: Glyphs) -> Iterator[str]:
 
 
 def _runs(holdings: Holdings) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (first, last, cells, bytes of each) of neighbours with equal contents."""
+    """Yield (first, last, index into `Holdings.cells`, bytes of each) for each run of neighbours with equal rows.
+
+    Equal rows have equal bytes, as a holder's bytes are the sum of its row.
+    """
     first = 0
     for index, holder in enumerate(holdings.holders):
         following = holdings.holders[index + 1] if index + 1 < len(holdings.holders) else None
@@ -97,6 +111,7 @@ def changed_lines(result: DiffResult, width: int, glyphs: Glyphs) -> Iterator[st
         glyphs: what to draw with.
     """
     heat = heat_of(result.tensors)
+    # Not scaled yet; None for a tensor that cannot be compared.
     amounts = [amount_of(tensor) for tensor in result.tensors]
     peak = max((amount for amount in amounts if amount is not None), default=0.0) or 1.0
     rows = []
@@ -108,6 +123,13 @@ def changed_lines(result: DiffResult, width: int, glyphs: Glyphs) -> Iterator[st
 
 
 def _cell(cell: Sequence[int] | None, amounts: Sequence[float | None], peak: float) -> Amount:
+    """Return the largest amount in a cell, scaled.
+
+    Args:
+        cell: indexes of its tensors in `amounts`.
+        amounts: of all tensors, as `amount_of` returns them.
+        peak: the largest of them.
+    """
     if not cell:
         return None
     values = [amounts[index] for index in cell]

@@ -147,9 +147,13 @@ def fit_trace(
         for name, shape in live.items()
         if name in sources and source_shapes[sources[name]] != shape
     ]
+    # A block is a module whose name is a number, such as `layers.0`. `from_pretrained` leaves out any tensor that the
+    # model has no place for. Here only one outside of all blocks is left out, such as the head of another task; one
+    # inside of a block suggests that config.json and files are of different models.
     spare = [name for name in unknown if not IN_BLOCK.search(name)]
+    # Known quantisations were refused or undone before. A `quantization_config` that is still there does not say how
+    # weights are quantised, so an unknown tensor may be a scale, without which the weights are wrong.
     is_quantised = "quantization_config" in (config or {})
-    # `from_pretrained` also leaves out tensors outside of blocks for which the model has no place.
     if not missing and not shapes and not is_quantised and len(spare) == len(unknown):
         omitted = (*omitted, *((name, f"{trace.model_class} has no place for it") for name in spare))
     elif unknown or missing or shapes:

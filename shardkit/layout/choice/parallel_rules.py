@@ -139,7 +139,17 @@ def _check_axes(mesh: Mesh, styles: set[str]) -> None:
 
 
 def _style(names: Iterable[str], rules: Sequence[ParallelRule]) -> str | None:
-    """Return the style of the rules that match a parameter's names; None if no rule matches."""
+    """Return the style by which rules cut a parameter; None if no rule matches.
+
+    If several rules match a name, the last one counts.
+
+    Args:
+        names: all names of the parameter, as tied ones are cut together.
+        rules: in the user's order.
+
+    Raises:
+        PolicyError: the names get styles that cut in different ways.
+    """
     styles = dict[str, str]()
     for name in names:
         for rule in rules:

@@ -43,7 +43,8 @@ from shardkit.transfer.sources import Reader, SourceFiles
 if TYPE_CHECKING:
     from shardkit.operations.diff.values import Measure, TensorStats
 
-# Relative error of factors. A decomposition in float64 has 4e-8, mini_trainer's in float32 has 2e-6.
+# Largest relative error at which factors, multiplied out, still count as the weight itself. Rounding in the decomposition
+# alone gives 4e-8 if it is computed in float64, and 2e-6 in float32, as mini_trainer does.
 _MAX_MISSED = 1e-5
 
 Status = Literal["equal", "close", "tied", "folded", "only_a", "only_b", "shape", "dtype", "values"]
@@ -301,7 +302,12 @@ class Comparison:
         return is_in_both and self._a.entry(name).shape == self._b.entry(name).shape
 
     def _describe_unpaired(self, name: str, ties: Mapping[str, str]) -> TensorDiff:
-        """Return the result for a tensor that only one side has, or whose shapes differ."""
+        """Return the result for a tensor that `_compare` does not get: only one side has it, or the shapes differ.
+
+        Args:
+            name: its name in the model.
+            ties: name that only one side has -> the name of an equal tensor that both sides have.
+        """
         in_a, kept = name in self._a.names, ties.get(name)
         if in_a and name in self._b.names:
             return self._describe(name, "shape")

@@ -444,6 +444,7 @@ def _resolve_ties(
     for group in layout.ties:
         first, *other_names = group
         present = [name for name in other_names if name in layout.sources]
+        # Only headers were read of a repo on the Hub, as in a dry run: there are no bytes to compare yet.
         if present and model.download_bytes:
             notes.append(
                 f"{' and '.join(map(escape, (first, *present)))} are one parameter in the model; whether their values "

@@ -271,12 +271,17 @@ def find_assets(profile: Profile, model: OpenedHubModel) -> Assets:
 def with_config(
     profile: Profile, assets: Mapping[str, str], config: Mapping[str, Any] | None
 ) -> tuple[Profile, dict[str, str]]:
-    """Replace the model's config.json; return the profile that writes the new one, and the files that are still copied.
+    """Replace the config.json of a model whose weights were dequantised.
+
+    The model's own file still says that they are quantised, so it is not copied.
 
     Args:
         profile: the trainer's profile.
         assets: files from `find_assets`.
-        config: content of the new config.json.
+        config: content of the new config.json, without the quantisation.
+
+    Returns:
+        The profile, which writes the new config.json, and the files that are still copied.
     """
     companions = {**profile.companions, "config.json": _json(config or {})}
     files = {name: path for name, path in assets.items() if name != "config.json"}

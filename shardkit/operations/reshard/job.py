@@ -199,19 +199,25 @@ def _open_parts(source: ChosenCheckpoint, options: ReshardOptions) -> Parts:
     if not surveyed.folders or not all(_keeps_folders(os.path.join(path, name)) for name in surveyed.folders):
         return _open_other_format(_open_plain(source), no_optimizer=no_optimizer)
     dropped = _drop_optimizer(surveyed) if no_optimizer else []
-    models = source.models()  # all of them are resharded
+    # A run of Accelerate may train several models and then saves each in a folder of its own. All of them are resharded.
+    models = source.models()
     opened = {folder: _open_folder(os.path.join(path, folder), models) for folder in surveyed.folders}
+    # A folder that has shards and no `.metadata` looks like an unfinished save, which `check_survey` refuses. If an opened
+    # directory above it uses the shards, it is none.
     drop_shard_folders(
         surveyed, (os.path.join(folder, f.name) for folder, dcp in opened.items() for f in dcp.catalog.files)
     )
     check_survey(path, surveyed)
+    # `Parts` has one writer and one set of manifests. With several models, these are the first one's.
     checkpoint = models[0]
     rules, derived = saved_key_rules(checkpoint) or (), recorded_derived(checkpoint)
     parts = tuple(_open_part(folder, dcp, no_optimizer=no_optimizer) for folder, dcp in opened.items())
     shards, recorded = recorded_shards(checkpoint), recorded_names(checkpoint)
     root = (shards.root or "") if shards else ""
     names = {fqn: tensor.source.name for fqn, tensor in shards.tensors.items()} if shards else {}
-    home = os.path.relpath(checkpoint.catalog.directory, path) if root else os.curdir  # a trainer's folder
+    # The part that gets what the manifest records: the folder with the model where `preshard` wrote for a trainer that needs
+    # a prefix, and the checkpoint itself otherwise.
+    home = os.path.relpath(checkpoint.catalog.directory, path) if root else os.curdir
     parts = tuple(
         replace(
             part,

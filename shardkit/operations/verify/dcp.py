@@ -68,7 +68,7 @@ def verify_dcp(
     except ResourceError as error:
         report.unreadable(error, file=os.path.join(folder, METADATA))
         return _files_by_lists(folder, described, report)
-    except OtherVersion:
+    except OtherVersion:  # an object in the bucket was replaced meanwhile: a report would mix two checkpoints
         raise
     except DamagedFiles as error:
         is_known = (lambda _: False) if described is None else described.has_reported
@@ -84,10 +84,13 @@ def verify_dcp(
     report.num_tensors += len(opened.catalog.tensors)
     stored += (NamedShape(e.fqn, e.dtype.name, e.shape) for e in opened.catalog.tensors.values())
     objects += opened.objects
+    # `open_dcp` notes files of another save ("were left alone") and bytes of names without a description ("does not
+    # describe"). The files get a warning each from `_stale_warnings`, so that note is dropped; the bytes are a doubt.
     notes = [note for note in opened.catalog.notes if "were left alone" not in note]
     report.add_doubts(note for note in notes if "does not describe" in note)
     report.add_notes(notes)
-    if opened.catalog.tensors:  # without tensors, the error that it cannot be opened lists the objects
+    # A directory with objects alone is refused as a checkpoint (`as_checkpoint`), and that error lists them already.
+    if opened.catalog.tensors:
         lines = object_lines(opened)
         report.add_doubts(lines.lost)
         report.add_notes(lines.notes)
