@@ -90,9 +90,7 @@ def test_stock_torch_loads_what_preshard_wrote(name: str, out: Path) -> None:
 
 
 SAID = {
-    "bert": [
-        "as they are, the model computes them or has no place for them: bert.embeddings.position_ids, bert.pooler"
-    ],
+    "bert": [", the model computes them or has no place for them: bert.embeddings.position_ids, bert.pooler"],
     "marian": ["not written, the model computes them: model.decoder.embed_positions.weight"],
 }
 
