@@ -77,7 +77,7 @@ def by_obstore(client: Any, objects: dict[str, int], threads: int, nbytes: int) 
 
 def by_shardkit(bucket: str, objects: dict[str, int]) -> None:
     """Read as a verb does: the ranges are told, and then read front to back."""
-    with storage.hold_at_most(220 * MIB):  # what --max-memory 256MiB leaves
+    with storage.limit_fetched(220 * MIB):  # what --max-memory 256MiB leaves
         for key, size in objects.items():
             fd = storage.open_fd(f"{bucket}/{key}", os.O_RDONLY)
             try:
