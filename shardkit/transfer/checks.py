@@ -295,11 +295,11 @@ class PackedReadings:
                 self._whole.setdefault(file, array("q")).extend(entry)
             else:
                 parts.setdefault(file, {}).setdefault(tensor, array("q")).extend((*entry, *span, crc))
-        whole = {
+        whole: dict[str, Sequence[int]] = {
             file: array("q", chain.from_iterable(sorted({*_entries_of(numbers)})))
             for file, numbers in sorted(self._whole.items())
         }
-        return Readings(whole={**whole}, parts={file: {**of_tensors} for file, of_tensors in parts.items()})
+        return Readings(whole=whole, parts={file: {**of_tensors} for file, of_tensors in parts.items()})
 
 
 def pack(readings: Iterable[EntryReading]) -> Readings:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from shardkit import formats
 from shardkit.core.keywords import keywords_of
 from shardkit.core.text import escape, listed
-from shardkit.errors import Interrupted, refuse_warnings, signal_of
+from shardkit.errors import Interrupted, signal_of
 from shardkit.files import storage, stores
 from shardkit.files.links import reading_as
 from shardkit.files.location import location_of
@@ -159,8 +159,6 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
     writer.destination.check_beside(
         {asset.name: asset.read for asset in job.assets if not is_weights(asset.name)}
     )
-    if options.strict:
-        refuse_warnings(job.warnings)  # all of them at once
     writer.warn(job.warnings)
     manifests, written = writer.find_manifests([job.catalog], resolved.path), list[bytes]()
     with ClassCheck(job, writer.warn) as class_check:

@@ -1,8 +1,6 @@
 """How much tensors and single experts differ, as one number each, called the *amount*: 0 for equal values.
 
-A relative error may exceed 1. Pictures scale by the largest amount.
-
-Pictures draw maps of amounts, and `experts_line` summarises them in a sentence.
+A relative error may exceed 1. Pictures draw maps of amounts, scaled by the largest, and `experts_line` summarises them in a sentence.
 """
 
 from __future__ import annotations

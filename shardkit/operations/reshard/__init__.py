@@ -12,7 +12,6 @@ from typing import Any
 
 from shardkit.core.catalog import join_name
 from shardkit.core.keywords import keywords_of
-from shardkit.errors import refuse_warnings
 from shardkit.files import manifest, storage, stores
 from shardkit.files.links import reading_as
 from shardkit.files.location import location_of
@@ -134,8 +133,6 @@ def reshard(options: ReshardOptions) -> ReshardResult:
     parts = open_parts(checkpoint, options)
     copied_files = {name: reader_of(path) for name, path in parts.paths.items()}
     writer.destination.check_beside({**copied_files, **{f"{folder}/": bytes for folder in parts.empty}})
-    if options.strict:
-        refuse_warnings(parts.warnings)  # all of them at once
     writer.warn(parts.warnings)
     manifests = writer.find_manifests([part.catalog for part in parts.parts], resolved.path)
     if not location_of(writer.path).renames:
