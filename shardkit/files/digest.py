@@ -62,7 +62,7 @@ class Stretch(NamedTuple):
 
 
 class Archive(NamedTuple):
-    """A zip of `torch.save` in a file: a byte entry, or a legacy weight file as a whole."""
+    """A zip of `torch.save` in a file: a byte entry, or the whole file."""
 
     start: int
     nbytes: int

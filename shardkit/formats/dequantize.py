@@ -79,7 +79,7 @@ def plain_checkpoint(checkpoint: Checkpoint, plain: PlainWeights) -> Checkpoint:
     if not why:
         return checkpoint
     if not plain.dequantize:
-        raise refuse_quantised(why, checkpoint.path, has_option=plain.has_option)
+        raise refuse_quantised(why, checkpoint.path, has_dequantize_option=plain.has_dequantize_option)
     if plain.by_content and why_scaled(checkpoint, is_claimed_known=True) is not None:
         raise refuse_quantised(why, checkpoint.path, is_tried=True)
     quantised = find_scaled(tensors, config, checkpoint.path)

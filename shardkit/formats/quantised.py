@@ -244,20 +244,22 @@ def _packed_names(names: Collection[str]) -> list[str]:
     return [name for name in names if name.endswith(_PACKED) or name in tables]
 
 
-def refuse_quantised(why: str, where: str, *, has_option: bool = True, is_tried: bool = False) -> LayoutError:
+def refuse_quantised(
+    why: str, where: str, *, has_dequantize_option: bool = True, is_tried: bool = False
+) -> LayoutError:
     """Return the error for a source that is quantised.
 
     Args:
         why: the evidence, from `why_quantised` or `why_narrow`.
         where: the source, for people.
-        has_option: the command has --dequantize, which the hint then names.
+        has_dequantize_option: the command has --dequantize, which the hint then names.
         is_tried: the user asked to dequantise, and that is impossible.
     """
     original_hint = "take the model that it was quantised from"
     is_other = any(mark in why for mark in (_CONFIG, _WITH_SCALES, *_PACKED))
     marks = [mark + method.name for method in METHODS for mark in ("(", " ")]
     is_known = any(f"{mark})" in why for mark in marks) or not is_other
-    way = "--dequantize makes" if has_option else "preshard and consolidate can make"
+    way = "--dequantize makes" if has_dequantize_option else "preshard and consolidate can make"
     hint = (
         f"{way} plain weights of fp8, MXFP4 and NVFP4 ones; or {original_hint}"
         if is_known and not is_tried

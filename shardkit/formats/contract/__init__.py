@@ -145,7 +145,7 @@ class PlainWeights:
     by_content: bool = False
     """Count narrow numbers with scales beside them as quantised too, even if names and config do not show a method.
     Such tensors can be moved and compared as bytes, but not cut; only NVFP4 among them can be dequantised."""
-    has_option: bool = True
+    has_dequantize_option: bool = True
     """The caller has an option to dequantise, which an error may suggest."""
 
 

@@ -50,7 +50,13 @@ from shardkit.formats.contract import EntryLocation
 from shardkit.formats.torchsave.archive import crc_of_range
 from shardkit.formats.torchsave.classes import UnreadableClass, padding_error, refuse_classes
 from shardkit.formats.torchsave.record import TensorRecord, decoded_file, gather_strided, strided_file
-from shardkit.formats.torchsave.scan import BulkScanner, RecordScanner, Template, expect_records, read_entries
+from shardkit.formats.torchsave.scan import (
+    BulkScanner,
+    RecordScanner,
+    Template,
+    prefetch_records,
+    read_entries,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -329,7 +335,7 @@ class _RecordOpener:
         kept = None if is_planned else self._opened
         fd, _ = opened.enter_context(open_regular(source.path, source.name, follow=False, opened=kept))
         if is_planned:
-            expect_records(fd, ((table.start[row], table.nbytes[row]) for row in rows))
+            prefetch_records(fd, ((table.start[row], table.nbytes[row]) for row in rows))
         return fd
 
     def records_of_file(

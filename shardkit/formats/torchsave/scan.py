@@ -147,7 +147,7 @@ def _wrapped_value(reader: ZipReader, pickle: bytes, entries: Mapping[str, ZipEn
     return replace(value, other_storages=tuple(entry for key, entry in storages.items() if key != value.key))
 
 
-def expect_records(fd: int, extents: Iterable[tuple[int, int]]) -> None:
+def prefetch_records(fd: int, extents: Iterable[tuple[int, int]]) -> None:
     """For a file in a store, begin to fetch the bytes around the data of these records, several requests at once.
 
     Args:

@@ -73,22 +73,22 @@ def has_values(dtype: DType) -> bool:
 class ExpertSizes(NamedTuple):
     """How many experts a tensor has along dim 0, and how many elements each; 1 for a tensor without experts."""
 
-    number: int = 1
-    num_elements: int = 0
+    num_experts: int = 1
+    elements_per_expert: int = 0
 
     def cut(self, first: int, num_elements: int) -> Iterator[tuple[int, int, int]]:
         """Yield (expert, start, stop) of pieces of a band that fit into the processor's cache, each in one expert.
 
         Args:
-            first: number of the band's first element in the tensor.
+            first: index of the band's first element in the tensor, in row-major order.
             num_elements: elements of the band.
         """
         start = 0
         while start < num_elements:
             stop, expert = min(start + _VALUES_AT_ONCE, num_elements), 0
-            if self.number > 1:
-                expert = (first + start) // self.num_elements
-                stop = min(stop, (expert + 1) * self.num_elements - first)
+            if self.num_experts > 1:
+                expert = (first + start) // self.elements_per_expert
+                stop = min(stop, (expert + 1) * self.elements_per_expert - first)
             yield expert, start, stop
             start = stop
 
@@ -107,7 +107,7 @@ class Norms:
 
     def __init__(self, a: DType, b: DType, experts: ExpertSizes = _NO_EXPERTS) -> None:
         self._a, self._b, self._experts = a, b, experts
-        self._sums = np.zeros((experts.number, 3))
+        self._sums = np.zeros((experts.num_experts, 3))
         self.num_missing = 0
         """Number of elements at the beginning that were not added, because their bands are equal."""
 
@@ -156,7 +156,7 @@ class Measure:
         experts: ExpertSizes = _NO_EXPERTS,
     ) -> None:
         self._experts = experts
-        self._by_expert = [0] * experts.number
+        self._by_expert = [0] * experts.num_experts
         """Number of elements of each expert that differ, or with a tolerance, that are beyond it."""
         self._a, self._b, self._tolerance = a, b, tolerance
         can = has_values(a) and has_values(b)
@@ -187,11 +187,11 @@ class Measure:
 
     def of_experts(self) -> tuple[float, ...] | None:
         """Return how much each expert differs: its relative error, else its share of elements that differ; 0 if equal."""
-        if self._experts.number == 1:
+        if self._experts.num_experts == 1:
             return None
-        norms = self.norms.of_experts() if self.norms is not None else [None] * self._experts.number
+        norms = self.norms.of_experts() if self.norms is not None else [None] * self._experts.num_experts
         return tuple(
-            (norm or changed / self._experts.num_elements) if changed else 0.0
+            (norm or changed / self._experts.elements_per_expert) if changed else 0.0
             for norm, changed in zip(norms, self._by_expert, strict=True)
         )
 
@@ -222,7 +222,7 @@ class Measure:
             outside = changed if values is None else changed & ~_are_close(*values, self._tolerance)
             self.num_outside += int(np.count_nonzero(outside))
             changed = outside
-        if self._experts.number > 1:
+        if self._experts.num_experts > 1:
             for expert, start, stop in self._experts.cut(self._start, len(changed)):
                 self._by_expert[expert] += int(np.count_nonzero(changed[start:stop]))
 

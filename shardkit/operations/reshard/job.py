@@ -462,7 +462,7 @@ def _open_plain(source: ChosenCheckpoint) -> Checkpoint:
     Raises:
         LayoutError: the checkpoint is quantised.
     """
-    return formats.open(source.open(), plain=PlainWeights(dequantize=False, has_option=False))
+    return formats.open(source.open(), plain=PlainWeights(dequantize=False, has_dequantize_option=False))
 
 
 def _open_other_format(checkpoint: Checkpoint, *, no_optimizer: bool) -> Parts:

@@ -32,7 +32,7 @@ from shardkit.formats.dcp.records import PackedChunk, check_transforms, packed_f
 from shardkit.formats.torchsave.archive import ZipEntry
 from shardkit.formats.torchsave.classes import UnreadableClass
 from shardkit.formats.torchsave.record import TensorRecord
-from shardkit.formats.torchsave.scan import RecordScanner, expect_records
+from shardkit.formats.torchsave.scan import RecordScanner, prefetch_records
 from shardkit.keys.moments import NamedShape
 from shardkit.keys.trainer_state import optimizer_names
 from shardkit.operations.verify.bytes import FirstDifference, report_difference, spelling
@@ -75,7 +75,9 @@ def verify_dcp(
         report_damaged(error, directory, report, folder=folder, is_known=is_known)
         return _files_by_lists(folder, described, report)
     except SourceError as error:
-        has_metadata = storage.lexists(path_in(directory, METADATA))  # otherwise each rank may have its own
+        has_metadata = storage.lexists(
+            path_in(directory, METADATA)
+        )  # without it, each rank may have an `__R.metadata`
         is_about_it = METADATA in error.message and has_metadata
         report.error(error, file=os.path.join(folder, METADATA) if is_about_it else None)
         if not has_metadata and error.hint:
@@ -182,7 +184,7 @@ class _Folder:
             ):
                 self._scanner.open(fd)
                 chunk_rows = [self._chunk_row(row) for row in rows]
-                expect_records(fd, ((chunk.start, chunk.nbytes) for chunk in chunk_rows))
+                prefetch_records(fd, ((chunk.start, chunk.nbytes) for chunk in chunk_rows))
                 self._check_file(catalog.files[number], file, iter(chunk_rows), fd)
         for fqn, location in self._opened.objects.items():
             if location is not None:

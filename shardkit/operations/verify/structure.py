@@ -256,15 +256,14 @@ def _weights(checkpoint: Checkpoint, directory: str, folders: list[str], report:
         return []
     report.num_tensors += len(catalog.tensors)
     report.add_notes(checkpoint.remarks.notes)
-    if checkpoint.hub is not None:
-        return _hub_files(checkpoint, directory, report)
-    try:
-        catalog = checkpoint.select(tuple(catalog.tensors))
-    except OtherVersion:
-        raise
-    except (ResourceError, SourceError) as error:
-        report_failure(error, directory, report)
-        return []
+    if checkpoint.hub is None:
+        try:
+            catalog = checkpoint.select(tuple(catalog.tensors))
+        except OtherVersion:
+            raise
+        except (ResourceError, SourceError) as error:
+            report_failure(error, directory, report)
+            return []
     files = _files(catalog, directory, report)
     if _has_checksums(checkpoint):
         decoded = _decoded(catalog)
@@ -278,19 +277,6 @@ def _has_checksums(checkpoint: Checkpoint) -> bool:
     if checkpoint.dcp is not None:
         return checkpoint.dcp.has_records
     return any(file.checksums is not None for file in checkpoint.catalog.files)
-
-
-def _hub_files(checkpoint: Checkpoint, directory: str, report: Report) -> list[FileBytes]:
-    """Return a Hub model's weight files. Entries of torch's zips have checksums; a legacy file of torch is one archive."""
-    catalog = checkpoint.catalog
-    files, decoded = _files(catalog, directory, report), _decoded(catalog)
-    zips = {file.path for file in catalog.files if file.checksums is not None}
-    for file in files if catalog.format == "torch-bin" else ():
-        if file.path in zips:
-            _add_entries(file, decoded.get(file.path, ()), report)
-        else:
-            file.archives = [Archive(0, file.size, file.name)]
-    return files
 
 
 def _stray_files(checkpoint: Checkpoint) -> list[tuple[str, str]]:
