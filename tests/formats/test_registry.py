@@ -12,16 +12,7 @@ from safetensors.torch import save_file
 
 from shardkit import formats
 from shardkit.errors import SourceError, UsageError
-from shardkit.formats.hub.directory import open_hub_directory
 from shardkit.formats.registry import format_of
-
-
-def test_dcp(save_dcp, weights, tmp_path):
-    directory = save_dcp(weights, tmp_path / "c")
-    assert format_of(str(directory)) == "dcp"
-    found = formats.open(str(directory))
-    assert (found.format, found.path) == ("dcp", str(directory))
-    assert set(found.catalog.tensors) == set(weights)
 
 
 @pytest.mark.parametrize("part", [".metadata", "__0_0.distcp"])
@@ -102,20 +93,6 @@ def test_hub(make_hub, weights):
         {"model": ()},
         (str(model),),
     )
-    names = ["lm_head.weight", "model.embed_tokens.weight"]
-    chosen = open_hub_directory(str(model / "model.safetensors")).select(names)
-    assert list(chosen.tensors) == names
-    for name in names:
-        (row,) = chosen.tensors[name].chunk_ids
-        with open(chosen.files[chosen.chunks.file[row]].path, "rb") as file:
-            file.seek(chosen.chunks.start[row])
-            assert file.read(chosen.chunks.nbytes[row]) == weights[name].numpy().tobytes()
-
-
-def test_full_file(weights, tmp_path):
-    torch.save(weights, tmp_path / "model.pt")
-    assert format_of(str(tmp_path / "model.pt")) == "full-file"
-    assert set(formats.open(str(tmp_path / "model.pt")).catalog.tensors) == set(weights)
 
 
 NOTHING = {
@@ -180,15 +157,6 @@ def test_odd_content_is_no_checkpoint_and_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "x.pt")
     with pytest.raises(SourceError):
         formats.open(str(tmp_path / "x.pt"))
-
-
-def test_no_torch(save_dcp, weights, tmp_path):
-    directory = save_dcp({"model": weights}, tmp_path / "c")
-    code = (
-        "import sys; from shardkit import formats; "
-        "c = formats.open(sys.argv[1]); c.select(list(c.catalog.tensors)); assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code, str(directory)], check=True)
 
 
 def test_a_hub_model_is_opened_without_the_other_formats(tmp_path):

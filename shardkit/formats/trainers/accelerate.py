@@ -25,7 +25,6 @@ from functools import partial
 from shardkit.core.catalog import Catalog
 from shardkit.core.text import escape
 from shardkit.errors import SourceError
-from shardkit.files import storage
 from shardkit.files.links import locate
 from shardkit.formats.contract import (
     Checkpoint,
@@ -40,7 +39,7 @@ from shardkit.formats.contract import (
     parent_folder,
 )
 from shardkit.formats.contract.optimizer import OptimizerState, UnusableOptimizer
-from shardkit.formats.dcp.directory import open_dcp_checkpoint, refuse_flat
+from shardkit.formats.dcp.directory import as_checkpoint, open_dcp, refuse_flat
 from shardkit.formats.rankfiles.files import RankFile, gather_files, require_ranks
 from shardkit.formats.rankfiles.optimizer import open_optimizer_files, parameters_of
 from shardkit.formats.trainers.full_file import open_full_file
@@ -85,8 +84,14 @@ def open_accelerate(path: str) -> Checkpoint:
     else:
         name = _only_model(path)
         directory, home = os.path.join(path, name), path
-    _refuse_empty(directory, name)
-    checkpoint = open_dcp_checkpoint(directory)
+    folder = open_dcp(directory)
+    if not folder.catalog.tensors and not folder.objects:
+        raise SourceError(
+            f"{escape(name)} is empty: the state dict that was saved had no tensors",
+            hint="with FSDP1 and LoRA, peft finds no adapter weights under the wrapped names; the weights are not in "
+            "this checkpoint: train with FSDP2, or save the adapter itself",
+        )
+    checkpoint = as_checkpoint(directory, folder)
     is_trainer = _TRAINER_STATE in listing(home)
     return replace(
         checkpoint,
@@ -123,24 +128,6 @@ def _only_model(path: str) -> str:
             hint="give the directory of the one you mean",
         )
     return models[0]
-
-
-def _refuse_empty(directory: str, name: str) -> None:
-    """Refuse a directory whose files are all empty, as peft lost the weights before they were saved."""
-    try:
-        sizes = [
-            storage.getsize(os.path.join(directory, name))
-            for name in storage.listdir(directory)
-            if name.endswith(".distcp")
-        ]
-    except OSError:
-        return  # opening the directory raises the error
-    if sizes and not any(sizes):
-        raise SourceError(
-            f"{escape(name)} is empty: its {len(sizes)} .distcp files have 0 bytes",
-            hint="the trainer saved no tensors (with FSDP1 and LoRA, peft finds no adapter weights under the "
-            "wrapped names); the weights are not in this checkpoint: train with FSDP2, or save the adapter itself",
-        )
 
 
 def is_accelerate_bin(path: str) -> bool:

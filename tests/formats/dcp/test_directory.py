@@ -209,13 +209,6 @@ def test_metadata_must_be_a_regular_file(simple: str, kind: str) -> None:
         open_catalog(simple)
 
 
-def test_truncated_shard_names_tensor_and_file(simple: str) -> None:
-    path = os.path.join(simple, "__0_0.distcp")
-    os.truncate(path, os.path.getsize(path) - 1)
-    with pytest.raises(SourceError, match=r"bytes .* of __0_0\.distcp"):
-        open_catalog(simple)
-
-
 def test_exchanged_records_differ_from_metadata(tmp_path: Path) -> None:
     directory = save({"a": torch.ones(3), "b": torch.ones(3, dtype=torch.int64)}, tmp_path / "c")
 

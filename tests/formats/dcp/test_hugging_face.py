@@ -234,13 +234,6 @@ def test_parts_that_do_not_fit(
         open_dcp_hf(str(tmp_path))
 
 
-def test_a_truncated_shard_is_named(directory: str) -> None:
-    path = os.path.join(directory, "shard-00002-model-00001-of-00001.safetensors")
-    os.truncate(path, os.path.getsize(path) - 1)
-    with pytest.raises(SourceError, match=r"shard-00002-model-00001-of-00001\.safetensors: truncated"):
-        open_dcp_hf(directory)
-
-
 class TestConsolidated:
     """model-*-of-*.safetensors beside sharded/, as torch's own consolidation leaves them."""
 

@@ -49,16 +49,6 @@ def test_strategies(saved, root, writer):
     assert [name for name, _ in found.remarks.skipped] == ["meta.pt"]
 
 
-def test_weights_are_read(saved, weights):
-    found = open_lightning(saved("model", TRAINER))
-    chosen = found.select(["model.net.lm_head.weight"])
-    assert list(chosen.tensors) == ["model.net.lm_head.weight"]
-    (row,) = chosen.tensors["model.net.lm_head.weight"].chunk_ids
-    with open(chosen.files[chosen.chunks.file[row]].path, "rb") as file:
-        file.seek(chosen.chunks.start[row])
-        assert file.read(48) == weights["lm_head.weight"].numpy().tobytes()
-
-
 def test_fabric(save_dcp, weights, adam, tmp_path):
     directory = save_dcp({"model": weights, "optimizer": adam}, tmp_path / "step-2.ckpt")
     torch.save({"step": 2, "path": pathlib.PurePosixPath("x")}, directory / "meta.pt")
