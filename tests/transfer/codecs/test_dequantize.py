@@ -108,22 +108,6 @@ def test_a_ragged_last_block_has_its_own_scale(shape: tuple[int, int], tmp_path:
     assert torch.equal(bits(read(catalog, "a.weight")), bits(expected))
 
 
-@pytest.mark.parametrize(
-    "box",
-    [((171, 0), (171, 384)), ((0, 100), (320, 200)), ((100, 100), (200, 50)), ((127, 127), (2, 2))],
-)
-def test_a_box_that_begins_within_a_block_has_the_scales_of_its_place(
-    box: tuple[tuple[int, int], tuple[int, int]], tmp_path: Path
-) -> None:
-    """A rank's rows begin anywhere: 512 rows on 3 ranks, in blocks of 128."""
-    weight, scales = fp8(512, 384), torch.rand(4, 3) * 1e-2
-    catalog = plain(tmp_path, {"a.weight": weight, "a.weight_scale_inv": scales}, FP8)
-    with SourceFiles(catalog.files) as files, files.reader() as reader:
-        values = read_box(catalog, "a.weight", Region(*box), reader)
-    expected = by_formula(weight, scales, (128, 128)).bfloat16()[window(Region(*box))]
-    assert torch.equal(bits(as_tensor(values, BY_NAME["bfloat16"])), bits(expected))
-
-
 def test_a_weight_of_several_pieces_has_the_scales_of_its_blocks(tmp_path: Path) -> None:
     """A box is computed in pieces of 2**18 numbers: 292 of these rows, so the second piece begins within a block."""
     weight, scales = fp8(512, 896), torch.rand(4, 7) * 1e-2

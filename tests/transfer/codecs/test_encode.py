@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,12 @@ import pytest
 import torch
 
 import shardkit
-from shardkit.core.catalog import Catalog, Computed
-from shardkit.core.regions import Region
+from shardkit.core.catalog import Catalog
 from shardkit.formats.derived import derive_base
 from shardkit.formats.hub.base import open_base
 from shardkit.formats.registry import open_checkpoint
-from shardkit.transfer.codecs.boxes import computed_box
 from shardkit.transfer.codecs.derive import derive
-from shardkit.transfer.sources import SourceFiles
 from tests.answers import answer_of
-from tests.bits import raw
 from tests.operations.consolidate.checkpoints import assert_bit_equal, hub, load, save
 from tests.operations.preshard.test_preshard import loaded
 from tests.transfer.codecs.block_fp8 import SCALES, encoded, encoders, quantised
@@ -66,20 +61,6 @@ def test_both_stand_where_the_weight_was(tmp_path: Path) -> None:
     for name, entry in derived.tensors.items():  # known before anything is read
         assert (f"torch.{entry.dtype.name}", entry.shape) == (str(expected[name].dtype), expected[name].shape)
     assert_bit_equal({name: read(derived, name) for name in names}, expected)
-
-
-@pytest.mark.parametrize("name", [Q, Q + SCALES])
-def test_any_box_has_the_bytes_of_the_whole(name: str, tmp_path: Path) -> None:
-    derived, whole, rng = encoded_catalog(tmp_path / "hub"), in_whole(weights())[name], random.Random(0)
-    made = derived.files[derived.chunks.file[derived.tensors[name].first_chunk]].derivation
-    assert isinstance(made, Computed)
-    with SourceFiles(made.catalog.files) as files, files.reader() as reader:
-        for _ in range(50):
-            first = [rng.randrange(size) for size in whole.shape]
-            sizes = [rng.randint(1, size - at) for size, at in zip(whole.shape, first, strict=True)]
-            box = computed_box(made, reader, Region(tuple(first), tuple(sizes)), name)
-            part = whole[first[0] : first[0] + sizes[0], first[1] : first[1] + sizes[1]]
-            assert box.tobytes() == raw(part)
 
 
 def test_paths_of_a_save_name_both(tmp_path: Path) -> None:

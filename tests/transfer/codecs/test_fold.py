@@ -10,14 +10,11 @@ from safetensors.torch import save_file
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.factored import Target
-from shardkit.core.regions import Region
 from shardkit.errors import LayoutError
 from shardkit.formats.folded import floating_targets
 from shardkit.formats.hub.directory import open_model
-from shardkit.transfer.codecs.boxes import read_box
 from shardkit.transfer.codecs.derive import derive
 from shardkit.transfer.codecs.fold import Fold, steps
-from shardkit.transfer.sources import SourceFiles
 from tests.answers import HIGH_WATER, answer_of
 from tests.operations.consolidate.checkpoints import save
 from tests.osft.factored import fold
@@ -51,10 +48,6 @@ def test_any_range(rows: int, columns: int, dtype: torch.dtype, tmp_path: Path) 
     catalog = catalog_of(tmp_path, tensors)
     assert list(catalog.tensors) == ["a.b.weight"]
     torch.testing.assert_close(read(catalog, "a.b.weight"), whole(tensors), rtol=1e-6, atol=1e-5)
-    box = Region((3, 5), (rows - 5, columns - 9))
-    with SourceFiles(catalog.files) as files, files.reader() as reader:
-        found = torch.from_numpy(read_box(catalog, "a.b.weight", box, reader).view("f4"))
-    torch.testing.assert_close(found, whole(tensors)[3:-2, 5:-4], rtol=1e-6, atol=1e-5)
 
 
 def test_other_tensors_stay_in_their_order(tmp_path: Path) -> None:
