@@ -178,9 +178,10 @@ def _save_page(result: object, path: str) -> None:
 
 def _bar() -> Any:
     """Return the progress bar for a call from Python, which shows nothing if nobody can see it."""
-    from shardkit.cli.progress import bar_of_a_call  # imported here, because the command line has its own bar
+    # Imported here, because the command line has its own bar.
+    from shardkit.cli.progress import bar_of_library_calls
 
-    return bar_of_a_call()
+    return bar_of_library_calls()
 
 
 def __dir__() -> list[str]:

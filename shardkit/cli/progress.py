@@ -211,7 +211,7 @@ class ByteLines:
         return f"{label}: {share}, {format_size(round(rate))}/s{rest if done_bytes < total_bytes else ''}"
 
 
-def bar_of_a_call() -> Progress:
+def bar_of_library_calls() -> Progress:
     """Return the progress bar for a function of the library that is called from Python, not from the command line.
 
     It shows something only on a terminal or in a notebook, and not if SHARDKIT_NO_PROGRESS is set.

@@ -1,4 +1,4 @@
-"""One small checkpoint for each reader, as its writer leaves it: what `test_conformance` opens, moves and damages."""
+"""One small checkpoint for each reader, as its writer leaves it: what `test_formats_conformance` opens, moves and damages."""
 
 from __future__ import annotations
 

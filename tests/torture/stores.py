@@ -100,6 +100,12 @@ class Runs:
         codes: list[int] = json.loads(self._line())
         return codes
 
+    def run(self, commands: list[list[str]]) -> None:
+        """Run commands at the same time, all of which have to end well."""
+        self.begin(commands)
+        codes = self.end()
+        assert not any(codes), f"exit codes {codes} of {[command[:1] + command[3:] for command in commands]}"
+
     def _line(self) -> str:
         assert self._process.stdout
         return self._process.stdout.readline()
@@ -157,8 +163,7 @@ def serving(kind: str, home: Path) -> Iterator[Store | None]:
                 for found, other in ((store.expected, False), (store.others, True)):
                     proxy.reset()
                     out = f"s3://{servers.BUCKET}/whole/{verb}-{other}"
-                    runs.begin([store.command(verb, out, other=other)])
-                    assert runs.end() == [0], verb
+                    runs.run([store.command(verb, out, other=other)])
                     found[verb] = objects(out)
                 store.num_requests[verb] = len(proxy.seen)
             yield store
@@ -195,8 +200,7 @@ def attempt(store: Store, number: int, seed: int = 0) -> str:
     out, marker = f"s3://{servers.BUCKET}/kills-{seed}/{number}", MARKERS.get(verb, ".metadata")
     runs.proxy.reset()
     if replaces:
-        runs.begin([store.command(verb, out, other=True)])
-        assert runs.end() == [0]
+        runs.run([store.command(verb, out, other=True)])
     is_two = choose.random() < 0.25
     command = store.command(verb, out, overwrite=replaces)
     kill_at(runs, choose.randrange(store.num_requests[verb]), is_before=choose.random() < 0.5)
@@ -207,9 +211,8 @@ def attempt(store: Store, number: int, seed: int = 0) -> str:
     seen = visible(store, verb, out, marker, replaces=replaces)
     assert seen == "new" or 0 not in codes, "a run said that it was done"
     if seen != "new":
-        runs.begin([command])
-        assert runs.end() == [0]
-        assert visible(store, verb, out, marker, replaces=replaces) == "new"
+        runs.run([command])
+        assert visible(store, verb, out, marker, replaces=replaces) == "new", "the next run wrote nothing new"
     return seen
 
 
@@ -224,8 +227,7 @@ def attempt_parts(store: Store, number: int, seed: int = 0) -> str:
     out, marker = f"s3://{servers.BUCKET}/parts-{seed}/{number}", MARKERS.get(verb, ".metadata")
     runs.proxy.reset()
     if replaces:
-        runs.begin([store.command(verb, out, other=True)])
-        assert runs.end() == [0]
+        runs.run([store.command(verb, out, other=True)])
     command, seen = store.command(verb, out, overwrite=replaces), "old" if replaces else "none"
 
     def parts(count: int) -> list[list[str]]:
@@ -252,11 +254,9 @@ def attempt_parts(store: Store, number: int, seed: int = 0) -> str:
         was, seen = seen, visible(store, verb, out, marker, replaces=replaces)
         assert was != "new" or seen == "new", "the new output is gone"
         assert seen == "new" or any(codes), "all said that they were done"
-    runs.begin(parts(2))
-    assert runs.end() == [0, 0]
-    runs.begin([["commit", out]] * 2)
-    assert runs.end() == [0, 0]
-    assert visible(store, verb, out, marker, replaces=replaces) == "new"
+    runs.run(parts(2))
+    runs.run([["commit", out]] * 2)
+    assert visible(store, verb, out, marker, replaces=replaces) == "new", "the next run wrote nothing new"
     rest = (
         objects(out).keys() - store.expected[verb].keys() - (store.others[verb].keys() if replaces else set())
     )

@@ -113,6 +113,14 @@ class DcpFolder(Protocol):
         """(file, end) of each record that is not in the catalog because another rank saved the same chunk."""
 
     @property
+    def doubts(self) -> tuple[str, ...]:
+        """The notes of `catalog` that something may be missing."""
+
+    @property
+    def leftovers(self) -> tuple[str, ...]:
+        """The notes of `catalog` about files of another save."""
+
+    @property
     def has_records(self) -> bool:
         """True if tensors are stored as `torch.save` records, which have a CRC-32."""
 

@@ -99,6 +99,10 @@ class DcpDirectory:
     """With rank-local metadata, chunks that a later rank saved again; the catalog has the first rank's."""
     differing: tuple[DifferentCopies, ...] = ()
     """Those of `copies` whose bytes differ from the first rank's."""
+    doubts: tuple[str, ...] = ()
+    """The notes of `catalog` that something may be missing."""
+    leftovers: tuple[str, ...] = ()
+    """The notes of `catalog` about files of another save."""
 
     @property
     def copy_ends(self) -> Sequence[tuple[int, int]]:
@@ -259,7 +263,6 @@ def _catalog(directory: str, metadata: DcpMetadata, files: list[SourceFile]) -> 
         objects=tuple(metadata.objects),
         paths=metadata.paths,
         metadata_crc32=metadata.crc32,
-        notes=tuple(_notes(directory, metadata)),
     )
 
 
@@ -288,13 +291,16 @@ def open_metadata(directory: str, metadata: DcpMetadata) -> DcpDirectory:
         check_tiling(metadata)
     catalog = _catalog(directory, metadata, files)
     compared = _compare(catalog, metadata.copies)
-    catalog.notes += tuple(compared.notes())
+    doubts, leftovers = tuple(_doubts(metadata)), tuple(_leftovers(directory, metadata))
+    catalog.notes = (*doubts, *leftovers, *compared.notes())
     return DcpDirectory(
         catalog=catalog,
         transforms=metadata.transforms,
         objects=metadata.objects,
         copies=metadata.copies,
         differing=compared.differing(),
+        doubts=doubts,
+        leftovers=leftovers,
     )
 
 
@@ -491,12 +497,17 @@ def _owners_text(names: Sequence[str]) -> str:
     return f"{shown} and others lie" if len(names) > _SHOWN_NAMES else f"{shown} would lie"
 
 
-def _notes(directory: str, metadata: DcpMetadata) -> Iterator[str]:
+def _doubts(metadata: DcpMetadata) -> Iterator[str]:
+    """Yield a note about bytes whose tensors or objects are not described."""
     if metadata.orphans:
         yield (
             f"{metadata.where} places bytes of {count(len(metadata.orphans), 'name')} that it does not describe: "
             + listed(metadata.orphans)
         )
+
+
+def _leftovers(directory: str, metadata: DcpMetadata) -> Iterator[str]:
+    """Yield notes about files of another save."""
     ranks = rank_files(_listing(directory))
     if metadata.where == METADATA and ranks:
         yield f"{len(ranks)} rank-local metadata files of another save were left alone: {listed(list(ranks.values()))}"

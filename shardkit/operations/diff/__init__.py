@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 # Largest relative error at which factors, multiplied out, still count as the weight itself. Rounding in the decomposition
 # alone gives 4e-8 if it is computed in float64, and 2e-6 in float32, as mini_trainer does.
-_MAX_MISSED = 1e-5
+_MAX_ROUNDING_ERROR = 1e-5
 
 Status = Literal["equal", "close", "tied", "folded", "only_a", "only_b", "shape", "dtype", "values"]
 
@@ -287,7 +287,7 @@ class Comparison:
                 is_one_alone = one.names.keys() != two.names.keys()
                 ties = {**find_ties(one, two), **find_ties(two, one)} if is_one_alone else {}
                 tensors = [
-                    self._compare(name) if self._is_read(name) else self._describe_unpaired(name, ties)
+                    self._compare(name) if self._is_read(name) else self._describe_unread(name, ties)
                     for name in self._names
                 ]
             finally:
@@ -301,7 +301,7 @@ class Comparison:
         is_in_both = name in self._a.names and name in self._b.names
         return is_in_both and self._a.entry(name).shape == self._b.entry(name).shape
 
-    def _describe_unpaired(self, name: str, ties: Mapping[str, str]) -> TensorDiff:
+    def _describe_unread(self, name: str, ties: Mapping[str, str]) -> TensorDiff:
         """Return the result for a tensor that `_compare` does not get: only one side has it, or the shapes differ.
 
         Args:
@@ -468,7 +468,7 @@ def _is_folded_well(measure: Measure) -> bool:
         stats is not None
         and not stats.num_nonfinite
         and stats.relative_error is not None
-        and stats.relative_error <= _MAX_MISSED
+        and stats.relative_error <= _MAX_ROUNDING_ERROR
     )
 
 

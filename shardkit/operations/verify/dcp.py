@@ -86,11 +86,9 @@ def verify_dcp(
     report.num_tensors += len(opened.catalog.tensors)
     stored += (NamedShape(e.fqn, e.dtype.name, e.shape) for e in opened.catalog.tensors.values())
     objects += opened.objects
-    # `open_dcp` notes files of another save ("were left alone") and bytes of names without a description ("does not
-    # describe"). The files get a warning each from `_stale_warnings`, so that note is dropped; the bytes are a doubt.
-    notes = [note for note in opened.catalog.notes if "were left alone" not in note]
-    report.add_doubts(note for note in notes if "does not describe" in note)
-    report.add_notes(notes)
+    report.add_doubts(opened.doubts)
+    # Each file of another save gets a warning from `_stale_warnings`.
+    report.add_notes(note for note in opened.catalog.notes if note not in opened.leftovers)
     # A directory with objects alone is refused as a checkpoint (`as_checkpoint`), and that error lists them already.
     if opened.catalog.tensors:
         lines = object_lines(opened)

@@ -129,7 +129,7 @@ def _check_files(described: CheckedManifest, report: Report) -> None:
     for file in manifest.all_files(content):
         if is_there(file):
             described.files[file.name] = file
-        if isinstance(file, manifest.ShardFile) and _has_own_list(described, file, report):
+        if isinstance(file, manifest.ShardFile) and _has_its_chunk_list(described, file, report):
             if is_there(file.chunks):
                 _check_list(described, file, report)
 
@@ -152,7 +152,7 @@ def _report_unlike(
         report.problem(SIZE, file=where, expected=str(file.size), found=str(size))
 
 
-def _has_own_list(described: CheckedManifest, file: manifest.ShardFile, report: Report) -> bool:
+def _has_its_chunk_list(described: CheckedManifest, file: manifest.ShardFile, report: Report) -> bool:
     """True if the manifest gives a shard file the chunk list that is named after it; otherwise report that."""
     name = chunk_list.name_for(file.name)
     if file.chunks.name != name:
