@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
+import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardkit
@@ -74,6 +75,21 @@ def _dcp(root: Path, ranks: Path) -> Sample:
 
 def _rank_local(root: Path, ranks: Path) -> Sample:
     save_rank_local(lambda mesh: {"model": _sharded(mesh)}, 3, root / "c")
+    return Sample(path=root / "c", format="dcp", truth=_nested(weights(), "model"))
+
+
+def _replicated(root: Path, ranks: Path) -> Sample:
+    """The second rank has nothing but copies of what the first one has."""
+    save_rank_local(
+        lambda mesh: {name: replicate(tensor, mesh) for name, tensor in weights().items()}, 2, root / "c"
+    )
+    return Sample(path=root / "c", format="dcp", truth=expected(weights()))
+
+
+def _bare_bytes(root: Path, ranks: Path) -> Sample:
+    """Shards without records around the tensors."""
+    bare = SerializationFormat.SAFETENSORS
+    save_rank_local(lambda mesh: {"model": _sharded(mesh)}, 2, root / "c", serialization_format=bare)
     return Sample(path=root / "c", format="dcp", truth=_nested(weights(), "model"))
 
 
@@ -165,12 +181,12 @@ def _deepspeed(write: Callable[[Path, int, Any], Path], num_ranks: int) -> Calla
 def _deepspeed_classes() -> Iterator[type[enum.IntEnum]]:
     """Make the class that DeepSpeed's pickles name importable while they are written."""
     config = ModuleType("deepspeed.runtime.zero.config")
-    names = {"disabled": 0, "one": 1, "two": 2, "three": 3}
-    stages = config.ZeroStageEnum = enum.IntEnum("ZeroStageEnum", names, module=config.__name__)  # type: ignore[attr-defined]
-    modules = {
-        name: ModuleType(name) for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero")
-    }
-    with mock.patch.dict(sys.modules, {**modules, config.__name__: config}):
+    values = {"disabled": 0, "one": 1, "two": 2, "three": 3}
+    stages = config.ZeroStageEnum = enum.IntEnum("ZeroStageEnum", values, module=config.__name__)  # type: ignore[attr-defined]
+    names = ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero")
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (*map(ModuleType, names), config):
+            patch.setitem(sys.modules, module.__name__, module)
         yield stages
 
 
@@ -211,6 +227,8 @@ def _full_file(root: Path, ranks: Path) -> Sample:
 SAMPLES: dict[str, Callable[[Path, Path], Sample]] = {
     "dcp": _dcp,
     "dcp, metadata of ranks": _rank_local,
+    "dcp, replicas": _replicated,
+    "dcp, bare bytes": _bare_bytes,
     "preshard": _presharded,
     "save": _saved,
     "dcp-hf": _safetensors_shards,

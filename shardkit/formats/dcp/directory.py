@@ -533,17 +533,13 @@ def unused_shards(directory: str, names: Collection[str]) -> list[str]:
 def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
     """Check that every extent is inside its file, and that two extents either share no byte or are equal.
 
-    The copies of chunks that ranks saved too are extents like others: a rank of the training may load its own.
-
     Raises:
         SourceError: names every tensor and file.
     """
     chunks, places = metadata.chunks, [place for place in metadata.objects.values() if place]
-    copies = [(copy.place, copy.row) for copy in metadata.copies]
     has_no_empty = metadata.encoding != "raw"  # a record has more bytes than its data
     if has_no_empty and len(chunks) >= MIN_TOTAL:
         more = [(place.file, place.start, place.nbytes) for place in places]
-        more += (place for place, _ in copies)
         if are_apart(chunks.file, chunks.start, chunks.nbytes, [file.size for file in files], more):
             return
     owner = _owners(metadata.tensors)
@@ -553,7 +549,6 @@ def check_extents(metadata: DcpMetadata, files: list[SourceFile]) -> None:
             zip(chunks.file, chunks.start, chunks.nbytes, strict=True)
         )
     ]
-    extents += ((file, start, start + nbytes, row) for (file, start, nbytes), row in copies)
     objects = list(metadata.objects.items())
     for index, (_, place) in enumerate(objects):
         if place:

@@ -177,11 +177,7 @@ def _belongs_to(name: str, tag: str) -> bool:
 
 
 def _has_states(path: str) -> bool:
-    """True if a directory has files of a saved state. A universal one may have lost its only file of the model."""
-    if any(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name) for name in listing(path)):
-        return True
-    universal = folder_below(path, "zero")
-    return universal is not None and "optimizer_state.pt" in listing(universal)
+    return any(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name) for name in listing(path))
 
 
 def list_state_files(tag: Tag) -> StateFiles:

@@ -75,9 +75,8 @@ def verify_dcp(
         report_damaged(error, directory, report, folder=folder, is_known=is_known)
         return _files_by_lists(folder, described, report)
     except SourceError as error:
-        has_metadata = storage.lexists(
-            path_in(directory, METADATA)
-        )  # without it, each rank may have an `__R.metadata`
+        # Without it, each rank may have an `__R.metadata`.
+        has_metadata = storage.lexists(path_in(directory, METADATA))
         is_about_it = METADATA in error.message and has_metadata
         report.error(error, file=os.path.join(folder, METADATA) if is_about_it else None)
         if not has_metadata and error.hint:
@@ -191,12 +190,33 @@ class _Folder:
                 files[location.file].archives.append(Archive(location.start, location.nbytes, fqn))
         if self._described is None:  # otherwise sizes of files are compared with the manifest's
             self._warn_of_trailing_bytes(files)
+            self._report_lost_copies()
         is_spelled = self._num_alike > len(self._unlike)
         for file in files.values():
             file.is_spelled_as_torch = is_spelled
         self._report_unlike(is_spelled)
         self._report_classes()
         return list(files.values())
+
+    def _report_lost_copies(self) -> None:
+        """Report files that are missing or end before a copy of a chunk. Only the rank that saved it may read it there."""
+        needed = dict[int, int]()
+        for number, end in self._opened.copy_ends if self._opened.has_records else ():
+            needed[number] = max(needed.get(number, 0), end)
+        for number, end in needed.items():
+            source = self._opened.catalog.files[number]
+            try:
+                size = storage.getsize(source.path)
+            except FileNotFoundError:
+                size = -1
+            except OSError:  # reported where its other bytes are read
+                continue
+            if size < end:
+                self._report.problem(
+                    f"it has {size} bytes, and needs at least {end}" if size >= 0 else "no such file",
+                    file=os.path.join(self._folder, source.name),
+                    is_missing=size < 0,
+                )
 
     def _warn_of_trailing_bytes(self, files: Mapping[int, FileBytes]) -> None:
         """Warn about bytes behind the last record of a file: nothing reads them, and torch writes none."""

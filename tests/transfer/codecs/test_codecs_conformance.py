@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import save_file
 
 from shardkit import formats
-from shardkit.core.catalog import Catalog, Codec, Computed, SourceReader
+from shardkit.core.catalog import Catalog, Codec, Computed
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.factored import Target
 from shardkit.core.regions import Region, full_region
 from shardkit.formats.contract import PlainWeights
 from shardkit.formats.hub.directory import open_model
 from shardkit.keys.expressions import Opaque, Stored, cut, permute, reshape
-from shardkit.transfer.codecs import boxes
+from shardkit.transfer.codecs import boxes, dequantize, lora
 from shardkit.transfer.codecs.bound import View
 from shardkit.transfer.codecs.boxes import computed_box, fill_computed
 from shardkit.transfer.codecs.converted import GroupConverter, GroupMember
@@ -93,7 +93,7 @@ def _lora(
             "lora.b": _numbers(outputs, rank * count),
             "lora.m": _numbers(outputs).abs(),
         }
-        lora = Lora(
+        merge = Lora(
             base=NAME,
             dtype=BFLOAT16,
             shape=(rows, columns),
@@ -103,16 +103,18 @@ def _lora(
             scale=0.5,
             kind=kind,
         )
-        return stored, LoraOfExperts(expert=lora, num_experts=num_experts, rank=rank) if num_experts else lora
+        return stored, LoraOfExperts(
+            expert=merge, num_experts=num_experts, rank=rank
+        ) if num_experts else merge
 
     return make
 
 
 def _lora_of_bias() -> Sample:
-    lora = Lora(
+    merge = Lora(
         base=NAME, dtype=FLOAT32, shape=(37,), a=None, b="lora.b", magnitude=None, scale=2, kind="bias"
     )
-    return {NAME: _numbers(37), "lora.b": _numbers(37)}, lora
+    return {NAME: _numbers(37), "lora.b": _numbers(37)}, merge
 
 
 def _trained_rows() -> Sample:
@@ -166,17 +168,24 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
 
 
 class Opened:
-    """A computed tensor and a reader of its sources."""
+    """A computed tensor and its sources."""
 
-    def __init__(self, catalog: Catalog, reader: SourceReader) -> None:
-        self.entry, self.reader = catalog.tensors[NAME], reader
+    def __init__(self, catalog: Catalog, files: SourceFiles) -> None:
+        self.entry, self._files = catalog.tensors[NAME], files
         (row,) = self.entry.chunk_ids
         computed = catalog.files[catalog.chunks.file[row]].derivation
         assert isinstance(computed, Computed)
         self.computed = computed
 
     def box(self, region: Region) -> bytes:
-        return computed_box(self.computed, self.reader, region, NAME).tobytes()
+        """Return the bytes of a box; any thread may call it."""
+        with self._files.reader() as reader:
+            return computed_box(self.computed, reader, region, NAME).tobytes()
+
+    def fill(self, start: int, part: memoryview) -> None:
+        """Fill a buffer with the bytes from `start` on."""
+        with self._files.reader() as reader:
+            fill_computed(self.computed, reader, start, part, NAME)
 
     def whole(self) -> np.ndarray:
         """Return all of it, as elements of its item size."""
@@ -194,7 +203,12 @@ class Opened:
 
 
 @pytest.fixture(params=SAMPLES)
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opened]:
+def opened(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Opened]:
+    """Open a sample, which is computed in several blocks."""
+    monkeypatch.setattr(dequantize, "_MAX_NUMBERS", 500)
+    monkeypatch.setattr(lora, "_BLOCK_NUMBERS", 1)
     torch.manual_seed(0)
     stored, codec = SAMPLES[request.param]()
     tensors = {name: tensor.contiguous() for name, tensor in stored.items()}
@@ -204,15 +218,15 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Opened]:
         catalog = formats.open(str(tmp_path), plain=PlainWeights(dtype=BFLOAT16, by_content=True)).catalog
     else:
         catalog = derive(open_model(str(tmp_path)).catalog, {NAME: codec})
-    with SourceFiles(catalog.files) as files, files.reader() as reader:
-        yield Opened(catalog, reader)
+    with SourceFiles(catalog.files) as files:
+        yield Opened(catalog, files)
 
 
 def test_shape_and_dtype_are_those_of_the_boxes(opened: Opened) -> None:
     codec = opened.computed.codec
     assert (codec.shape, codec.dtype) == (opened.entry.shape, opened.entry.dtype)
-    box = codec.box(boxes._ReadParts(opened.computed.catalog, opened.reader, NAME), full_region(codec.shape))
-    assert (box.shape, box.dtype.itemsize) == (codec.shape, codec.dtype.itemsize)
+    for region in opened.boxes(3):
+        assert len(opened.box(region)) == region.num_elements * codec.dtype.itemsize
 
 
 def test_any_box_has_the_bits_of_the_whole(opened: Opened) -> None:
@@ -227,15 +241,17 @@ def test_any_range_of_bytes(opened: Opened) -> None:
     for _ in range(40):
         start, stop = sorted(rng.choices(range(0, len(data) + 1, itemsize), k=2))
         part = bytearray(stop - start)
-        fill_computed(opened.computed, opened.reader, start, memoryview(part), NAME)
+        opened.fill(start, memoryview(part))
         assert part == data[start:stop], (start, stop)
 
 
 def test_threads_do_not_disturb_each_other(opened: Opened) -> None:
-    whole, regions = opened.whole(), list(opened.boxes(40))
+    regions = list(opened.boxes(40))
     with ThreadPoolExecutor(4) as pool:
-        for region, found in zip(regions, pool.map(opened.box, regions), strict=True):
-            assert found == whole[window(region)].tobytes(), region
+        found = list(pool.map(opened.box, regions))
+    whole = opened.whole()
+    for region, box in zip(regions, found, strict=True):
+        assert box == whole[window(region)].tobytes(), region
 
 
 def test_only_what_it_names_is_read(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
