@@ -79,8 +79,10 @@ PEAK = f"""{HIGH_WATER}
 import json, sys
 import torch
 import shardkit
+from tests.worlds.processes import return_freed_memory
 torch.randn(300, 300, dtype=torch.float64) @ torch.randn(300, 300, dtype=torch.float64)
 shardkit.consolidate
+return_freed_memory()
 before = high_water()
 shardkit.consolidate(sys.argv[1], sys.argv[2], max_memory=int(sys.argv[3]), dtype="bf16")
 print(json.dumps(high_water() - before))
@@ -89,11 +91,8 @@ print(json.dumps(high_water() - before))
 
 @pytest.mark.prove
 def test_peak_memory(tmp_path: Path) -> None:
-    """A tall weight and a wide one, 106 MiB each with its factors in float64: in 16 MiB, and the least that blocks take.
-
-    Modules that consolidate imports take 7 MiB: that is the peak of a tiny weight.
-    """
+    """A tall weight and a wide one, 106 MiB each with its factors in float64: in 16 MiB, and the least that blocks take."""
     tensors = random(6144, 1024, 512)
     wide = {name.replace("a.b.", "a.c."): value for name, value in random(1024, 6144, 512).items()}
     checkpoint = save({"model": tensors | wide}, tmp_path / "step-1")
-    assert answer_of(PEAK, checkpoint, tmp_path / "out", 16 * MIB) < (16 + 32 + 8) * MIB
+    assert answer_of(PEAK, checkpoint, tmp_path / "out", 16 * MIB) < (16 + 32) * MIB
