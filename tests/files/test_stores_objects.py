@@ -202,6 +202,29 @@ def test_an_unclear_answer_is_settled_by_a_look(place: Place, fault: str) -> Non
         assert not proxy.faults
 
 
+def test_what_refused_a_put_may_be_gone_before_anyone_can_look(place: Place) -> None:
+    """As when the commit of another process removes the record of a job that this one begins."""
+    proxy, there = place
+    removed = list[str]()
+
+    def remove(seen: servers.Seen) -> None:
+        if seen.method == "HEAD" and not removed:
+            removed.append(seen.path)
+            there.delete(["record"])
+
+    for tags in ({"shardkit_job": "ours"}, {"shardkit_job": "theirs"}):
+        assert there.put_if("record", b"1", tags, None) == "put"
+        proxy.before = remove
+        assert there.put_if("record", b"2", {"shardkit_job": "ours"}, None) == "put"
+        proxy.before = lambda seen: None
+        stored = there.get("record")
+        assert removed
+        assert stored is not None
+        assert stored.data == b"2"
+        there.delete(["record"])
+        removed.clear()
+
+
 def test_a_conditional_put_needs_no_object(place: Place) -> None:
     """ "Not found" is a failure of the store then."""
     place[0].strikes = lambda seen: True

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 from shardkit.core.text import escape
 from shardkit.errors import UsageError
 from shardkit.files.remote.cloud import Bucket
-from shardkit.files.remote.contract import Listing, attempt, attempt_without_object, unanswered
+from shardkit.files.remote.contract import NUM_TRIES, Listing, attempt, attempt_without_object, unanswered
 from shardkit.files.remote.kinds import WRITABLE, split, store_of
 
 PART_NBYTES = 8 << 20
@@ -165,26 +165,28 @@ class Objects:
         obstore's errors are not conclusive: a request may have been executed before it failed, or may have been sent
         twice. The object's tags decide.
         """
-        num_tries = 0
+        is_unclear = False  # some request failed that may have been executed
 
-        def put(key: str) -> PutResult:
-            nonlocal num_tries
+        def put(key: str, num_left: int = NUM_TRIES) -> PutResult:
+            nonlocal is_unclear
             import obstore
             from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-            num_tries += 1
             mode: Any = "create" if replaced is None else replaced
             try:
                 obstore.put(self._store.client(), key, data, mode=mode, attributes=dict(tags))
                 return "put"
             except _errors() as error:
+                is_refused = isinstance(error, (AlreadyExistsError, PreconditionError))
+                is_unclear = is_unclear or not is_refused
                 stored = self._request(key, is_read=False)
                 if stored is not None and tags.items() <= stored.tags.items():
-                    is_clear = num_tries == 1 and isinstance(error, (AlreadyExistsError, PreconditionError))
-                    return "same" if is_clear else "put"
+                    return "put" if is_unclear else "same"
                 if (stored and stored.version) != replaced:
                     return "other"
-                raise
+                if not (is_refused and num_left > 1):
+                    raise
+            return put(key, num_left - 1)  # another process has removed the object that refused this one
 
         return attempt_without_object(self._store, f"{self.path}/{name}", lambda: put(self._prefix + name))
 

@@ -280,7 +280,7 @@ def _check_harmless(command: Command) -> None:
     ]
     UsageError.raise_for(
         flags,
-        "the parts were told what no record in a store is believed, since others may write there",
+        "the parts had options that `commit` does not take from a record in a store, since others may write there",
         hint="run any of the parts again instead, with the options that it had: once nothing is missing it commits",
     )
 

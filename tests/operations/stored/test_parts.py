@@ -499,7 +499,7 @@ def test_what_a_record_in_a_store_may_not_ask_for(
             content["command"]["verb"] = "consolidate"
             content["command"]["options"] = {"checkpoint": "x", option: value}
         put(out, record, json.dumps(content).encode())
-        with pytest.raises(UsageError, match="no record in a store is believed"):
+        with pytest.raises(UsageError, match="does not take from a record in a store"):
             shardkit.commit(out)
 
 
