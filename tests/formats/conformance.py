@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -22,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardkit
 from tests.formats import rank_world
 from tests.formats.dcp.samples import alter, replicate, save, save_rank_local, save_shards, shard
-from tests.formats.deepspeed import test_checkpoint as deepspeed
+from tests.formats.deepspeed import samples as deepspeed
 from tests.formats.reading import Contents, expected
 from tests.formats.trainers.test_torch_checkpointing import describe
 
@@ -168,26 +163,11 @@ def _torch_checkpointing(root: Path, ranks: Path) -> Sample:
     return Sample(path=path, format="torch-checkpointing", truth=truth)
 
 
-def _deepspeed(write: Callable[[Path, int, Any], Path], num_ranks: int) -> Callable[[Path, Path], Sample]:
-    def make(root: Path, ranks: Path) -> Sample:
-        with _deepspeed_classes() as stages:
-            path = write(root / "run", num_ranks, stages)
-        return Sample(path=path, format="deepspeed", truth=expected(deepspeed.truth()))
-
-    return make
-
-
-@contextmanager
-def _deepspeed_classes() -> Iterator[type[enum.IntEnum]]:
-    """Make the class that DeepSpeed's pickles name importable while they are written."""
-    config = ModuleType("deepspeed.runtime.zero.config")
-    values = {"disabled": 0, "one": 1, "two": 2, "three": 3}
-    stages = config.ZeroStageEnum = enum.IntEnum("ZeroStageEnum", values, module=config.__name__)  # type: ignore[attr-defined]
-    names = ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero")
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (*map(ModuleType, names), config):
-            patch.setitem(sys.modules, module.__name__, module)
-        yield stages
+def _deepspeed(write: Callable[[Path, int], Path], number: int) -> Callable[[Path, Path], Sample]:
+    """`number` is what it writes of: ranks, or the stage of a universal checkpoint."""
+    return lambda root, ranks: Sample(
+        path=write(root / "run", number), format="deepspeed", truth=expected(deepspeed.truth())
+    )
 
 
 def _hub(root: Path, ranks: Path) -> Sample:
@@ -240,7 +220,7 @@ SAMPLES: dict[str, Callable[[Path, Path], Sample]] = {
     "torch-checkpointing": _torch_checkpointing,
     "deepspeed, ZeRO-2": _deepspeed(deepspeed.write_joined, 2),
     "deepspeed, ZeRO-3": _deepspeed(deepspeed.write_partitioned, 3),
-    "deepspeed, universal": _deepspeed(lambda root, _, stages: deepspeed.write_universal(root, 2, stages), 2),
+    "deepspeed, universal": _deepspeed(deepspeed.write_universal, 2),
     "hub": _hub,
     "hub, index": _hub_in_files,
     "hub, bin": _hub_bin,

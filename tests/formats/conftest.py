@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,9 @@ import pytest
 @pytest.fixture
 def save_dcp() -> Callable[[Mapping[str, Any], Path], Path]:
     """Return a function that saves a state dict with stock `dcp.save` from this process alone."""
-    import torch.distributed.checkpoint as dcp
+    from tests.formats.dcp.samples import save
 
-    def save(state: Mapping[str, Any], directory: Path) -> Path:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it saves in a single process, as it is told to
-            dcp.save(dict(state), checkpoint_id=str(directory), no_dist=True)
-        return directory
-
-    return save
+    return lambda state, directory: Path(save(dict(state), directory))
 
 
 @pytest.fixture

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from shardkit.core.catalog import Catalog
+from shardkit.core.catalog import Catalog, subset
 from shardkit.core.regions import relative_to, runs
 from shardkit.formats.contract import Checkpoint
+from shardkit.formats.contract.optimizer import OptimizerState
 from shardkit.formats.dcp import chunk_list
 from shardkit.formats.dcp.chunk_list import ChunkList
 from tests.bits import raw
@@ -25,6 +27,11 @@ def contents(checkpoint: Checkpoint) -> Contents:
     """Return dtype, shape and row-major bytes of every tensor."""
     catalog = checkpoint.select(list(checkpoint.catalog.tensors))
     assert catalog.encoding == "raw"
+    return held(catalog)
+
+
+def held(catalog: Catalog) -> Contents:
+    """Return the same of a "raw" catalog."""
     return {
         name: (entry.dtype.name, entry.shape, read_tensor(catalog, name))
         for name, entry in catalog.tensors.items()
@@ -51,6 +58,21 @@ def read_tensor(catalog: Catalog, name: str) -> bytes:
             filled += len(piece)
     assert filled == entry.nbytes
     return bytes(out)
+
+
+def tensors_of(state: OptimizerState) -> Contents:
+    """Return the tensors of an optimizer's state."""
+    return held(subset(state.catalog, [name for name in state.catalog.tensors if name not in state.objects]))
+
+
+def objects_of(state: OptimizerState) -> dict[str, Any]:
+    """Return what an optimizer's state has beside tensors."""
+    import torch
+
+    return {
+        name: torch.load(io.BytesIO(read_tensor(state.catalog, name)), weights_only=True)
+        for name in state.objects
+    }
 
 
 def expected(tensors: Mapping[str, Any]) -> Contents:

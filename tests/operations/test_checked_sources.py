@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,7 @@ from shardkit.operations.consolidate import ConsolidateResult
 from shardkit.transfer import checks, fill, sources, stream
 from tests.bits import flip
 from tests.corruption.outputs import columns
-from tests.formats.deepspeed.test_checkpoint import deepspeed_classes as deepspeed_classes
-from tests.formats.deepspeed.test_checkpoint import write_joined, write_partitioned
+from tests.formats.deepspeed.samples import write_joined, write_partitioned
 from tests.manifests import write_file_list
 
 TENSORS = {f"layers.{n}.weight": torch.arange(n, n + 6000.0).reshape(60, 100) for n in range(3)}
@@ -418,13 +418,9 @@ def test_views_that_overlap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_joined, write_partitioned])
-def test_flats_of_deepspeed(
-    tmp_path: Path,
-    write: object,
-    deepspeed_classes: object,
-) -> None:
+def test_flats_of_deepspeed(tmp_path: Path, write: Callable[[Path, int], Path]) -> None:
     """Many parameters in one storage; one with padding, which nothing reads, is not compared."""
-    run = write(tmp_path / "run", 3, deepspeed_classes)  # type: ignore[operator]
+    run = write(tmp_path / "run", 3)
     result = shardkit.consolidate(run, tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     stored.pop("head.weight", None)  # the same bytes as the embedding

@@ -1,4 +1,4 @@
-"""DCP checkpoints made by stock torch in this process, rank by rank, and reading tensors back from a catalog."""
+"""DCP checkpoints made by stock torch in this process, rank by rank."""
 
 from __future__ import annotations
 
@@ -21,43 +21,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardkit.core.catalog import Catalog, SourceFile
 from shardkit.core.dtypes import BY_NAME
-from shardkit.core.regions import Region, relative_to, runs
+from shardkit.core.regions import Region
 from shardkit.formats.dcp.directory import open_dcp
 from shardkit.formats.dcp.writer import write_metadata
-from tests.bits import raw
-
-
-def read_tensor(catalog: Catalog, fqn: str) -> bytes:
-    """Assemble a tensor's bytes from the chunks of a "raw" catalog."""
-    entry, table = catalog.tensors[fqn], catalog.chunks
-    out = bytearray(entry.nbytes)
-    itemsize = entry.dtype.itemsize
-    for row in entry.chunk_ids:
-        source, region = catalog.files[table.file[row]], table.region(row)
-        assert table.nbytes[row] == region.num_elements * itemsize
-        if not source.is_raw:
-            data = bytes(source.decoded())
-        else:
-            with open(source.path, "rb") as file:
-                file.seek(table.start[row])
-                data = file.read(table.nbytes[row])
-        if not entry.shape:
-            return data
-        for run in runs(relative_to(region, (0,) * len(entry.shape)), entry.shape):
-            at = run.source * itemsize
-            out[at : at + run.length * itemsize] = data[
-                run.target * itemsize : (run.target + run.length) * itemsize
-            ]
-    return bytes(out)
+from tests.formats.reading import expected, held
 
 
 def assert_holds(catalog: Catalog, tensors: Mapping[str, torch.Tensor]) -> None:
     """The catalog holds these tensors, in any order, and nothing else."""
-    assert set(catalog.tensors) == set(tensors)
-    for fqn, tensor in tensors.items():
-        entry = catalog.tensors[fqn]
-        assert (entry.dtype.name, entry.shape) == (str(tensor.dtype).split(".")[1], tuple(tensor.shape)), fqn
-        assert read_tensor(catalog, fqn) == raw(tensor), fqn
+    assert held(catalog) == expected(tensors)
 
 
 def open_catalog(directory: str, *, records: bool | Collection[str] = False) -> Catalog:

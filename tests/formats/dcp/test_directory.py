@@ -27,7 +27,8 @@ from shardkit.core.regions import flat_offset
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.dcp.directory import is_dcp
 from tests.bits import raw
-from tests.formats.dcp.samples import alter, open_catalog, read_tensor, save
+from tests.formats.dcp.samples import alter, assert_holds, open_catalog, save
+from tests.formats.reading import read_tensor
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "fixtures"
 
@@ -53,11 +54,7 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
             state[f"{name}.{'x'.join(map(str, shape))}"] = data.view(getattr(torch, name)).reshape(shape)
     catalog = open_catalog(save(state, tmp_path / "c"), records=True)
     assert (catalog.format, catalog.encoding, catalog.notes) == ("dcp", "raw", ())
-    assert set(catalog.tensors) == set(state)
-    for fqn, tensor in state.items():
-        entry = catalog.tensors[fqn]
-        assert (entry.dtype.name, entry.shape) == (str(tensor.dtype).split(".")[1], tuple(tensor.shape))
-        assert read_tensor(catalog, fqn) == raw(tensor), fqn
+    assert_holds(catalog, state)
 
 
 def test_strided_tensors_come_out_row_major(tmp_path: Path) -> None:
@@ -65,12 +62,9 @@ def test_strided_tensors_come_out_row_major(tmp_path: Path) -> None:
     image = torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last)
     state = {"t": base.permute(2, 0, 1), "cl": image, "gap": base[:, ::2], "row": base[1:2]}
     catalog = open_catalog(save(state, tmp_path / "c"), records=True)
-    for fqn, tensor in state.items():
-        assert read_tensor(catalog, fqn) == raw(tensor), fqn
-    assert sorted(file.name for file in catalog.files if not file.is_raw) == [
-        "__0_0.distcp:cl",
-        "__0_0.distcp:t",
-    ]
+    assert_holds(catalog, state)
+    decoded = {file.name for file in catalog.files if not file.is_raw}
+    assert decoded == {"__0_0.distcp:cl", "__0_0.distcp:t"}
 
 
 def test_nested_state_with_an_optimizer(tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ from tests.bits import raw
 from tests.formats.dcp.samples import (
     assert_holds,
     open_catalog,
-    read_tensor,
     save,
     save_rank_local,
     shard,
 )
+from tests.formats.reading import read_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from shardkit.errors import SourceError
 from shardkit.formats.dcp import records
 from shardkit.formats.dcp.directory import DcpDirectory, open_dcp
-from tests.formats.dcp.samples import alter, assert_holds, open_catalog, read_tensor
+from tests.formats.dcp.samples import alter, assert_holds, open_catalog
+from tests.formats.reading import read_tensor
 
 zstandard = pytest.importorskip("zstandard")
 

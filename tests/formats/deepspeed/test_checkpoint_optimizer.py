@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +12,26 @@ import torch
 
 from shardkit.core.catalog import subset
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.formats.contract import Checkpoint
 from shardkit.formats.contract.optimizer import OptimizerState, UnusableOptimizer
 from shardkit.formats.deepspeed.checkpoint import open_deepspeed
 from shardkit.operations.reshard import reshard
 from tests.formats.dcp.samples import open_catalog
-from tests.formats.deepspeed.test_checkpoint import (
+from tests.formats.deepspeed.samples import (
     GROUPS,
+    OPTIM,
     Tensors,
-    assert_same,
+    ZeroStageEnum,
     change,
     deepspeed_classes,
     parameters,
     part_of,
-    read,
     truth,
     write_joined,
     write_partitioned,
     write_universal,
 )
-from tests.formats.reading import expected as expected_contents
-from tests.formats.reading import read_tensor
+from tests.formats.reading import Contents, contents, expected, held, objects_of, tensors_of
 
-__all__ = ["deepspeed_classes"]  # a fixture
-
-OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
 SETTINGS |= {"maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None}
 SETTINGS |= {"decoupled_weight_decay": True}
@@ -60,9 +53,9 @@ def flat_moments(leaf: str, group: tuple[str, ...]) -> torch.Tensor:
     return torch.cat([moments()[name][leaf].flatten() for name in group])
 
 
-def joined(root: Path, num_ranks: int, stages: Any, *, elastic: bool = False) -> Path:
+def joined(root: Path, num_ranks: int, *, elastic: bool = False) -> Path:
     """ZeRO-2: moments are cut like the masters; what is not elastic keeps the padding that masters lose."""
-    write_joined(root, num_ranks, stages)
+    write_joined(root, num_ranks)
     parts: list[dict[str, list[torch.Tensor]]] = []
     for group in GROUPS:
         found = {}
@@ -88,9 +81,9 @@ def joined(root: Path, num_ranks: int, stages: Any, *, elastic: bool = False) ->
     return root
 
 
-def partitioned(root: Path, num_ranks: int, stages: Any) -> Path:
+def partitioned(root: Path, num_ranks: int) -> Path:
     """ZeRO-3."""
-    write_partitioned(root, num_ranks, stages)
+    write_partitioned(root, num_ranks)
     for rank in range(num_ranks):
         states = {
             number: {
@@ -110,9 +103,10 @@ def partitioned(root: Path, num_ranks: int, stages: Any) -> Path:
     return root
 
 
-def universal(root: Path, stage: int, stages: Any) -> Path:
+@deepspeed_classes()
+def universal(root: Path, stage: int) -> Path:
     """From ZeRO-3, the steps are in `optimizer_state.pt` alone."""
-    write_universal(root, stage, stages)
+    write_universal(root, stage)
     zero = root / "global_step2_universal/zero"
     for name, leaves in moments().items():
         for leaf, value in leaves.items():
@@ -121,7 +115,7 @@ def universal(root: Path, stage: int, stages: Any) -> Path:
         if stage != 3:
             torch.save(torch.tensor(5.0), zero / name / "step.pt")
     states = {number: {"step": torch.tensor(5.0)} for number in range(len(GROUPS))}
-    settings = {"param_groups": groups(), "zero_stage": stages(stage)}
+    settings = {"param_groups": groups(), "zero_stage": ZeroStageEnum(stage)}
     if stage == 3:
         settings["optimizer_state_dict"] = {"state": states, "param_groups": groups()}
     torch.save(settings, zero / "optimizer_state.pt")
@@ -136,31 +130,11 @@ def opened(root: Path) -> OptimizerState:
     return state
 
 
-def tensors(state: OptimizerState) -> Tensors:
-    """Every tensor that is no byte entry, read as those of the model are."""
-    checkpoint = Checkpoint(
-        path="",
-        format="",
-        writer="",
-        catalog=state.catalog,
-        select=lambda names: subset(state.catalog, names),
-    )
-    names = [name for name in state.catalog.tensors if name not in state.objects]
-    return read(replace(checkpoint, catalog=subset(state.catalog, names)))
-
-
-def objects(state: OptimizerState) -> dict[str, Any]:
-    return {
-        name: torch.load(io.BytesIO(read_tensor(state.catalog, name)), weights_only=True)
-        for name in state.objects
-    }
-
-
-def expected(step: float = 5.0) -> Tensors:
+def expected_state(step: float = 5.0) -> Contents:
     found = {f"state.{name}.step": torch.tensor(step) for name in parameters()}
-    return found | {
-        f"state.{name}.{leaf}": value for name, leaves in moments().items() for leaf, value in leaves.items()
-    }
+    for name, leaves in moments().items():
+        found |= {f"state.{name}.{leaf}": value for leaf, value in leaves.items()}
+    return expected(found)
 
 
 def expected_settings() -> dict[str, Any]:
@@ -173,12 +147,10 @@ def expected_settings() -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 16])
 @pytest.mark.parametrize("write", [joined, partitioned])
-def test_moments_are_cut_like_the_masters(
-    tmp_path: Path, write: Callable[..., Path], num_ranks: int, deepspeed_classes: Any
-) -> None:
-    state = opened(write(tmp_path, num_ranks, deepspeed_classes))
-    assert_same(tensors(state), expected())
-    assert objects(state) == expected_settings()
+def test_moments_are_cut_like_the_masters(tmp_path: Path, write: Callable[..., Path], num_ranks: int) -> None:
+    state = opened(write(tmp_path, num_ranks))
+    assert tensors_of(state) == expected_state()
+    assert objects_of(state) == expected_settings()
     assert state.catalog.paths is not None
     assert state.catalog.paths["state.up.bias.step"] == ("state", "up.bias", "step")
     assert state.catalog.paths["param_groups.1.lr"] == ("param_groups", 1, "lr")
@@ -186,16 +158,16 @@ def test_moments_are_cut_like_the_masters(
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_universal(tmp_path: Path, stage: int, deepspeed_classes: Any) -> None:
-    state = opened(universal(tmp_path / "run", stage, deepspeed_classes))
-    assert_same(tensors(state), expected())
-    assert objects(state) == expected_settings()
+def test_universal(tmp_path: Path, stage: int) -> None:
+    state = opened(universal(tmp_path / "run", stage))
+    assert tensors_of(state) == expected_state()
+    assert objects_of(state) == expected_settings()
 
 
-def test_universal_with_padding_of_ranks_without_elements(tmp_path: Path, deepspeed_classes: Any) -> None:
+def test_universal_with_padding_of_ranks_without_elements(tmp_path: Path) -> None:
     """Older versions of ds_to_universal.py cut a rank's part to `abs(size - rank * part)` elements."""
-    root, num_ranks = partitioned(tmp_path / "of-ranks", 8, deepspeed_classes), 8
-    universal(tmp_path / "run", 3, deepspeed_classes)
+    root, num_ranks = partitioned(tmp_path / "of-ranks", 8), 8
+    universal(tmp_path / "run", 3)
     tag = tmp_path / "run/global_step2_universal"
     for path in tag.glob("*_model_states.pt"):
         path.unlink()
@@ -210,37 +182,34 @@ def test_universal_with_padding_of_ranks_without_elements(tmp_path: Path, deepsp
             torch.save(torch.cat(parts), tag / "zero" / name / f"{leaf}.pt")
             lengths.add((value.numel(), sum(kept)))
     assert {(1, 7), (3, 7), (5, 7)} < lengths
-    assert_same(read(open_deepspeed(str(tmp_path / "run"))), truth())
-    assert_same(tensors(opened(tmp_path / "run")), expected())
+    assert contents(open_deepspeed(str(tmp_path / "run"))) == expected(truth())
+    assert tensors_of(opened(tmp_path / "run")) == expected_state()
 
 
 @pytest.mark.parametrize("write", [joined, partitioned])
-def test_all_rows_are_sharded_again(
-    tmp_path: Path, write: Callable[..., Path], deepspeed_classes: Any
-) -> None:
+def test_all_rows_are_sharded_again(tmp_path: Path, write: Callable[..., Path]) -> None:
     """However the flat partitions happened to cut a parameter, or not."""
-    reshard(write(tmp_path / "run", 2, deepspeed_classes), tmp_path / "out", world_size=2)
+    reshard(write(tmp_path / "run", 2), tmp_path / "out", world_size=2)
     catalog = open_catalog(str(tmp_path / "out"), records=True)
     for name, entry in catalog.tensors.items():
         is_cut = entry.dtype.is_floating and entry.shape and entry.num_elements
         assert entry.num_chunks == (2 if is_cut else 1), name
     for name, leaves in moments().items():
         for leaf, value in leaves.items():
-            (found,) = expected_contents({"": value}).values()
-            stored = catalog.tensors[f"optim.state.{name}.{leaf}"]
-            assert (stored.dtype.name, stored.shape, read_tensor(catalog, stored.fqn)) == found
+            name_there = f"optim.state.{name}.{leaf}"
+            assert held(subset(catalog, [name_there])) == expected({name_there: value})
 
 
-def test_elastic_states_have_no_settings(tmp_path: Path, deepspeed_classes: Any) -> None:
-    state = opened(joined(tmp_path, 2, deepspeed_classes, elastic=True))
-    assert_same(tensors(state), expected())
+def test_elastic_states_have_no_settings(tmp_path: Path) -> None:
+    state = opened(joined(tmp_path, 2, elastic=True))
+    assert tensors_of(state) == expected_state()
     assert state.objects == ()
     assert any("settings" in note for note in state.notes)
 
 
-def test_steps_that_groups_count(tmp_path: Path, deepspeed_classes: Any) -> None:
+def test_steps_that_groups_count(tmp_path: Path) -> None:
     """DeepSpeed's own Adam: no step in the states, and other settings than torch's."""
-    root = joined(tmp_path, 2, deepspeed_classes)
+    root = joined(tmp_path, 2)
 
     def count_by_group(state: dict[str, Any]) -> None:
         base = state["optimizer_state_dict"]["base_optimizer_state"]
@@ -253,16 +222,16 @@ def test_steps_that_groups_count(tmp_path: Path, deepspeed_classes: Any) -> None
     for rank in range(2):
         change(root / "global_step2" / OPTIM.format(rank), count_by_group)
     state = opened(root)
-    assert_same(tensors(state), expected(7.0))
+    assert tensors_of(state) == expected_state(7.0)
     assert "param_groups.0.step" not in state.objects
-    assert objects(state)["param_groups.0.bias_correction"] is True
+    assert objects_of(state)["param_groups.0.bias_correction"] is True
     (note,) = state.notes
     assert "do not have foreach, fused" in note
     assert "allow_partial_load=True" in note
 
 
-def test_a_count_that_no_tensor_can_hold_is_left_out(tmp_path: Path, deepspeed_classes: Any) -> None:
-    root = joined(tmp_path, 1, deepspeed_classes)
+def test_a_count_that_no_tensor_can_hold_is_left_out(tmp_path: Path) -> None:
+    root = joined(tmp_path, 1)
 
     def count_far(state: dict[str, Any]) -> None:
         for leaves in state["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
@@ -274,9 +243,9 @@ def test_a_count_that_no_tensor_can_hold_is_left_out(tmp_path: Path, deepspeed_c
     assert any("are left out" in note and "embed.weight.step" in note for note in state.notes)
 
 
-def test_one_group_of_all_parameters(tmp_path: Path, deepspeed_classes: Any) -> None:
+def test_one_group_of_all_parameters(tmp_path: Path) -> None:
     """ZeRO-3 cuts a group into sub-groups, each a flat tensor."""
-    root = partitioned(tmp_path, 2, deepspeed_classes)
+    root = partitioned(tmp_path, 2)
 
     def join(state: dict[str, Any]) -> None:
         inner = state["optimizer_state_dict"]["optimizer_state_dict"]
@@ -284,7 +253,7 @@ def test_one_group_of_all_parameters(tmp_path: Path, deepspeed_classes: Any) -> 
 
     for rank in range(2):
         change(root / "global_step2" / OPTIM.format(rank), join)
-    assert objects(opened(root))["param_groups.0.params"] == [name for group in GROUPS for name in group]
+    assert objects_of(opened(root))["param_groups.0.params"] == [name for group in GROUPS for name in group]
 
 
 def set_steps(state: dict[str, Any]) -> None:
@@ -310,9 +279,8 @@ def test_files_of_two_saves_are_refused(
     write: Callable[..., Path],
     edit: Callable[[dict[str, Any]], None],
     reason: str,
-    deepspeed_classes: Any,
 ) -> None:
-    root = write(tmp_path, 3, deepspeed_classes)
+    root = write(tmp_path, 3)
     change(root / "global_step2" / OPTIM.format(2), edit)
     with pytest.raises(IntegrityError) as caught:  # of steps, the weights tell too
         opened(root)
@@ -354,9 +322,9 @@ def set_groups(state: dict[str, Any], params: list[Any]) -> None:
     ],
 )
 def test_what_cannot_be_taken_over_is_told(
-    tmp_path: Path, edit: Callable[[dict[str, Any]], Any], reason: str, deepspeed_classes: Any
+    tmp_path: Path, edit: Callable[[dict[str, Any]], Any], reason: str
 ) -> None:
-    root = partitioned(tmp_path, 2, deepspeed_classes)
+    root = partitioned(tmp_path, 2)
     change(root / "global_step2" / OPTIM.format(0), edit)
     checkpoint = open_deepspeed(str(root))
     assert checkpoint.contents.optimizer is not None
@@ -366,10 +334,8 @@ def test_what_cannot_be_taken_over_is_told(
     assert list(state.names) == [f"global_step2/{OPTIM.format(rank)}" for rank in range(2)]
 
 
-def test_every_missing_file_of_a_universal_checkpoint_is_listed(
-    tmp_path: Path, deepspeed_classes: Any
-) -> None:
-    zero = universal(tmp_path / "run", 2, deepspeed_classes) / "global_step2_universal/zero"
+def test_every_missing_file_of_a_universal_checkpoint_is_listed(tmp_path: Path) -> None:
+    zero = universal(tmp_path / "run", 2) / "global_step2_universal/zero"
     gone = [zero / "up.bias/exp_avg.pt", zero / "scale/step.pt"]
     for path in gone:
         path.unlink()
@@ -382,8 +348,8 @@ def test_every_missing_file_of_a_universal_checkpoint_is_listed(
     )
 
 
-def test_a_universal_checkpoint_of_weights_alone(tmp_path: Path, deepspeed_classes: Any) -> None:
-    zero = universal(tmp_path / "run", 2, deepspeed_classes) / "global_step2_universal/zero"
+def test_a_universal_checkpoint_of_weights_alone(tmp_path: Path) -> None:
+    zero = universal(tmp_path / "run", 2) / "global_step2_universal/zero"
     for path in [*zero.glob("*/exp_avg*.pt"), *zero.glob("*/step.pt")]:
         path.unlink()
     checkpoint = open_deepspeed(str(tmp_path / "run"))

@@ -17,8 +17,8 @@ from shardkit.formats.deepspeed.checkpoint import open_deepspeed
 from shardkit.operations.reshard import reshard
 from tests.bits import raw
 from tests.formats.dcp.samples import open_catalog
-from tests.formats.deepspeed.test_checkpoint import Tensors, assert_same, read
-from tests.formats.reading import read_tensor
+from tests.formats.deepspeed.samples import Tensors
+from tests.formats.reading import contents, expected, read_tensor
 
 ARCHIVE = Path(__file__).parents[2] / "data" / "deepspeed" / "moe.tar.xz"
 CASES = {
@@ -63,7 +63,7 @@ def weights_of(root: Path) -> Tensors:
 def test_values_are_the_engines(saved: Path, name: str) -> None:
     root = saved / name
     checkpoint, held = open_deepspeed(str(root)), truth(root)
-    assert_same(read(checkpoint), weights_of(root))
+    assert contents(checkpoint) == expected(weights_of(root))
     assert checkpoint.format == f"deepspeed-{CASES[name]}"
     assert [what for what, _ in checkpoint.remarks.skipped] == ["optimizer_state_dict"]
     for key, master in held["masters"].items():
@@ -94,7 +94,7 @@ def test_values_say_which_ranks_share_experts(
     assert state["ds_config"].get("use_data_before_expert_parallelism", False) is (name != SMALL)
     state["ds_config"] = "ds.json" if setting is None else {"use_data_before_expert_parallelism": setting}
     torch.save(state, path)
-    assert_same(read(open_deepspeed(str(root))), weights_of(root))
+    assert contents(open_deepspeed(str(root))) == expected(weights_of(root))
 
 
 @pytest.mark.parametrize("gone", [[(0, 1), (1, 3)], [(layer, e) for layer in (0, 1) for e in range(4)]])
@@ -114,7 +114,7 @@ def test_without_the_optimizer_all_values_are_the_modules(run: Path) -> None:
     for path in run.glob("*/*_optim_states.pt"):
         path.unlink()
     checkpoint = open_deepspeed(str(run))
-    assert_same(read(checkpoint), truth(run)["module"])
+    assert contents(checkpoint) == expected(truth(run)["module"])
     assert "the module's weights, not the fp32 masters" in checkpoint.remarks.notes[0]
 
 
@@ -124,7 +124,7 @@ def test_files_of_other_experts_are_named(run: Path) -> None:
     for name in more:
         shutil.copy(tag / EXPERT.format(0, 0), tag / name)
     checkpoint = open_deepspeed(str(run))
-    assert_same(read(checkpoint), weights_of(run))
+    assert contents(checkpoint) == expected(weights_of(run))
     assert {what for what, _ in checkpoint.remarks.skipped} == {
         "optimizer_state_dict", *(f"global_step2/{name}" for name in more)
     }  # fmt: skip
@@ -178,13 +178,13 @@ def test_experts_of_a_transformers_model_get_its_names(saved: Path, tmp_path: Pa
 
 def test_universal_experts_of_a_transformers_model(saved: Path) -> None:
     """What ds_to_universal.py makes has the experts stacked; it was refused, and the hint was to convert it."""
-    found = read(open_deepspeed(str(saved / "zero2_autoep_universal")))
+    found = contents(open_deepspeed(str(saved / "zero2_autoep_universal")))
     held = weights_of(saved / "zero2_autoep")
     for layer in (0, 1):
         for part in ("w1", "w2", "w3"):
             name = f"model.layers.{layer}.mlp.experts.{part}"
             held[name] = torch.stack([held.pop(f"{name}.{expert}") for expert in range(4)])
-    assert_same(found, held)
+    assert found == expected(held)
 
 
 def test_missing_universal_experts_are_named(saved: Path, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_all_verbs(saved: Path, tmp_path: Path) -> None:
     consolidate(root, tmp_path / "hub")
     found = load_file(tmp_path / "hub" / "model.safetensors")
     assert set(held) - set(found) <= {"embed.weight", "head.weight"}  # tied: one of them is written
-    assert_same(found, {key: held[key] for key in found})
+    assert expected(found) == expected({key: held[key] for key in found})
     reshard(root, tmp_path / "out", world_size=3)
     catalog = open_catalog(str(tmp_path / "out"), records=True)
     for key, value in truth(root)["exp_avg"].items():

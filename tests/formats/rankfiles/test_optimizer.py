@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.contract.optimizer import OptimizerState, UnusableOptimizer
 from shardkit.formats.rankfiles.optimizer import Parameter, open_optimizer_files
-from tests.formats.reading import expected, read_tensor
+from tests.formats.reading import expected, objects_of, read_tensor, tensors_of
 
 MODEL = [Parameter("a.weight", (4, 3)), Parameter("a.bias", (4,)), Parameter("b.weight", (2, 4))]
 
@@ -53,16 +52,8 @@ def check(found: OptimizerState | UnusableOptimizer, state: dict[str, Any]) -> N
     for number, group in enumerate(state["param_groups"]):
         for key, value in group.items():
             (tensors if isinstance(value, torch.Tensor) else others)[f"param_groups.{number}.{key}"] = value
-    entries = {name: entry for name, entry in found.catalog.tensors.items() if name not in found.objects}
-    assert {
-        name: (entry.dtype.name, entry.shape, read_tensor(found.catalog, name))
-        for name, entry in entries.items()
-    } == expected(tensors)
-    objects = {
-        name: torch.load(io.BytesIO(read_tensor(found.catalog, name)), weights_only=True)
-        for name in found.objects
-    }
-    assert objects == others
+    assert tensors_of(found) == expected(tensors)
+    assert objects_of(found) == others
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
@@ -138,10 +129,7 @@ def test_names_that_the_optimizer_has_go_before_order(tmp_path: Path) -> None:
     for name, value in values.items():
         (stored,) = expected({"": optimizer.state[value]["exp_avg"]}).values()
         assert read_tensor(found.catalog, f"state.{name}.exp_avg") == stored[2], name
-    groups = [
-        torch.load(io.BytesIO(read_tensor(found.catalog, f"param_groups.{number}.params")), weights_only=True)
-        for number in range(2)
-    ]
+    groups = [objects_of(found)[f"param_groups.{number}.params"] for number in range(2)]
     assert groups == [["b.weight"], ["c.weight", "a.weight"]]
     assert not any("only numbered" in note for note in found.notes)
 
