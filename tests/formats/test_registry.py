@@ -24,24 +24,6 @@ def test_a_part_stands_for_the_checkpoint(save_dcp, weights, tmp_path, part, mon
     assert formats.open(part).path == os.curdir
 
 
-def test_markers_come_before_names(save_dcp, weights, tmp_path):
-    """`.metadata` alone would make all of these plain DCP."""
-    lightning = save_dcp({"model": weights}, tmp_path / "last.ckpt")
-    torch.save({"epoch": 0}, lightning / "meta.pt")
-    megatron = save_dcp(weights, tmp_path / "iter_0000002")
-    (megatron / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    accelerate = save_dcp({"model": weights}, tmp_path / "checkpoint-2" / "pytorch_model_fsdp_0")
-    plain = save_dcp({"model": weights}, tmp_path / "plain")
-    (plain / "metadata.json").write_text('{"step": 2}')
-    assert [format_of(str(path)) for path in (lightning, megatron, accelerate, accelerate.parent, plain)] == [
-        "lightning",
-        "megatron",
-        "accelerate",
-        "accelerate",
-        "dcp",
-    ]
-
-
 def touch(directory, *names):
     for name in names:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)

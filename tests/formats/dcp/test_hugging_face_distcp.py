@@ -128,10 +128,3 @@ def test_what_metadata_says_is_held_against_the_header(
     alter(directory, change)
     with pytest.raises(SourceError, match=message):
         open_catalog(directory)
-
-
-def test_a_file_cut_short(directory: str) -> None:
-    path = os.path.join(directory, "__0_0.distcp")
-    os.truncate(path, os.path.getsize(path) - 1)
-    with pytest.raises(SourceError, match=r"__0_0\.distcp: truncated"):
-        open_catalog(directory)

@@ -71,13 +71,6 @@ def test_only_what_is_named_is_opened(directory: str) -> None:
         open_catalog(directory, records=("a", "b"))
 
 
-def test_the_opened_catalog_stays_as_it_was(directory: str) -> None:
-    opened = open_dcp(directory)
-    before = (list(opened.catalog.chunks.start), list(opened.catalog.files), opened.catalog.encoding)
-    assert_holds(opened.select(tuple(STATE)), STATE)
-    assert (list(opened.catalog.chunks.start), list(opened.catalog.files), opened.catalog.encoding) == before
-
-
 def test_files_are_held_to_the_state_they_were_read_in(directory: str) -> None:
     catalog = open_catalog(directory, records=("t",))
     status = os.stat(os.path.join(directory, "__0_0.distcp"))

@@ -291,13 +291,6 @@ def test_every_damaged_file_is_listed(tmp_path: Path, ranks: tuple[int, int]) ->
     assert all(any(path.name in problem for problem in caught.value.problems) for path in (*cut, fifo))
 
 
-def test_a_missing_model_file(tmp_path: Path) -> None:
-    root = write_joined(tmp_path, 2)
-    (root / "global_step2/mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(SourceError, match="file of the module is missing"):
-        open_deepspeed(str(root))
-
-
 @pytest.mark.parametrize(
     ("name", "edit", "message"),
     [

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import struct
-import subprocess
-import sys
 import threading
 from math import prod
 from pathlib import Path
@@ -351,8 +349,6 @@ def test_links(sharded, tmp_path):
     (sharded / A).unlink()
     (sharded / A).symlink_to("inside")
     assert len(open_model(str(sharded)).catalog.tensors) == 3
-    (tmp_path / "alias").symlink_to(sharded)
-    assert len(open_model(str(tmp_path / "alias")).catalog.tensors) == 3
     (sharded / A).unlink()
     (sharded / "loop").symlink_to(A)
     (sharded / A).symlink_to("loop")
@@ -436,17 +432,6 @@ def test_every_error_is_ours(tmp_path):
     for source in ("", "a\0b", "a\0b/c", "\ud800", "x" * 5000):
         with pytest.raises(ShardkitError):
             open_model(source)
-
-
-def test_opening_imports_no_torch(sharded):
-    code = (
-        "import sys; from shardkit import formats;"
-        f"formats.open({str(sharded)!r}); bad = {{'torch', 'safetensors', 'huggingface_hub', 'numpy'}};"
-        "sys.exit(', '.join(bad & set(sys.modules)) or 0)"
-    )
-    root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_headers_are_read_together(sharded, monkeypatch):

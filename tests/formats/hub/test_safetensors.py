@@ -69,9 +69,6 @@ HOSTILE = {
     "short length": (b"\x00" * 7, "at least 8 bytes"),
     "header cap": (struct.pack("<Q", 100_000_001), "100000000"),
     "huge length": (b"\xff" * 8, "not a safetensors file"),
-    "pointer of Git LFS": (
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"
-    ),
     "header past the end": (struct.pack("<Q", 10) + b"{}", "truncated: a header of 10 bytes"),
     "no header": (spell(b""), "does not begin with"),
     "space first": (spell(b" {}"), "does not begin with"),

@@ -119,14 +119,6 @@ def test_damaged(tmp_path):
         assert "download it again" in caught.value.hint
 
 
-def test_a_pointer_of_git_lfs_is_no_damage(tmp_path):
-    path = tmp_path / "x.bin"
-    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    with pytest.raises(SourceError, match=r"^x\.bin: a pointer of Git LFS, not the file itself\n") as caught:
-        read_bin(str(path), "x.bin")
-    assert "`git lfs pull`" in caught.value.hint
-
-
 def test_not_a_plain_state_dict(tmp_path):
     path = str(tmp_path / "x.bin")
     torch.save([1], path)

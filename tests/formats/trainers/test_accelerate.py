@@ -63,9 +63,9 @@ def test_config_of_something_else_is_no_asset(checkpoint):
 
 def test_the_model_directory_itself(checkpoint):
     path = str(checkpoint / "pytorch_model_fsdp_0")
-    assert is_accelerate(path)
-    found = open_accelerate(path)
-    assert (found.path, dict(found.contents.roots)) == (path, {"model": ("model",)})
+    found = formats.open(path)
+    assert (found.format, found.path) == ("accelerate", path)
+    assert dict(found.contents.roots) == {"model": ("model",)}
     assert ("optimizer_0", "optimizer state") in found.remarks.skipped
 
 
@@ -112,24 +112,14 @@ def parts(rank_files: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.dist
-def test_parts_of_ranks(parts, rank_files):
-    assert format_of(str(parts)) == "accelerate-bin"
+def test_what_lies_beside_parts_of_ranks(parts):
     checkpoint = formats.open(str(parts))
-    assert contents(checkpoint) == expected(torch.load(rank_files / "fsdp1.truth"))
     assert checkpoint.contents.roots == {"model": ()}
     assert dict(checkpoint.remarks.skipped) == {
         **{f"optimizer_0_rank{rank}.bin": "optimizer state" for rank in range(4)},
         **{f"random_states_{rank}.pkl": "state of the trainer" for rank in range(4)},
     }
     assert formats.open(str(parts / "pytorch_model_fsdp_0_rank2.bin")).format == "accelerate-bin"
-
-
-@pytest.mark.dist
-def test_missing_ranks_of_files(parts):
-    (parts / "pytorch_model_fsdp_0_rank1.bin").unlink()
-    with pytest.raises(SourceError, match="1 of 4 ranks are missing") as caught:
-        open_accelerate_bin(str(parts))
-    assert caught.value.problems == ("pytorch_model_fsdp_0_rank1.bin",)
 
 
 @pytest.mark.dist
