@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from shardkit.files import manifest
@@ -15,6 +16,14 @@ from tests.formats.dcp.samples import alter
 
 FOLDER = "data-0123456789abcdef"
 OLDER = "data-fedcba9876543210"
+
+
+class Model(nn.Module):
+    """Of two tensors that ranks cut, and one that they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 6, bias=False), nn.Linear(4, 4)
 
 
 def nest(flat: Path, nested: Path, folder: str = FOLDER) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardkit
 from shardkit.files import stores
 from shardkit.files.remote import cloud
+from tests.contents import contents
 from tests.worlds import stores as servers
 
 ROWS, NUM_LAYERS = 1280, 6
@@ -45,6 +46,22 @@ def make(home: Path) -> None:
     torch.manual_seed(0)
     save_file(Model().state_dict(), home / "hub/model.safetensors")
     shardkit.preshard(home / "hub", home / "dcp", world_size=2, wrap="none")
+
+
+def check_verbs(there: str, home: Path, work: Path) -> None:
+    """See that all verbs answer of `hub` and `dcp` in a store as of those in a directory."""
+    for source, where in ((there, work / "far"), (str(home), work / "near")):
+        where.mkdir()
+        shardkit.consolidate(f"{source}/dcp", where / "a")
+        shardkit.reshard(f"{source}/dcp", where / "b", world_size=3)
+        shardkit.preshard(f"{source}/hub", where / "c", world_size=2, wrap="none")
+    assert contents(work / "far") == contents(work / "near")
+    assert shardkit.inspect(f"{there}/dcp").tensors == shardkit.inspect(home / "dcp").tensors
+    assert shardkit.verify(f"{there}/dcp", full=True).problems == ()
+    assert shardkit.diff(f"{there}/dcp", home / "hub").is_equal
+    model, want = Model(), load_file(home / "hub/model.safetensors")
+    shardkit.load_into(model, f"{there}/hub")
+    assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.fixture(autouse=True)

@@ -15,33 +15,12 @@ from shardkit.files import storage
 
 PACKAGE = Path(shardkit.__file__).parent
 CALLS = {
-    *(
-        "open",
-        "write",
-        "pwrite",
-        "writev",
-        "pwritev",
-        "ftruncate",
-        "truncate",
-        "posix_fallocate",
-        "fsync",
-        "fdatasync",
-    ),
-    *("rename", "renames", "replace", "mkdir", "makedirs", "rmdir", "removedirs", "unlink", "remove", "link"),
-    *("symlink", "chmod", "fchmod", "copy_file_range", "sendfile", "pread", "preadv", "read", "readv"),
-    *("access", "fstat", "fwalk", "listdir", "lstat", "readlink", "scandir", "stat", "statvfs", "walk"),
-    *(
-        "exists",
-        "getmtime",
-        "getsize",
-        "isdir",
-        "isfile",
-        "islink",
-        "ismount",
-        "lexists",
-        "realpath",
-        "samefile",
-    ),
+    *("open", "write", "pwrite", "writev", "pwritev", "ftruncate", "truncate", "posix_fallocate", "fsync"),
+    *("fdatasync", "rename", "renames", "replace", "mkdir", "makedirs", "rmdir", "removedirs", "unlink"),
+    *("remove", "link", "symlink", "chmod", "fchmod", "copy_file_range", "sendfile", "pread", "preadv"),
+    *("read", "readv", "access", "fstat", "fwalk", "listdir", "lstat", "readlink", "scandir", "stat"),
+    *("statvfs", "walk", "exists", "getmtime", "getsize", "isdir", "isfile", "islink", "ismount"),
+    *("lexists", "realpath", "samefile"),
 }
 """Names in `os` and `os.path` of what asks or changes a file system."""
 # What is not about checkpoints: the traced layout's scratch files, /proc, pipes, shared memory, standard output.

@@ -106,13 +106,6 @@ def test_a_whole_bucket_may_be_a_checkpoint(tmp_path: Path) -> None:
         assert (found.problems, found.num_tensors) == ((), shardkit.verify(tmp_path / "hub").num_tensors)
 
 
-def test_a_run_is_searched(served: servers.Served, tmp_path: Path) -> None:
-    for step in (2, 10):
-        servers.upload(served.home / "dcp", f"s3://bucket/run/step-{step}")
-    assert shardkit.resolve_checkpoint("s3://bucket/run").path == "s3://bucket/run/step-10"
-    assert shardkit.resolve_checkpoint("s3://bucket/run").step == 10
-
-
 def test_models_are_filled(served: servers.Served) -> None:
     want = load_file(served.home / "hub/model.safetensors")
     context = shardkit.prepare(Model, f"{S3}/dcp")

@@ -13,8 +13,7 @@ from urllib.parse import quote
 
 import pytest
 
-import shardkit
-from tests.files.conftest import make
+from tests.files.conftest import check_verbs, make
 from tests.worlds import stores as servers
 
 pytestmark = pytest.mark.prove
@@ -62,22 +61,7 @@ def test_every_verb_reads_from_google(tmp_path: Path, monkeypatch: pytest.Monkey
                 name = quote(f"try/{path.relative_to(home)}", safe="")
                 key = f"/upload/storage/v1/b/{servers.BUCKET}/o?uploadType=media&name={name}"
                 assert ask(port, key, path.read_bytes(), "application/octet-stream") == 200
-        for source, where_to in ((GS, "far"), (str(home), "near")):
-            (tmp_path / where_to).mkdir()
-            shardkit.consolidate(f"{source}/dcp", tmp_path / where_to / "a")
-            shardkit.preshard(f"{source}/hub", tmp_path / where_to / "b", world_size=2, wrap="none")
-        far, near = (
-            {
-                str(p.relative_to(tmp_path / side)): p.read_bytes()
-                for p in (tmp_path / side).rglob("*")
-                if p.is_file()
-            }
-            for side in ("far", "near")
-        )
-        assert far == near
-        assert shardkit.inspect(f"{GS}/dcp").tensors == shardkit.inspect(home / "dcp").tensors
-        assert shardkit.verify(f"{GS}/dcp", full=True).problems == ()
-        assert shardkit.diff(f"{GS}/dcp", home / "hub").is_equal
+        check_verbs(GS, home, tmp_path)
     finally:
         server.kill()
         server.wait()

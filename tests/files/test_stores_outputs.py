@@ -10,22 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 import shardkit
 from shardkit.files import stores
 from shardkit.files.remote.objects import Objects
 from tests.contents import contents
-from tests.nested import FOLDER, OLDER, nest
+from tests.nested import FOLDER, OLDER, Model, nest
 from tests.worlds import stores as servers
 
 S3 = f"s3://{servers.BUCKET}"
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 6, bias=False), nn.Linear(4, 4)
 
 
 @pytest.fixture(scope="module", params=servers.PARAMS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import zip_longest
@@ -20,6 +18,7 @@ from torch import nn
 import shardkit
 from shardkit.files import stores
 from shardkit.files.remote import ranges
+from tests.answers import HIGH_WATER, answer_of
 from tests.cases import but_first
 from tests.worlds import stores as servers
 
@@ -45,13 +44,10 @@ class Files(NamedTuple):
     home: Path
     """They lie here too."""
 
-    def size(self, folder: str) -> int:
-        """Bytes of the files with tensors."""
-        return sum(
-            path.stat().st_size
-            for path in (self.home / folder).iterdir()
-            if path.suffix in (".safetensors", ".distcp")
-        )
+    def sizes(self, folder: str) -> list[int]:
+        """Bytes of each file with tensors."""
+        files = [*(self.home / folder).glob("*.safetensors"), *(self.home / folder).glob("*.distcp")]
+        return [path.stat().st_size for path in files]
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +74,7 @@ def fetched(large: Files) -> int:
 
 def needed(large: Files, folder: str) -> int:
     """Return what coalescing at 8 MiB needs for all files of a folder."""
-    found = [
-        p.stat().st_size for p in (large.home / folder).iterdir() if p.suffix in (".safetensors", ".distcp")
-    ]
-    return sum(-(-size // ranges.MAX_REQUEST_NBYTES) for size in found)
+    return sum(-(-size // ranges.MAX_REQUEST_NBYTES) for size in large.sizes(folder))
 
 
 VERBS: dict[str, tuple[str, Callable[[str, Path], Any]]] = {
@@ -106,7 +99,7 @@ def test_requests_for_tensors_are_few(large: Files, tmp_path: Path, verb: str) -
     large.served.proxy.num_together = 5
     run(f"{S3}/{folder}", large.home / "hub" if verb == "diff" else tmp_path / "out")
     assert data_requests(large).total() <= 1.1 * needed(large, folder)
-    assert fetched(large) <= 1.1 * large.size(folder)
+    assert fetched(large) <= 1.1 * sum(large.sizes(folder))
     assert large.served.proxy.most_together >= 5
 
 
@@ -217,17 +210,13 @@ def test_threads_share_what_is_fetched(large: Files) -> None:
     assert len(large.served.proxy.ranges()) <= 1.1 * -(-size // ranges.MAX_REQUEST_NBYTES)
 
 
-MEMORY = """
-import sys
+MEMORY = f"""{HIGH_WATER}
+import json, sys
 import shardkit
 source, output, most, verb = sys.argv[1:]
 
-def kib(name):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(name))
-
 def run(output, dry_run=False):
-    options = {"max_memory": int(most), "dry_run": dry_run}
+    options = dict(max_memory=int(most), dry_run=dry_run)
     if verb == "consolidate":
         return shardkit.consolidate(source, output, **options)
     return shardkit.preshard(source, output, world_size=32, wrap="none", **options)
@@ -235,9 +224,9 @@ def run(output, dry_run=False):
 said = run(output, dry_run=True).peak_memory_bytes  # all that is imported is here now
 with open("/proc/self/clear_refs", "w") as peak:
     peak.write("5")
-before = kib("VmRSS")
+before = high_water()
 run(output)
-print(said, (kib("VmHWM") - before) << 10)
+print(json.dumps([said, high_water() - before]))
 """
 
 
@@ -247,12 +236,7 @@ def test_memory_stays_below_the_limit(
     large: Files, tmp_path: Path, verb: str, folder: str, most: int
 ) -> None:
     """The peak of the process, above what it has once all is imported; 32 MiB are the HTTP client's, and what malloc keeps."""
-    arguments = [f"{S3}/{folder}", str(tmp_path / "out"), str(most), verb]
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    said, peak = map(int, done.stdout.split())
+    said, peak = answer_of(MEMORY, f"{S3}/{folder}", tmp_path / "out", most, verb)
     assert said <= most
     assert peak <= most + 32 * MIB
     largest = max(seen.nbytes for seen in large.served.proxy.ranges("/large/"))

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
@@ -20,15 +19,9 @@ import shardkit
 from shardkit.errors import ShardkitError, SourceError
 from tests.formats.dcp.samples import quiet
 from tests.manifests import write_file_list
-from tests.nested import place
+from tests.nested import Model, place
 
 FOLDERS = ("data-abc", "data-abc/more")
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 6, bias=False), nn.Linear(4, 4)
 
 
 @pytest.fixture(scope="module")

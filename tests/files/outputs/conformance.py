@@ -7,7 +7,8 @@ import json
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,6 +125,37 @@ def add(output: JobOutput, numbers: Iterable[int], seed: str = "new") -> None:
             output.add(scratch, number, note(number))
 
 
+@contextmanager
+def begun(
+    place: OutputPlace, numbers: Iterable[int] = (), seed: str = "new", *, overwrite: bool = False
+) -> Iterator[JobOutput]:
+    """Give an output whose job has begun, with some of its files."""
+    with place.output(overwrite=overwrite) as output:
+        output.begin(make_record(seed))
+        add(output, numbers, seed)
+        yield output
+
+
+@contextmanager
+def ended(*, is_committed: bool) -> Iterator[None]:
+    """See that a job has ended, and how."""
+    with pytest.raises(JobEnded) as caught:
+        yield
+    assert caught.value.is_committed is is_committed
+
+
+def check_ended(output: JobOutput, *, is_committed: bool) -> None:
+    """See that nothing can be done for a job that has ended."""
+    for call in (
+        lambda: add(output, [1]),
+        lambda: output.notes(ALL),
+        lambda: output.forget([0]),
+        lambda: commit(output),
+    ):
+        with ended(is_committed=is_committed):
+            call()
+
+
 def commit(output: JobOutput, seed: str = "new") -> None:
     """Commit a job with what lies beside its files."""
     with tempfile.TemporaryDirectory() as directory:
@@ -181,17 +213,15 @@ class OutputTests:
             assert not output.is_made()
 
     def test_a_file_is_moved_out_of_scratch(self, place: OutputPlace) -> None:
-        with place.output() as output:
-            output.begin(make_record())
+        with begun(place) as output:
             with output.scratch() as scratch:
                 (Path(scratch) / "tokenizer.json").write_bytes(content("new", 2))
                 output.add(scratch, 2, note(2))
                 assert not [path for path in Path(scratch).rglob("*") if path.is_file()]
 
     def test_another_process_resumes(self, place: OutputPlace) -> None:
-        with place.output() as first:
-            first.begin(make_record())
-            add(first, [2, 0])
+        with begun(place, [2, 0]):
+            pass
         with place.output() as second:
             second.begin(make_record())
             assert second.notes(ALL) == {0: note(0), 2: note(2)}
@@ -203,9 +233,7 @@ class OutputTests:
         scratches = []
 
         def fail() -> None:
-            with place.output() as output:
-                output.begin(make_record())
-                add(output, [1])
+            with begun(place, [1]) as output:
                 with output.scratch() as scratch:
                     scratches.append(Path(scratch))
                     (scratches[0] / "half").write_bytes(b"half")
@@ -219,9 +247,8 @@ class OutputTests:
             assert set(output.notes(ALL)) == {1}
 
     def test_join_returns_the_record(self, place: OutputPlace) -> None:
-        with place.output() as output:
-            output.begin(make_record())
-            add(output, ALL)
+        with begun(place, ALL):
+            pass
         with place.output() as output:
             record = output.join()
             assert record is not None
@@ -259,34 +286,20 @@ class OutputTests:
         assert place.leftovers() == []
 
     def test_files_are_added_from_threads(self, place: OutputPlace) -> None:
-        with place.output() as output:
-            output.begin(make_record())
+        with begun(place) as output:
             errors = together(*(lambda number=number: add(output, [number]) for number in ALL))
             assert errors == [None] * 4
             assert set(output.notes(ALL)) == {*ALL}
 
     def test_a_late_twin(self, place: OutputPlace) -> None:
-        with place.output() as first, place.output() as late:
-            first.begin(make_record())
-            late.begin(make_record())
-            add(first, ALL)
+        with begun(place) as late, begun(place, ALL) as first:
             commit(first)
-            for call in (
-                lambda: add(late, [1]),
-                lambda: late.notes(ALL),
-                lambda: late.forget([0]),
-                lambda: commit(late),
-            ):
-                with pytest.raises(JobEnded) as caught:
-                    call()
-                assert caught.value.is_committed
+            check_ended(late, is_committed=True)
         assert place.read() == expected()
         assert place.leftovers() == []
 
     def test_the_same_job_after_its_commit(self, place: OutputPlace) -> None:
-        with place.output() as output:
-            output.begin(make_record())
-            add(output, ALL)
+        with begun(place, ALL) as output:
             commit(output)
         with (
             place.output() as again,
@@ -298,9 +311,7 @@ class OutputTests:
         assert place.leftovers() == []
 
     def test_missing_files(self, place: OutputPlace) -> None:
-        with place.output() as output:
-            output.begin(make_record())
-            add(output, [0, 2])
+        with begun(place, [0, 2]) as output:
             with pytest.raises(IncompleteError, match="2 of 4 files are not finished") as caught:
                 commit(output)
             assert not isinstance(caught.value, JobEnded)
@@ -311,9 +322,7 @@ class OutputTests:
         assert place.read() == expected()
 
     def test_a_note_that_is_forgotten(self, place: OutputPlace) -> None:
-        with place.output() as output:
-            output.begin(make_record())
-            add(output, ALL)
+        with begun(place, ALL) as output:
             output.forget([1, 2])
             assert set(output.notes(ALL)) == {0, 3}
             output.forget([1])
@@ -324,9 +333,7 @@ class OutputTests:
         assert place.read() == expected()
 
     def test_a_file_that_is_lost_is_not_finished(self, place: OutputPlace) -> None:
-        with place.output() as output:
-            output.begin(make_record())
-            add(output, ALL)
+        with begun(place, ALL) as output:
             place.lose(make_record(), 1)
             assert set(output.notes(ALL)) == {0, 2, 3}
             with pytest.raises(IncompleteError, match="1 of 4"):
@@ -343,32 +350,25 @@ class OutputTests:
 
     def test_an_output_that_is_replaced(self, place: OutputPlace) -> None:
         place.put(OLD)
-        with place.output(overwrite=True) as output:
-            output.begin(make_record())
-            add(output, ALL)
+        with begun(place, ALL, overwrite=True) as output:
             assert place.read() == OLD
             commit(output)
         assert place.read() == expected()
         assert place.leftovers() == []
 
     def test_an_output_that_appears(self, place: OutputPlace) -> None:
-        with place.output() as output:
-            output.begin(make_record())
-            add(output, ALL)
+        with begun(place, ALL) as output:
             place.put(OLD)
             with pytest.raises(OutputExists):
                 commit(output)
         assert place.read() == OLD
-        with place.output(overwrite=True) as output:  # the job stays
-            output.begin(make_record())
+        with begun(place, overwrite=True) as output:  # the job stays
             assert set(output.notes(ALL)) == {*ALL}
             commit(output)
         assert place.read() == expected()
 
     def test_another_job(self, place: OutputPlace) -> None:
-        with place.output() as first, place.output() as second:
-            first.begin(make_record("first"))
-            add(first, [0], "first")
+        with begun(place, [0], "first") as first, place.output() as second:
             if place.sees_other_jobs:
                 with pytest.raises(UsageError, match="another job is under way") as caught:
                     second.begin(make_record("second"))
@@ -384,9 +384,8 @@ class OutputTests:
             assert place.read() == expected("second")
 
     def test_a_record_that_is_damaged(self, place: OutputPlace) -> None:
-        with place.output() as output:
-            output.begin(make_record())
-            add(output, [0])
+        with begun(place, [0]):
+            pass
         place.damage_record()
         with place.output() as output:
             with pytest.raises(SourceError):
@@ -397,25 +396,14 @@ class OutputTests:
             output.begin(make_record())
 
     def test_a_job_that_is_aborted_while_others_work(self, place: OutputPlace) -> None:
-        with place.output() as output:
-            output.begin(make_record())
-            add(output, [0, 1])
+        with begun(place, [0, 1]) as output:
             with place.output() as other:
                 other.abort()
             assert place.leftovers() == []
-            for call in (
-                lambda: add(output, [2]),
-                lambda: output.notes(ALL),
-                lambda: output.forget([0]),
-                lambda: commit(output),
-            ):
-                with pytest.raises(JobEnded) as caught:
-                    call()
-                assert not caught.value.is_committed
+            check_ended(output, is_committed=False)
         assert place.read() is None
         assert place.leftovers() == []
-        with place.output() as output:
-            output.begin(make_record())
+        with begun(place) as output:
             assert output.notes(ALL) == {}
             add(output, ALL)
             commit(output)
@@ -424,12 +412,12 @@ class OutputTests:
     def test_abort_leaves_an_output(self, place: OutputPlace) -> None:
         with place.output() as output:
             output.abort()
+            assert place.status() == []
             output.begin(make_record("old"))
             add(output, ALL, "old")
             commit(output, "old")
-        with place.output(overwrite=True) as output:
-            output.begin(make_record())
-            add(output, ALL)
+        with begun(place, ALL, overwrite=True):
+            pass
         with place.output() as output:
             output.abort()
             output.abort()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ from tests.files.outputs.conformance import (
     OutputPlace,
     OutputTests,
     add,
+    begun,
     commit,
+    ended,
     expected,
     make_record,
     together,
@@ -130,9 +132,9 @@ def is_delete(seen: servers.Seen) -> bool:
     return seen.method == "DELETE" or seen.path.endswith("?delete") or "comp=batch" in seen.path
 
 
-def strike(place: BucketPlace, part: str, *faults: str) -> None:
-    """Let faults happen to the next puts of an object."""
-    place.proxy.strikes, place.proxy.faults[:] = is_put(part), list(faults)
+def strike(place: BucketPlace, matches: Callable[[servers.Seen], bool], *faults: str) -> None:
+    """Let faults happen to the next requests that match."""
+    place.proxy.strikes, place.proxy.faults[:] = matches, list(faults)
 
 
 def before(place: BucketPlace, matches: Callable[[servers.Seen], bool], call: Callable[[], object]) -> None:
@@ -148,27 +150,30 @@ def before(place: BucketPlace, matches: Callable[[servers.Seen], bool], call: Ca
 
 def make(place: BucketPlace, *, overwrite: bool = False, seed: str = "new") -> None:
     """Begin, write and commit a job."""
-    with place.output(overwrite=overwrite) as output:
-        output.begin(make_record(seed))
-        add(output, ALL, seed)
+    with begun(place, ALL, seed, overwrite=overwrite) as output:
         commit(output, seed)
 
 
-def ready(place: BucketPlace, *, overwrite: bool = False) -> BucketOutput:
-    """Return an output whose files are finished."""
+def ready(
+    place: BucketPlace, numbers: Iterable[int] = ALL, seed: str = "new", *, overwrite: bool = False
+) -> BucketOutput:
+    """Return an output with files that are finished."""
     output = place.output(overwrite=overwrite)
-    output.begin(make_record())
-    add(output, ALL)
+    output.begin(make_record(seed))
+    add(output, numbers, seed)
     return output
+
+
+def protect(address: str) -> None:
+    """Refuse to replace an output."""
+    raise OutputExists(f"{address} is somebody else's")
 
 
 class TestReplacing:
     def test_a_marker_that_was_replaced_meanwhile(self, place: BucketPlace) -> None:
         place.put(OLD)
-        output, other = ready(place, overwrite=True), place.output(overwrite=True)
-        other.begin(make_record("other"))
-        add(other, ALL, "other")
-        commit(other, "other")
+        output = ready(place, overwrite=True)
+        make(place, overwrite=True, seed="other")
         with pytest.raises(OutputExists, match="changed while it was being written"):
             commit(output)
         assert place.read() == expected("other")
@@ -200,10 +205,6 @@ class TestReplacing:
 
     def test_overwrite_alone_does_not_replace_what_is_protected(self, place: BucketPlace) -> None:
         place.put(OLD)
-
-        def protect(address: str) -> None:
-            raise OutputExists(f"{address} is somebody else's")
-
         for overwrite, may_replace, says in (
             (True, protect, "somebody else's"),
             (False, lambda _: None, "exists"),
@@ -256,10 +257,10 @@ class TestUnclearAnswers:
     @pytest.mark.parametrize("fault", [*UNCLEAR, "500", "409", "reset"])
     def test_once(self, place: BucketPlace, fault: str) -> None:
         place.put(OLD)
-        strike(place, "/job.json", fault)
+        strike(place, is_put("/job.json"), fault)
         output = ready(place, overwrite=True)
         assert place.proxy.struck == [fault]
-        strike(place, MARKER, fault)
+        strike(place, is_put(MARKER), fault)
         commit(output)
         assert place.proxy.struck == [fault] * 2
         assert place.read() == expected()
@@ -268,7 +269,7 @@ class TestUnclearAnswers:
     @pytest.mark.parametrize("fault", UNCLEAR)
     def test_the_marker_of_somebody_else_is_there(self, place: BucketPlace, fault: str) -> None:
         output = ready(place)
-        strike(place, MARKER, fault)
+        strike(place, is_put(MARKER), fault)
         before(place, is_put(MARKER), lambda: place.put(OLD))
         with pytest.raises(OutputExists, match="appeared while it was being written"):
             commit(output)
@@ -278,15 +279,14 @@ class TestUnclearAnswers:
     def test_a_twin_was_faster(self, place: BucketPlace) -> None:
         output, twin = ready(place), ready(place)
         before(place, is_put(MARKER), lambda: commit(twin))
-        with pytest.raises(JobEnded) as caught:
+        with ended(is_committed=True):
             commit(output)
-        assert caught.value.is_committed
         assert place.read() == expected()
         assert place.leftovers() == []
 
     def test_the_store_fails_for_long(self, place: BucketPlace) -> None:
         output = ready(place)
-        strike(place, MARKER, *["500"] * contract.NUM_TRIES)
+        strike(place, is_put(MARKER), *["500"] * contract.NUM_TRIES)
         with pytest.raises(ResourceError, match="cannot be reached or fails"):
             commit(output)
         assert place.read() is None
@@ -299,23 +299,20 @@ class TestUnclearAnswers:
     def test_what_is_left_after_the_marker_is_removed_later(self, place: BucketPlace) -> None:
         """As after a kill between the two."""
         output = ready(place)
-        place.proxy.strikes = is_delete
-        place.proxy.faults[:] = ["403"]
+        strike(place, is_delete, "403")
         commit(output)
         assert place.proxy.struck == ["403"]
         assert place.read() == expected()
         assert place.leftovers()
         assert status(place.address) == []
         assert place.output().join() is None
-        with pytest.raises(JobEnded) as caught:
+        with ended(is_committed=True):
             place.output().begin(make_record())
-        assert caught.value.is_committed
         assert place.leftovers() == []
 
     def test_abort_removes_only_the_job_of_an_output(self, place: BucketPlace) -> None:
         output = ready(place)
-        place.proxy.strikes = is_delete
-        place.proxy.faults[:] = ["403"]
+        strike(place, is_delete, "403")
         commit(output)
         place.output().abort()
         assert place.leftovers() == []
@@ -328,9 +325,8 @@ class TestTwins:
     def test_a_commit_between_the_look_at_the_marker_and_the_record(self, place: BucketPlace) -> None:
         twin = ready(place)
         before(place, is_put("/job.json"), lambda: commit(twin))
-        with pytest.raises(JobEnded) as caught:
+        with ended(is_committed=True):
             place.output().begin(make_record())
-        assert caught.value.is_committed
         assert place.leftovers() == []
         assert place.read() == expected()
 
@@ -338,18 +334,15 @@ class TestTwins:
         place.put(OLD)
         output, twin = ready(place, overwrite=True), ready(place, overwrite=True)
         before(place, is_get(MARKER), lambda: commit(twin))
-        with pytest.raises(JobEnded) as caught:
+        with ended(is_committed=True):
             commit(output)
-        assert caught.value.is_committed
         assert place.read() == expected()
 
     def test_a_commit_while_notes_are_read(self, place: BucketPlace) -> None:
-        twin, output = ready(place), place.output()
-        output.begin(make_record())
+        twin, output = ready(place), ready(place, [])
         before(place, is_note, lambda: commit(twin))
-        with pytest.raises(JobEnded) as caught:
+        with ended(is_committed=True):
             output.notes(ALL)
-        assert caught.value.is_committed
 
     def test_a_note_that_is_forgotten_while_notes_are_read(self, place: BucketPlace) -> None:
         output, twin = ready(place), ready(place)
@@ -363,8 +356,7 @@ class TestTwins:
         assert set(output.notes(ALL)) == {0, 1, 3}
 
     def test_a_late_twin_sends_nothing_more(self, place: BucketPlace) -> None:
-        late, twin = place.output(), ready(place)
-        late.begin(make_record())
+        late, twin = ready(place, []), ready(place)
         before(place, is_put("tokenizer.json"), lambda: commit(twin))
         with pytest.raises(JobEnded):
             add(late, [2, 0, 1])
@@ -376,9 +368,7 @@ class TestSeveralJobs:
     def test_all_are_listed(self, place: BucketPlace) -> None:
         make(place, seed="made")
         for seed, numbers in (("first", [0]), ("second", [1, 3])):
-            output = place.output(overwrite=True)
-            output.begin(make_record(seed))
-            add(output, numbers, seed)
+            ready(place, numbers, seed, overwrite=True)
         found = {job.record.command: job.finished for job in status(place.address)}
         assert found == {make_record("first").command: {0}, make_record("second").command: {1, 3}}
         with pytest.raises(UsageError, match="2 jobs are under way") as caught:
@@ -391,8 +381,7 @@ class TestSeveralJobs:
 
     def test_an_abort_that_was_interrupted(self, place: BucketPlace) -> None:
         ready(place)
-        place.proxy.strikes = is_delete
-        place.proxy.faults[:] = [*["403"] * 20, ""]  # the record is removed, the data is not
+        strike(place, is_delete, *["403"] * 20, "")  # the record is removed, the data is not
         with pytest.raises(ResourceError, match="denies access"):
             place.output().abort()
         # Google's objects are removed one by one, and some of these requests may still be on their way.
@@ -401,11 +390,6 @@ class TestSeveralJobs:
         assert status(place.address) == []
         place.output().abort()
         assert place.leftovers() == []
-
-    def test_an_empty_place(self, place: BucketPlace) -> None:
-        assert status(place.address) == []
-        assert place.output().join() is None
-        place.output().abort()
 
     def test_a_store_that_is_read_only(self) -> None:
         """It is refused before anybody is asked which commit a branch is."""
@@ -453,11 +437,6 @@ class TestOutputsOfEarlierVersions:
         assert len(place.leftovers()) == 3
         assert len(unnamed_data(place.address, [MARKER])) == 2
 
-    def test_nothing_was_replaced(self, place: BucketPlace) -> None:
-        output = ready(place)
-        commit(output)
-        assert output.replaced == ()
-
 
 class TestSharedNames:
     """Files without the job's hash in their names, such as a config, belong to one job alone."""
@@ -480,9 +459,6 @@ class TestSharedNames:
         assert place.read() == expected()
 
     def test_what_may_be_replaced_is_looked_at_again(self, place: BucketPlace) -> None:
-        def protect(address: str) -> None:
-            raise OutputExists(f"{address} is somebody else's")
-
         output = BucketOutput(place.address, marker=MARKER, may_replace=protect, overwrite=True)
         output.begin(make_record())
         add(output, ALL)
@@ -491,9 +467,7 @@ class TestSharedNames:
         assert place.read() is None
 
     def test_of_two_commits_one_output_is_made(self, place: BucketPlace) -> None:
-        output, rival = ready(place), place.output()
-        rival.begin(make_record("rival"))
-        add(rival, ALL, "rival")
+        output, rival = ready(place), ready(place, seed="rival")
         before(place, is_put("README.md"), lambda: commit(rival, "rival"))
         with pytest.raises(OutputExists, match="appeared while it was being written"):
             commit(output)
@@ -502,10 +476,8 @@ class TestSharedNames:
     def test_a_commit_that_was_interrupted_holds_its_files_until_it_is_aborted(
         self, place: BucketPlace
     ) -> None:
-        rival = place.output()
-        rival.begin(make_record("rival"))
-        add(rival, ALL, "rival")
-        strike(place, MARKER, *["500"] * contract.NUM_TRIES)
+        rival = ready(place, seed="rival")
+        strike(place, is_put(MARKER), *["500"] * contract.NUM_TRIES)
         with pytest.raises(ResourceError):
             commit(rival, "rival")
         output = ready(place)
@@ -546,8 +518,7 @@ class TestRequests:
         if place.address.startswith("az://"):
             pytest.skip("Azure answers for each object of a request")
         output = ready(place)
-        place.proxy.strikes = is_delete
-        place.proxy.faults[:] = ["404"]
+        strike(place, is_delete, "404")
         output.forget(ALL)
         assert place.proxy.struck == ["404"]
         assert output.notes(ALL) == {}
@@ -654,9 +625,7 @@ class TestJobsWithoutFiles:
     @pytest.mark.parametrize("end", ["abort", "discard"])
     def test_it_is_removed(self, place: BucketPlace, end: str, tmp_path: Path) -> None:
         output, _ = self.begin(place, tmp_path)
-        other = place.output()
-        other.begin(make_record())
-        add(other, [0])
+        other = ready(place, [0])
         if end == "abort":
             place.output().abort()
             assert place.leftovers() == []
@@ -716,8 +685,7 @@ class TestSending:
             with lock:
                 under_way.remove(name)
 
-        output = place.output()
-        output.begin(make_record())
+        output = ready(place, [])
         monkeypatch.setattr(Objects, "put", counted)
         assert together(*(lambda number=number: add(output, [number]) for number in ALL)) == [None] * 4
         assert max(most) == 2
