@@ -15,6 +15,7 @@ import pytest
 from shardkit.core import threads
 from shardkit.core.threads import at_once, check_interrupt, choose_jobs, run_all
 from shardkit.errors import UsageError
+from tests.worlds.threads import interrupted
 
 # What another thread is interrupted by does not wake the main thread; nor does what comes just before it begins to wait.
 _UNHEARD = """
@@ -181,15 +182,8 @@ def test_ctrl_c_ends_what_at_once_does() -> None:
             one_ended.release()
             raise
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            at_once(send, ["a", "b"])
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with interrupted():
+        at_once(send, ["a", "b"])
     for _ in range(2):  # a thread that was being started when the signal came is not waited for
         assert one_ended.acquire(timeout=600)
     assert sorted(ended) == ["a", "b"]

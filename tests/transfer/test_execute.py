@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from math import prod
 from pathlib import Path
@@ -33,7 +33,7 @@ from shardkit.formats.dcp.images import DcpImages, Phase
 from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.transfer.execute import ExecuteOptions, Execution, FileDigest
 from shardkit.transfer.plan import TransferPlan, build_plan
-from tests.worlds.threads import threads_left
+from tests.worlds.threads import interrupted, threads_left
 
 Tensors = dict[str, tuple[DType, Shape, int | None]]
 """For each tensor: dtype, shape, and the dim that is cut (None where it is replicated)."""
@@ -71,17 +71,26 @@ def planned(
     return images, build_plan(images, catalog)
 
 
-def run(plan: TransferPlan, directory: Path, **options: int) -> dict[str, FileDigest]:
-    finished: list[FileDigest] = []
-    execution = Execution(
+def execution(
+    plan: TransferPlan,
+    directory: Path,
+    finish: Callable[[FileDigest, object], object] = lambda digest, _: None,
+    progress: NoProgress | None = None,
+    **options: int,
+) -> Execution:
+    return Execution(
         plan,
         str(directory),
         ExecuteOptions(**options),  # type: ignore[arg-type]
         finished={},
-        on_finished=lambda digest, _: finished.append(digest),
-        progress=NoProgress(),
+        on_finished=finish,
+        progress=progress or NoProgress(),
     )
-    digests, _ = execution.run()
+
+
+def run(plan: TransferPlan, directory: Path, **options: int) -> dict[str, FileDigest]:
+    finished: list[FileDigest] = []
+    digests, _ = execution(plan, directory, lambda digest, _: finished.append(digest), **options).run()
     assert {digest.name for digest in finished} == set(digests)
     return digests
 
@@ -217,51 +226,37 @@ def test_what_cannot_be_shared_is_copied(
             assert content == cut(data[fqn], dtype, shape, region)
 
 
-def failing(tmp_path: Path, damage: Sequence[str]) -> tuple[TransferPlan, Path]:
+@pytest.fixture
+def plan(tmp_path: Path) -> TransferPlan:
+    """What reads 4 MiB of `source.bin`."""
     tensors: Tensors = {"layers.0.weight": (BY_NAME["uint8"], (4096, 1024), 0)}
     catalog, _ = source(tmp_path, tensors, 0)
-    _, plan = planned(catalog, tensors, 2)
-    path = tmp_path / "source.bin"
-    if "shrink" in damage:
-        with path.open("r+b") as file:
-            file.truncate(1 << 20)
-    if "remove" in damage:
-        path.unlink()
-    return plan, tmp_path
+    return planned(catalog, tensors, 2)[1]
 
 
-def test_a_source_that_shrank_is_named(tmp_path: Path) -> None:
-    plan, directory = failing(tmp_path, ["shrink"])
-    with pytest.raises(IntegrityError, match=r"source\.bin"):
-        run(plan, directory)
+@pytest.mark.parametrize(
+    ("spoil", "kind"),
+    [(lambda path: os.truncate(path, 1 << 20), IntegrityError), (os.unlink, ResourceError)],
+    ids=["shrank", "vanished"],
+)
+def test_a_source_that_is_not_whole_is_named(
+    plan: TransferPlan, tmp_path: Path, spoil: Callable[[Path], None], kind: type[Exception]
+) -> None:
+    spoil(tmp_path / "source.bin")
+    with pytest.raises(kind, match=r"source\.bin"):
+        run(plan, tmp_path)
 
 
-def test_a_source_that_vanished_is_named(tmp_path: Path) -> None:
-    plan, directory = failing(tmp_path, ["remove"])
-    with pytest.raises(ResourceError, match=r"source\.bin"):
-        run(plan, directory)
-
-
-def test_a_source_that_changes_while_read_is_noticed(tmp_path: Path) -> None:
-    plan, directory = failing(tmp_path, [])
-
+def test_a_source_that_changes_while_read_is_noticed(plan: TransferPlan, tmp_path: Path) -> None:
     class Meddler(NoProgress):
         def advance(self, num_bytes: int) -> None:
-            path = directory / "source.bin"
+            path = tmp_path / "source.bin"
             with path.open("r+b") as file:
                 file.write(b"changed")
             os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # a clock of jiffies may stand still
 
-    execution = Execution(
-        plan,
-        str(directory),
-        ExecuteOptions(),
-        finished={},
-        on_finished=lambda digest, _: None,
-        progress=Meddler(),
-    )
     with pytest.raises(IntegrityError, match="changed while being read"):
-        execution.run()
+        execution(plan, tmp_path, progress=Meddler()).run()
 
 
 def test_no_thread_outlives_a_run_that_was_given_up(tmp_path: Path) -> None:
@@ -279,24 +274,8 @@ def test_no_thread_outlives_a_run_that_was_given_up(tmp_path: Path) -> None:
         heard.wait()
         finished.append(digest.name)
 
-    def interrupt(*_: object) -> None:
-        heard.set()
-        raise KeyboardInterrupt
-
-    execution = Execution(
-        plan,
-        str(tmp_path / "out"),
-        ExecuteOptions(),
-        finished={},
-        on_finished=finish,
-        progress=NoProgress(),
-    )
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            execution.run()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with interrupted(heard.set):
+        execution(plan, tmp_path / "out", finish).run()
     assert threads_left() == []
     assert sorted(finished) == sorted(whole)
     assert finished
@@ -314,13 +293,8 @@ class TestFilesThatAreSent:
         out.mkdir()
 
         def make(send: Callable[[Path], None]) -> Execution:
-            return Execution(
-                plan.in_order(),
-                str(out),
-                ExecuteOptions(jobs=4, max_unsent_files=2),
-                finished={},
-                on_finished=lambda digest, _: send(out / digest.name),
-                progress=NoProgress(),
+            return execution(
+                plan.in_order(), out, lambda digest, _: send(out / digest.name), jobs=4, max_unsent_files=2
             )
 
         return make
@@ -373,15 +347,8 @@ class TestFilesThatAreSent:
                 ended.append(path.name)
                 raise
 
-        def interrupt(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        before = signal.signal(signal.SIGUSR1, interrupt)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                sending(send).run()
-        finally:
-            signal.signal(signal.SIGUSR1, before)
+        with interrupted():
+            sending(send).run()
         assert sorted(ended) == sorted(begun)
         assert 1 <= len(begun) <= 2
         assert threads_left() == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +16,13 @@ from safetensors.torch import save_file
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME, BY_SAFETENSORS, DType
-from shardkit.core.threads import NoProgress
 from shardkit.errors import SourceError
 from shardkit.formats.hub import safetensors as safetensors_images
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.hub.safetensors import OutputTensor, SafetensorsImages, read_header
-from shardkit.transfer.execute import ExecuteOptions, Execution
 from shardkit.transfer.plan import build_plan
+from tests.operations.consolidate.checkpoints import assert_bit_equal, load
+from tests.transfer.test_execute import run
 
 F32, BF16 = BY_NAME["float32"], BY_NAME["bfloat16"]
 
@@ -35,14 +34,7 @@ def tensor(fqn: str, nbytes: int = 4, dtype: DType = F32) -> OutputTensor:
 def write(images: SafetensorsImages, catalog: Catalog, out: Path, *, jobs: int = 1) -> None:
     """Fill the images from a catalog, as an operation does."""
     out.mkdir(exist_ok=True)
-    Execution(
-        build_plan(images, catalog),
-        str(out),
-        ExecuteOptions(jobs=jobs),
-        finished={},
-        on_finished=lambda digest, _: None,
-        progress=NoProgress(),
-    ).run()
+    run(build_plan(images, catalog), out, jobs=jobs)
     index = images.index()
     if index is not None:
         (out / images.index_name).write_bytes(index)
@@ -158,10 +150,6 @@ class TestBytes:
             SafetensorsImages([tensor("a"), tensor("b")], max_shard_bytes=None)
 
 
-def bits(value: torch.Tensor) -> bytes:
-    return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
-
-
 def test_stock_reader_gives_every_bit_back(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tensors: dict[str, torch.Tensor] = {
@@ -176,15 +164,7 @@ def test_stock_reader_gives_every_bit_back(tmp_path: Path) -> None:
     for limit in (None, 100, 3000):
         out = tmp_path / f"out{limit}"
         write(SafetensorsImages(outputs(catalog), max_shard_bytes=limit), catalog, out)
-        found: dict[str, Any] = {}
-        for path in sorted(out.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                found |= {name: file.get_tensor(name) for name in file.keys()}
-        assert found.keys() == tensors.keys()
-        for name, expected in tensors.items():
-            assert found[name].dtype == expected.dtype
-            assert found[name].shape == expected.shape
-            assert bits(found[name]) == bits(expected)
+        assert_bit_equal(load(out), tensors)
         assert open_model(str(out)).catalog.nbytes == catalog.nbytes
 
 

@@ -19,6 +19,7 @@ from shardkit.keys.expressions import Expression, Stored, concat, cut, leaves, p
 from shardkit.transfer.codecs.bound import bind
 from shardkit.transfer.sources import SourceFiles
 from tests.keys.test_expressions import Sources, evaluate, trees, window
+from tests.transfer.codecs.reading import read_in_ranges
 
 DTYPES = ["int16", "int64", "uint8", "complex128"]
 
@@ -60,24 +61,10 @@ def a_grid(rng: random.Random, shape: tuple[int, ...]) -> list[Region]:
 
 
 def read(catalog: Catalog, name: str, rng: random.Random) -> np.ndarray:
-    """Read a tensor chunk by chunk, each in ranges of random lengths."""
-    entry, table = catalog.tensors[name], catalog.chunks
-    itemsize = entry.dtype.itemsize
-    found = np.zeros(entry.shape, entry.dtype.name)
-    times = np.zeros(entry.shape, int)
-    with SourceFiles(catalog.files) as files, files.reader() as reader:
-        for row in entry.chunk_ids:
-            region = table.region(row)
-            data, done = bytearray(region.num_elements * itemsize), 0
-            while done < len(data):
-                size = min(rng.randint(1, 40) * itemsize, len(data) - done)
-                part = memoryview(data)[done : done + size]
-                reader.read_into(table.file[row], part, table.start[row] + done, name)
-                done += size
-            found[window(region)] = np.frombuffer(data, entry.dtype.name).reshape(region.sizes)
-            times[window(region)] += 1
-    assert (times == 1).all()
-    return found
+    """Read a tensor in ranges of random lengths."""
+    entry = catalog.tensors[name]
+    data = read_in_ranges(catalog, name, rng, range(1, 41))
+    return np.frombuffer(data, entry.dtype.name).reshape(entry.shape)
 
 
 @pytest.mark.prove

@@ -13,14 +13,11 @@ from safetensors.torch import save_file
 
 from shardkit.core.catalog import Catalog
 from shardkit.core.dtypes import BY_NAME
-from shardkit.core.regions import Region
 from shardkit.errors import LayoutError
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.quantised import can_dequantize, find_scaled, why_narrow, why_quantised
-from shardkit.transfer.codecs.boxes import as_tensor, read_box
 from shardkit.transfer.codecs.derive import derive
-from shardkit.transfer.sources import SourceFiles
-from tests.keys.test_expressions import window
+from tests.transfer.codecs.reading import read_in_ranges
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}}
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
@@ -36,24 +33,11 @@ def plain(
     return derive(catalog, made, found.gone)
 
 
-def read(catalog: Catalog, name: str, seed: int = 0) -> torch.Tensor:
+def read(catalog: Catalog, name: str) -> torch.Tensor:
     """Read a tensor in ranges of random lengths."""
-    entry, rng = catalog.tensors[name], random.Random(seed)
-    itemsize = entry.dtype.itemsize
-    found = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype.name))
-    with SourceFiles(catalog.files) as files, files.reader() as reader:
-        for row in entry.chunk_ids:
-            region = catalog.chunks.region(row)
-            data, done = bytearray(region.num_elements * itemsize), 0
-            while done < len(data):
-                size = min(rng.choice((1, 31, 500, 10_000)) * itemsize, len(data) - done)
-                part = memoryview(data)[done : done + size]
-                place = catalog.chunks.start[row] + done
-                reader.read_into(catalog.chunks.file[row], part, place, name)
-                done += size
-            values = torch.frombuffer(data, dtype=found.dtype).reshape(region.sizes)
-            found[window(region)] = values
-    return found
+    entry = catalog.tensors[name]
+    data = read_in_ranges(catalog, name, random.Random(0), (1, 31, 500, 10_000))
+    return torch.frombuffer(data, dtype=getattr(torch, entry.dtype.name)).reshape(entry.shape)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,16 +90,6 @@ def test_a_ragged_last_block_has_its_own_scale(shape: tuple[int, int], tmp_path:
     catalog = plain(tmp_path, {"a.weight": weight, "a.weight_scale_inv": scales}, FP8)
     expected = by_formula(weight, scales, (128, 128)).bfloat16()
     assert torch.equal(bits(read(catalog, "a.weight")), bits(expected))
-
-
-def test_a_weight_of_several_pieces_has_the_scales_of_its_blocks(tmp_path: Path) -> None:
-    """A box is computed in pieces of 2**18 numbers: 292 of these rows, so the second piece begins within a block."""
-    weight, scales = fp8(512, 896), torch.rand(4, 7) * 1e-2
-    catalog = plain(tmp_path, {"a.weight": weight, "a.weight_scale_inv": scales}, FP8)
-    with SourceFiles(catalog.files) as files, files.reader() as reader:
-        values = read_box(catalog, "a.weight", Region((0, 0), (512, 896)), reader)
-    expected = by_formula(weight, scales, (128, 128)).bfloat16()
-    assert torch.equal(bits(as_tensor(values, BY_NAME["bfloat16"])), bits(expected))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
