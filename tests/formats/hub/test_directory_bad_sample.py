@@ -9,6 +9,7 @@ import pytest
 
 from shardkit.errors import SourceError
 from shardkit.formats.hub.directory import open_model
+from tests.formats.reading import expected, held
 
 BAD = Path(__file__).parents[3] / ".." / "shared" / "fixtures" / "bad-sample"
 
@@ -35,22 +36,12 @@ def test_refused(case):
 
 @pytest.mark.parametrize("case", [c for c in CASES if c["expect"] != "reject"], ids=lambda case: case["id"])
 def test_opens_with_equal_bytes(case, monkeypatch, tmp_path):
-    torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
 
     monkeypatch.setenv("SHARDKIT_CANARY", str(tmp_path / "canary"))
     catalog = open_model(str(BAD / case["path"])).catalog
-    expected = {}
+    stored = {}
     for file in catalog.files:
-        expected |= load_file(file.path)
-    assert set(catalog.tensors) == set(expected)
-    for fqn, entry in catalog.tensors.items():
-        (chunk,) = entry.chunk_ids
-        file = catalog.files[catalog.chunks.file[chunk]]
-        start, nbytes = catalog.chunks.start[chunk], catalog.chunks.nbytes[chunk]
-        found = Path(file.path).read_bytes()[start : start + nbytes]
-        tensor = expected[fqn]
-        assert (entry.shape, f"torch.{entry.dtype.name}") == (tuple(tensor.shape), str(tensor.dtype))
-        flat = tensor.contiguous().reshape(-1)
-        assert found == (flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        stored |= load_file(file.path)
+    assert held(catalog) == expected(stored)
     assert not (tmp_path / "canary").exists()

@@ -18,23 +18,15 @@ from shardkit.formats.hub.tokenizer import open_tokenizer
         ({"tokenizer.json": {"model": {"vocab": {"a": 0, "b": 6}}, "added_tokens": [{"id": 9}]}}, 10),
         ({"tokenizer.json": {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}}}, 2),  # Unigram
         ({"vocab.json": {"a": 0, "b": 1}, "added_tokens.json": {"<x>": 4}}, 5),
-        ({"vocab.txt": "a\nb\nc\n", "tokenizer_config.json": {"added_tokens_decoder": {"3": {}}}}, 4),
-        (
-            {"tokenizer.model": b"\n\x03\n\x01a\n\x03\n\x01b\x12\x02\x08\x01"},
-            2,
-        ),  # two pieces, and a trainer's field
+        ({"vocab.txt": b"a\nb\nc\n", "tokenizer_config.json": {"added_tokens_decoder": {"3": {}}}}, 4),
+        # two pieces, and a trainer's field
+        ({"tokenizer.model": b"\n\x03\n\x01a\n\x03\n\x01b\x12\x02\x08\x01"}, 2),
         ({"tekken.json": {}}, None),
     ],
 )
 def test_a_tokenizers_tokens_are_counted(files: dict[str, Any], tokens: int | None, tmp_path: Path) -> None:
     for name, content in files.items():
-        data = (
-            content
-            if isinstance(content, bytes)
-            else content.encode()
-            if isinstance(content, str)
-            else json.dumps(content).encode()
-        )
+        data = json.dumps(content).encode() if isinstance(content, dict) else content
         (tmp_path / name).write_bytes(data)
     assert open_tokenizer(str(tmp_path)).tokens == tokens
 

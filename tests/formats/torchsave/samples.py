@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
+from typing import Any
 
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import read_entries
+
+
+def saved(value: Any) -> bytes:
+    """What `torch.save` writes."""
+    import torch
+
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
 
 
 def read_record(

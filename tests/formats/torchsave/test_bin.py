@@ -12,13 +12,13 @@ from shardkit.core.catalog import ignore_read
 from shardkit.errors import SourceError
 from shardkit.formats.hub.directory import open_model
 from shardkit.formats.torchsave.bin import read_bin
+from tests.bits import raw
 
 torch = pytest.importorskip("torch")
 
 
 def plain_bytes(tensor):
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return raw(tensor.detach().resolve_conj().resolve_neg())
 
 
 DECODED = {"transposed", "expanded", "empty", "conj", "negative", "negative_bf16", "both"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import os
 import pathlib
 import random
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardkit.core.dtypes import BY_NAME
@@ -36,6 +34,8 @@ from shardkit.formats.torchsave.file import (
 )
 from shardkit.pickles.policies import Fields, UnmadeObject
 from tests.bits import raw
+from tests.formats.dcp.samples import as_rank
+from tests.formats.torchsave.samples import saved
 
 Save = Callable[..., TorchFile]
 
@@ -335,10 +335,8 @@ def test_pipes_and_missing_files(tmp_path):
 @pytest.mark.prove
 def test_any_damage_ends_well(tmp_path):
     """Bytes changed anywhere, with CRCs that are not recorded: a tree or a SourceError, and no hang."""
-    out = io.BytesIO()
     value = {"a": torch.ones(2, 3).t(), "b": [1, "x", torch.zeros(3, dtype=torch.bfloat16)], "c": Runs()}
-    torch.save(value, out)
-    good, rng = out.getvalue(), random.Random(2)
+    good, rng = saved(value), random.Random(2)
     interesting = [i for i, byte in enumerate(good) if byte]
     for _ in range(1500):
         data = bytearray(good)
@@ -359,11 +357,8 @@ def test_any_damage_ends_well(tmp_path):
 @pytest.fixture
 def one_of_four() -> Iterator[None]:
     """This process as rank 2 of 4, with nobody to talk to."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with as_rank(2, 4):
+        yield
 
 
 @pytest.mark.usefixtures("one_of_four")

@@ -8,7 +8,6 @@ import random
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.torchsave.record import TensorRecord, gather_strided, parse_tensor
 from shardkit.formats.torchsave.writer import record_skeleton
 from tests.bits import raw
-from tests.formats.torchsave.samples import read_record
+from tests.formats.torchsave.samples import read_record, saved
 
 LEAD = b"something before"
 
@@ -43,12 +42,6 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     yield Disk(fd)
     os.close(fd)
-
-
-def saved(tensor: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(tensor, out)
-    return out.getvalue()
 
 
 def random_tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -137,8 +130,7 @@ def test_anything_but_a_plain_tensor_is_refused(disk: Disk, value: object) -> No
 
 
 def test_big_endian_and_compressed_entries_are_refused(disk: Disk) -> None:
-    out = io.BytesIO()
-    torch.save(torch.ones(3), out)
+    out = io.BytesIO(saved(torch.ones(3)))
     for compression, order in ((zipfile.ZIP_STORED, b"big"), (zipfile.ZIP_DEFLATED, b"little")):
         changed = io.BytesIO()
         with zipfile.ZipFile(out) as old, zipfile.ZipFile(changed, "w", compression) as new:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import random
 from collections.abc import Iterator
@@ -16,13 +15,7 @@ from shardkit.errors import SourceError
 from shardkit.formats.torchsave import scan as torch_record_scan
 from shardkit.formats.torchsave.record import TensorRecord
 from shardkit.formats.torchsave.scan import RecordScanner
-from tests.formats.torchsave.samples import read_record
-
-
-def saved(tensor: torch.Tensor) -> bytes:
-    out = io.BytesIO()
-    torch.save(tensor, out)
-    return out.getvalue()
+from tests.formats.torchsave.samples import read_record, saved
 
 
 class File:

@@ -25,53 +25,38 @@ TRAINER = {
 def saved(save_dcp, weights, adam, tmp_path):
     """Return a function that writes a checkpoint under some root, with a meta.pt."""
 
-    def save(root, meta):
+    def save(root, meta, *optimizers):
         module = {f"net.{name}": tensor for name, tensor in weights.items()}
-        directory = save_dcp({root: module, "optimizer_0": adam}, tmp_path / "epoch=0-step=2.ckpt")
+        state = {root: module, **dict.fromkeys(optimizers, adam)}
+        directory = save_dcp(state, tmp_path / "epoch=0-step=2.ckpt")
         torch.save(meta, directory / "meta.pt")
         return str(directory)
 
     return save
 
 
+FABRIC = {"step": 2, "path": pathlib.PurePosixPath("x")}
+
+
 @pytest.mark.parametrize(
-    ("root", "writer"),
-    [("model", "Lightning FSDPStrategy"), ("state_dict", "Lightning ModelParallelStrategy")],
-)
-def test_strategies(saved, root, writer):
-    path = saved(root, TRAINER)
+    ("meta", "names", "writer", "roots"),
+    [
+        (TRAINER, ["model", "optimizer_0"], "FSDPStrategy", ["model", "optimizer"]),
+        (TRAINER, ["state_dict", "optimizer_0"], "ModelParallelStrategy", ["model", "optimizer"]),
+        (TRAINER, ["model", "optimizer_0", "optimizer_1"], "FSDPStrategy", ["model", "optimizer", "optimizer_1"]),
+        (FABRIC, ["model", "optimizer"], "Fabric", ["model", "optimizer"]),
+        (FABRIC, ["policy"], "Fabric", []),  # keys of one's own
+    ],
+)  # fmt: skip
+def test_writers_and_their_roots(saved, meta, names, writer, roots):
+    path = saved(names[0], meta, *names[1:])
     assert is_lightning(path)
     found = open_lightning(path)
-    assert (found.format, found.writer, found.path) == ("lightning", writer, path)
-    assert dict(found.contents.roots) == {"model": (root,), "optimizer": ("optimizer_0",)}
-    assert f"{root}.net.lm_head.weight" in found.catalog.tensors
+    assert (found.format, found.writer, found.path) == ("lightning", f"Lightning {writer}", path)
+    assert dict(found.contents.roots) == {root: (name,) for root, name in zip(roots, names, strict=False)}
+    assert f"{names[0]}.net.lm_head.weight" in found.catalog.tensors
     assert not found.contents.refused_weights
     assert [name for name, _ in found.remarks.skipped] == ["meta.pt"]
-
-
-def test_fabric(save_dcp, weights, adam, tmp_path):
-    directory = save_dcp({"model": weights, "optimizer": adam}, tmp_path / "step-2.ckpt")
-    torch.save({"step": 2, "path": pathlib.PurePosixPath("x")}, directory / "meta.pt")
-    found = open_lightning(str(directory))
-    assert found.writer == "Lightning Fabric"
-    assert dict(found.contents.roots) == {"model": ("model",), "optimizer": ("optimizer",)}
-
-
-def test_fabric_with_keys_of_its_own(save_dcp, weights, tmp_path):
-    directory = save_dcp({"policy": weights}, tmp_path / "c")
-    torch.save({"step": 2}, directory / "meta.pt")
-    found = open_lightning(str(directory))
-    assert (found.writer, dict(found.contents.roots)) == ("Lightning Fabric", {})
-
-
-def test_several_optimizers(save_dcp, weights, adam, tmp_path):
-    directory = save_dcp({"model": weights, "optimizer_0": adam, "optimizer_1": adam}, tmp_path / "c")
-    torch.save(TRAINER, directory / "meta.pt")
-    assert dict(open_lightning(str(directory)).contents.roots) == {
-        "model": ("model",),
-        "optimizer": ("optimizer_0",),
-        "optimizer_1": ("optimizer_1",),
-    }
 
 
 @pytest.mark.parametrize(

@@ -124,23 +124,23 @@ def test_names_tell_the_writer(save_dcp, weights, adam, tmp_path, case):
     assert found.contents.roots["optimizer"][0] in ("state", "dcp", "app", "optimizer_state", "optimizer")
 
 
-def test_torchtitan(save_dcp, adam, tmp_path):
-    state = {"tok_embeddings.weight": torch.ones(4, 3), "layers.0.attention.wo.weight": torch.ones(3, 3)}
-    state |= {"optimizer": adam, "train_state": {"step": 2}, "lr_scheduler": {"last_epoch": 1}}
-    found = formats.open(str(save_dcp(state, tmp_path / "step-2")))
-    assert (found.writer, dict(found.contents.roots)) == ("torchtitan", {"optimizer": ("optimizer",)})
+TITAN = {"tok_embeddings.weight": torch.ones(4, 3), "layers.0.attention.wo.weight": torch.ones(3, 3)}
+TUNE = {"layers.0.sa_norm.scale": torch.ones(3), "layers.0.attn.q_proj.weight": torch.ones(3, 3)}
+TRAINING = {"optimizer": ..., "train_state": {"step": 2}, "lr_scheduler": {"last_epoch": 1}}
 
 
-def test_torchtitan_weights_only(save_dcp, tmp_path):
-    state = {"tok_embeddings.weight": torch.ones(4, 3), "layers.0.attention.wo.weight": torch.ones(3, 3)}
-    assert formats.open(str(save_dcp(state, tmp_path / "step-2"))).writer == "torchtitan"
-
-
-def test_torchtune(save_dcp, tmp_path):
-    state = {
-        "model": {"layers.0.sa_norm.scale": torch.ones(3), "layers.0.attn.q_proj.weight": torch.ones(3, 3)}
-    }
-    assert formats.open(str(save_dcp(state, tmp_path / "epoch_0"))).writer == "torchtune"
+@pytest.mark.parametrize(
+    ("state", "writer", "roots"),
+    [
+        (TITAN | TRAINING, "torchtitan", {"optimizer": ("optimizer",)}),
+        (TITAN, "torchtitan", {}),
+        ({"model": TUNE}, "torchtune", {}),
+    ],
+)
+def test_names_of_weights_tell_the_writer(save_dcp, adam, tmp_path, state, writer, roots):
+    filled = {name: adam if value is ... else value for name, value in state.items()}
+    found = formats.open(str(save_dcp(filled, tmp_path / "step-2")))
+    assert (found.writer, dict(found.contents.roots)) == (writer, roots)
 
 
 def test_plain_dcp_keeps_its_writer_and_finds_its_config(save_dcp, weights, tmp_path):
