@@ -56,12 +56,18 @@ def check_verbs(there: str, home: Path, work: Path) -> None:
         shardkit.reshard(f"{source}/dcp", where / "b", world_size=3)
         shardkit.preshard(f"{source}/hub", where / "c", world_size=2, wrap="none")
     assert contents(work / "far") == contents(work / "near")
-    assert shardkit.inspect(f"{there}/dcp").tensors == shardkit.inspect(home / "dcp").tensors
-    assert shardkit.verify(f"{there}/dcp", full=True).problems == ()
+    for folder in ("hub", "dcp"):
+        local, remote = shardkit.inspect(home / folder), shardkit.inspect(f"{there}/{folder}")
+        assert (remote.tensors, remote.files, remote.warnings) == (local.tensors, local.files, local.warnings)
+        mine, theirs = (shardkit.verify(path, full=True) for path in (home / folder, f"{there}/{folder}"))
+        assert (theirs.problems, theirs.warnings, theirs.read_bytes) == ((), (), mine.read_bytes)
+    assert shardkit.diff(f"{there}/dcp", f"{there}/hub").is_equal
     assert shardkit.diff(f"{there}/dcp", home / "hub").is_equal
-    model, want = Model(), load_file(home / "hub/model.safetensors")
-    shardkit.load_into(model, f"{there}/hub")
-    assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+    want, context = load_file(home / "hub/model.safetensors"), shardkit.prepare(Model, f"{there}/dcp")
+    first, second = shardkit.finalize(context.model, context), Model()
+    shardkit.load_into(second, f"{there}/hub")
+    for model in (first, second):
+        assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import errno
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import ceil
 
 import pytest
@@ -98,20 +98,13 @@ def test_an_upload_takes_little_memory(place: Place) -> None:
 
 
 @pytest.mark.parametrize("fault", ["500", "503", "reset", "lost", "late 500", "expired", "gone"])
-def test_a_fault_at_a_part(place: Place, fault: str) -> None:
+@pytest.mark.parametrize(("strikes", "num_parts"), [(is_part, 2), (is_end, 1.25)], ids=["part", "end"])
+def test_a_fault_at_a_part_or_at_the_end(
+    place: Place, strikes: Callable[[servers.Seen], bool], num_parts: float, fault: str
+) -> None:
     proxy, _ = place
-    pieces = file_of(2)
-    proxy.strikes, proxy.faults[:] = is_part, [fault]
-    send(place, pieces)
-    assert proxy.struck == [fault]
-    check(place, pieces)
-
-
-@pytest.mark.parametrize("fault", ["500", "reset", "lost", "late 500", "expired", "gone"])
-def test_a_fault_at_the_end_of_an_upload(place: Place, fault: str) -> None:
-    proxy, _ = place
-    pieces = file_of(1.25)
-    proxy.strikes, proxy.faults[:] = is_end, [fault]
+    pieces = file_of(num_parts)
+    proxy.strikes, proxy.faults[:] = strikes, [fault]
     send(place, pieces)
     assert proxy.struck == [fault]
     check(place, pieces)

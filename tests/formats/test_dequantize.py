@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -17,7 +16,7 @@ import shardkit
 from shardkit.errors import LayoutError, UsageError
 from shardkit.files import manifest
 from tests.bits import raw
-from tests.formats.dcp.samples import quiet
+from tests.formats.dcp.samples import save
 from tests.manifests import write_file_list
 from tests.models.quantised import (
     COMPRESSED,
@@ -41,14 +40,18 @@ MOVES: dict[str, Callable[..., Any]] = {
 METHODS = ["fp8", "mxfp4", "gptq", "awq", "bitsandbytes"]
 
 
+def describe(directory: Path, said: dict[str, Any]) -> None:
+    """Have a config say how the weights are quantised."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": said}))
+
+
 def source_of(method: str, directory: Path) -> Path:
     """Make a Hub directory that is quantised so."""
     if method in ("fp8", "mxfp4"):
         return quantise(QWEN3 if method == "fp8" else GPT_OSS, directory)
     make_hub(QWEN3, directory)
-    path = directory / "config.json"
-    described = {"quant_method": method, "bits": 4}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": described}))
+    describe(directory, {"quant_method": method, "bits": 4})
     return directory
 
 
@@ -128,8 +131,7 @@ def test_consolidate_makes_a_plain_hub_model_of_nvfp4(writer: str, tmp_path: Pat
     assert not (out / "hf_quant_config.json").exists()
     assert json.loads((out / manifest.NAME).read_text())["dequantized"] == "nvfp4"
     assert shardkit.diff(source, out).is_equal
-    with quiet():
-        dcp.save({"model": expected}, checkpoint_id=tmp_path / "run", no_dist=True)
+    save({"model": expected}, tmp_path / "run")
     shardkit.consolidate(tmp_path / "run", tmp_path / "again", base=source)
     assert (tmp_path / "again/model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
 
@@ -140,10 +142,7 @@ def test_int4_of_compressed_tensors_is_refused(is_mixed: bool, tmp_path: Path) -
     make_hub(QWEN3, source)
     if is_mixed:
         to_nvfp4(source, COMPRESSED)
-    tensors, config = (
-        load_file(source / "model.safetensors"),
-        json.loads((source / "config.json").read_text()),
-    )
+    tensors = load_file(source / "model.safetensors")
     layer = "model.layers.1.mlp.up_proj."
     for name in [name for name in tensors if name.startswith(layer)]:
         del tensors[name]
@@ -152,12 +151,9 @@ def test_int4_of_compressed_tensors_is_refused(is_mixed: bool, tmp_path: Path) -
         f"{layer}weight_scale": torch.ones(96, 1),
     }
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    groups = {
-        "a": {"format": "pack-quantized"},
-        **({"b": {"format": "nvfp4-pack-quantized"}} if is_mixed else {}),
-    }
-    described = {"quant_method": "compressed-tensors", "config_groups": groups}
-    (source / "config.json").write_text(json.dumps({**config, "quantization_config": described}))
+    groups = {"a": {"format": "pack-quantized"}}
+    groups |= {"b": {"format": "nvfp4-pack-quantized"}} if is_mixed else {}
+    describe(source, {"quant_method": "compressed-tensors", "config_groups": groups})
     for move in MOVES.values():
         with pytest.raises(LayoutError, match=r"^quantised: .*\(compressed-tensors"):
             move(source, tmp_path / "out")
@@ -171,8 +167,7 @@ def test_int4_of_compressed_tensors_is_refused(is_mixed: bool, tmp_path: Path) -
 def test_what_was_trained_of_a_quantised_base_has_its_names_and_a_plain_config(tmp_path: Path) -> None:
     source = quantise(QWEN3, tmp_path / "hub")
     trained = {name: tensor + 1 for name, tensor in by_transformers(source).items()}
-    with quiet():
-        dcp.save({"model": trained}, checkpoint_id=tmp_path / "run", no_dist=True)
+    save({"model": trained}, tmp_path / "run")
     done = shardkit.consolidate(tmp_path / "run", tmp_path / "out", base=source, dtype="base")
     assert not done.warnings
     stored = load_file(tmp_path / "out/model.safetensors")
@@ -186,11 +181,8 @@ def test_a_base_that_is_quantised_in_another_way_is_refused(method: str, tmp_pat
     """Its names and its config are not those of what was trained, whatever may be missing."""
     base, trained = tmp_path / "hub", tmp_path / "run"
     make_hub(QWEN3, base)
-    with quiet():
-        dcp.save({"model": load_file(base / "model.safetensors")}, checkpoint_id=trained, no_dist=True)
-    config = json.loads((base / "config.json").read_text())
-    described = {"quant_method": method, "bits": 4}
-    (base / "config.json").write_text(json.dumps({**config, "quantization_config": described}))
+    save({"model": load_file(base / "model.safetensors")}, trained)
+    describe(base, {"quant_method": method, "bits": 4})
     with pytest.raises(LayoutError, match=r"is quantised \((gptq|awq|bits.x1bandbytes)\)") as caught:
         shardkit.consolidate(trained, tmp_path / "out", base=base, allow_missing=True, allow_unexpected=True)
     assert "the model that it was quantised from" in str(caught.value.hint)

@@ -193,6 +193,7 @@ def test_fp8_of_other_writers_has_a_scale_for_each_row_group_or_weight(
     assert torch.equal(bits(read(catalog, "a.weight")), bits(expected))
 
 
+MXFP4_PACKED = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
 EXPONENTS = torch.arange(1, 252, dtype=torch.uint8).repeat(2)[:320].reshape(64, 5)
 
 
@@ -220,18 +221,9 @@ def test_fp8_with_a_power_of_two_for_each_32_numbers(config: dict[str, Any] | No
     [
         ("a.weight", "a.weight_scale", False, None),
         ("a.weight", "a.weight_scale", False, {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}),
-        (
-            "a.weight_packed",
-            "a.weight_scale",
-            False,
-            {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
-        ),
-        (
-            "a.weight",
-            "a.scale",
-            True,
-            {"quant_method": "fp8", "weight_block_size": [128, 128]},
-        ),  # DeepSeek-V4
+        ("a.weight_packed", "a.weight_scale", False, MXFP4_PACKED),
+        # DeepSeek-V4
+        ("a.weight", "a.scale", True, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
         ("a.weight", "a.weight_scale_inv", True, {"quant_method": "fp8"}),
     ],
 )

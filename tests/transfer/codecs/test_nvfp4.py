@@ -21,6 +21,13 @@ from tests.transfer.codecs.test_dequantize import bits, read
 MODELOPT, COMPRESSED = ("", "_scale_2"), ("_packed", "_global_scale")
 
 
+def stored_as(
+    ends: tuple[str, str], name: str, packed: torch.Tensor, scales: torch.Tensor, second: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Return a weight as one of the projects names its parts."""
+    return {f"{name}{ends[0]}": packed, f"{name}_scale": scales, f"{name}{ends[1]}": second}
+
+
 def plain(
     folder: Path,
     tensors: dict[str, torch.Tensor],
@@ -48,7 +55,7 @@ def test_values_are_those_of_the_project_that_wrote_them(
     else:
         second = torch.tensor([1234.5])
         expected = by_compressed_tensors(packed, scales, second)
-    stored = {f"a.weight{ends[0]}": packed, "a.weight_scale": scales, f"a.weight{ends[1]}": second}
+    stored = stored_as(ends, "a.weight", packed, scales, second)
     catalog = plain(tmp_path, {**stored, "a.bias": torch.ones(7)}, dtype)
     assert list(catalog.tensors) == ["a.bias", "a.weight"]
     found = read(catalog, "a.weight")
@@ -61,13 +68,8 @@ def test_every_number_with_every_scale(tmp_path: Path) -> None:
     packed = torch.arange(256, dtype=torch.uint8).reshape(1, 256).repeat(256, 1)
     scales = torch.arange(256, dtype=torch.uint8).reshape(256, 1).repeat(1, 32).view(torch.float8_e4m3fn)
     second = torch.tensor(3.7e-4)
-    tensors = {"a.weight": packed, "a.weight_scale": scales, "a.weight_scale_2": second}
-    tensors |= {
-        "b.weight_packed": packed,
-        "b.weight_scale": scales,
-        "b.weight_global_scale": second.reshape(1),
-    }
-    catalog = plain(tmp_path, tensors)
+    tensors = stored_as(MODELOPT, "a.weight", packed, scales, second)
+    catalog = plain(tmp_path, tensors | stored_as(COMPRESSED, "b.weight", packed, scales, second.reshape(1)))
     for name, expected in (
         ("a.weight", by_modelopt(packed, scales, second)),
         ("b.weight", by_compressed_tensors(packed, scales, second.reshape(1))),
@@ -82,12 +84,8 @@ def test_experts_in_one_are_packed_along_their_inputs(tmp_path: Path) -> None:
     """ModelOpt, export/unified_export_hf.py: experts of Llama 4 and gpt_oss are transposed, quantised, and transposed back."""
     packed, scales = random_nvfp4(3, 20, 48)
     second = torch.tensor(0.25)
-    stored = {
-        "e.up_proj": packed.mT,
-        "e.up_proj_weight_scale": scales.mT,
-        "e.up_proj_weight_scale_2": second,
-        "e.up_proj_input_scale": second,
-    }
+    stored = {"e.up_proj": packed.mT, "e.up_proj_weight_scale": scales.mT}
+    stored |= {"e.up_proj_weight_scale_2": second, "e.up_proj_input_scale": second}
     catalog = plain(tmp_path, stored)
     assert list(catalog.tensors) == ["e.up_proj"]
     expected = by_modelopt(packed, scales, second).mT.bfloat16()
@@ -124,14 +122,8 @@ def test_weights_of_a_transformed_model_are_refused(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     packed, scales = random_nvfp4(4, 64)
-    tensors = {
-        "a.weight": packed,
-        "a.weight_scale": scales[:, :2],
-        "a.weight_scale_2": torch.ones(()),
-        "b.weight_packed": packed,
-        "b.weight_scale": scales,
-        "b.weight_global_scale": torch.ones(4),
-    }
+    tensors = stored_as(MODELOPT, "a.weight", packed, scales[:, :2], torch.ones(()))
+    tensors |= stored_as(COMPRESSED, "b.weight", packed, scales, torch.ones(4))
     with pytest.raises(LayoutError) as caught:
         plain(tmp_path, tensors)
     assert caught.value.problems == (
