@@ -15,13 +15,11 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardkit
-from tests.formats import rank_world
 from tests.formats.dcp.samples import alter, replicate, save, save_rank_local, save_shards, shard
 from tests.formats.deepspeed import samples as deepspeed
+from tests.formats.rankfiles.samples import RANK_FILE, copy_ranks
 from tests.formats.reading import Contents, expected
 from tests.formats.trainers.test_torch_checkpointing import describe
-
-RANK_FILE = f"model_world_size_{rank_world.WORLD_SIZE}_rank_{{}}.pt"
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -134,31 +132,22 @@ def _accelerate(root: Path, ranks: Path) -> Sample:
     return Sample(path=path, format="accelerate", truth=_nested(weights(), "model"))
 
 
-def _ranks(case: str, ranks: Path, rename: Callable[[int], Path]) -> Contents:
-    """Copy the files of a case of `rank_world` to the paths that `rename` returns."""
-    for rank in range(rank_world.WORLD_SIZE):
-        target = rename(rank)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ranks / case / RANK_FILE.format(rank), target)
-    return expected(torch.load(ranks / f"{case}.truth"))
-
-
 def _verl(root: Path, ranks: Path) -> Sample:
     path = root / "global_step_2" / "actor"
-    truth = _ranks("fsdp2_tp", ranks, lambda rank: path / RANK_FILE.format(rank))
+    truth = copy_ranks("fsdp2_tp", ranks, lambda rank: path / RANK_FILE.format(rank))
     (path / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 4}')
     return Sample(path=path, format="verl", truth=truth)
 
 
 def _accelerate_bin(root: Path, ranks: Path) -> Sample:
     path = root / "checkpoint-2"
-    truth = _ranks("fsdp1", ranks, lambda rank: path / f"pytorch_model_fsdp_0_rank{rank}.bin")
+    truth = copy_ranks("fsdp1", ranks, lambda rank: path / f"pytorch_model_fsdp_0_rank{rank}.bin")
     return Sample(path=path, format="accelerate-bin", truth=truth)
 
 
 def _torch_checkpointing(root: Path, ranks: Path) -> Sample:
     path = root / "step_2"
-    truth = _ranks("hsdp", ranks, lambda rank: path / f"model_{rank}.pt")
+    truth = copy_ranks("hsdp", ranks, lambda rank: path / f"model_{rank}.pt")
     describe(path, {"model": None})
     return Sample(path=path, format="torch-checkpointing", truth=truth)
 

@@ -281,14 +281,17 @@ def test_no_thread_outlives_a_run_that_was_given_up(tmp_path: Path) -> None:
     assert finished
 
 
+Sending = Callable[[Callable[[Path], None]], Execution]
+ROWS_AND_COLUMNS: Tensors = {"w": (BY_NAME["int32"], (64, 8), 0), "v": (BY_NAME["int32"], (8, 64), 1)}
+
+
 class TestFilesThatAreSent:
     """Few are there at a time: whoever is handed one removes it."""
 
     @pytest.fixture
-    def sending(self, tmp_path: Path) -> Callable[[Callable[[Path], None]], Execution]:
-        tensors: Tensors = {"w": (BY_NAME["int32"], (64, 8), 0), "v": (BY_NAME["int32"], (8, 64), 1)}
-        catalog, _ = source(tmp_path, tensors, 0)
-        _, plan = planned(catalog, tensors, 16)
+    def sending(self, tmp_path: Path) -> Sending:
+        catalog, _ = source(tmp_path, ROWS_AND_COLUMNS, 0)
+        _, plan = planned(catalog, ROWS_AND_COLUMNS, 16)
         out = tmp_path / "out"
         out.mkdir()
 
@@ -299,10 +302,7 @@ class TestFilesThatAreSent:
 
         return make
 
-    def test_two_are_there_at_a_time(
-        self, sending: Callable[[Callable[[Path], None]], Execution], tmp_path: Path
-    ) -> None:
-        tensors: Tensors = {"w": (BY_NAME["int32"], (64, 8), 0), "v": (BY_NAME["int32"], (8, 64), 1)}
+    def test_two_are_there_at_a_time(self, sending: Sending, tmp_path: Path) -> None:
         sent, most = dict[str, bytes](), list[int]()
 
         def send(path: Path) -> None:
@@ -312,14 +312,12 @@ class TestFilesThatAreSent:
 
         sending(send).run()
         assert max(most) <= 2
-        catalog, _ = source(tmp_path, tensors, 0)
+        catalog, _ = source(tmp_path, ROWS_AND_COLUMNS, 0)
         (tmp_path / "whole").mkdir()
-        run(planned(catalog, tensors, 16)[1], tmp_path / "whole")
+        run(planned(catalog, ROWS_AND_COLUMNS, 16)[1], tmp_path / "whole")
         assert sent == {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
 
-    def test_none_is_written_after_one_that_cannot_be_sent(
-        self, sending: Callable[[Callable[[Path], None]], Execution]
-    ) -> None:
+    def test_none_is_written_after_one_that_cannot_be_sent(self, sending: Sending) -> None:
         tried = list[str]()
 
         def send(path: Path) -> None:
@@ -331,9 +329,7 @@ class TestFilesThatAreSent:
         assert len(tried) <= 2
         assert threads_left() == []
 
-    def test_ctrl_c_ends_what_is_being_sent(
-        self, sending: Callable[[Callable[[Path], None]], Execution]
-    ) -> None:
+    def test_ctrl_c_ends_what_is_being_sent(self, sending: Sending) -> None:
         begun, ended = list[str](), list[str]()
 
         def send(path: Path) -> None:

@@ -524,11 +524,14 @@ class TestRequests:
         assert output.notes(ALL) == {}
 
 
+MakeOutput = Callable[[str | None], BucketOutput]
+
+
 class TestScratch:
     """Files are written on this machine first."""
 
     @pytest.fixture
-    def output(self, place: BucketPlace) -> Callable[[str | None], BucketOutput]:
+    def output(self, place: BucketPlace) -> MakeOutput:
         def make_output(scratch: str | None) -> BucketOutput:
             output = BucketOutput(
                 place.address, marker=MARKER, may_replace=lambda _: None, overwrite=False, scratch=scratch
@@ -538,9 +541,7 @@ class TestScratch:
 
         return make_output
 
-    def test_it_is_where_a_person_wants_it(
-        self, output: Callable[[str | None], BucketOutput], tmp_path: Path
-    ) -> None:
+    def test_it_is_where_a_person_wants_it(self, output: MakeOutput, tmp_path: Path) -> None:
         mine = tmp_path / "scratch-mine"
         mine.mkdir()
         with output(str(tmp_path)).scratch() as scratch:
@@ -550,19 +551,14 @@ class TestScratch:
         assert [*tmp_path.iterdir()] == [mine]
 
     def test_by_default_it_is_beside_the_cache(
-        self,
-        output: Callable[[str | None], BucketOutput],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
+        self, output: MakeOutput, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(storage, "is_in_memory", lambda path: False)
         monkeypatch.setenv("SHARDKIT_CACHE", str(tmp_path / "cache"))
         with output(None).scratch() as scratch:
             assert Path(scratch).parent == tmp_path / "cache/scratch"
 
-    def test_what_the_system_refuses(
-        self, output: Callable[[str | None], BucketOutput], tmp_path: Path
-    ) -> None:
+    def test_what_the_system_refuses(self, output: MakeOutput, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with (
             pytest.raises(ResourceError, match=r"scratch files in .*file") as caught,

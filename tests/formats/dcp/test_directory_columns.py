@@ -159,14 +159,11 @@ def test_apart_are_extents_without_a_problem(extents: list[tuple[int, int, int]]
 def said_of(metadata: DcpMetadata, files: list[SourceFile]) -> list[object]:
     """What the checks of extents and tiling refuse."""
     said: list[object] = []
-    try:
-        check_extents(metadata, files)
-    except SourceError as error:
-        said.append((error.message, error.problems))
-    try:
-        check_tiling(metadata)
-    except SourceError as error:
-        said.append((error.message, error.problems))
+    for check in (lambda: check_extents(metadata, files), lambda: check_tiling(metadata)):
+        try:
+            check()
+        except SourceError as error:
+            said.append((error.message, error.problems))
     return said
 
 

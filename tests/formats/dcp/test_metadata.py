@@ -66,14 +66,10 @@ def check(data: bytes) -> None:
     assert list(found.tensors) == ["m.w", "m.s"]
     entry = found.tensors["m.w"]
     assert (entry.dtype.name, entry.shape, entry.num_chunks) == ("bfloat16", (5, 4), 2)
+    table = found.chunks
     places = [
-        (
-            found.files[found.chunks.file[row]],
-            found.chunks.start[row],
-            found.chunks.nbytes[row],
-            found.chunks.region(row),
-        )
-        for row in range(len(found.chunks))
+        (found.files[table.file[row]], table.start[row], table.nbytes[row], table.region(row))
+        for row in range(len(table))
     ]
     assert places == [
         ("__0_0.distcp", 100, 1000, Region((0, 0), (3, 4))),

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 WORLD, NEVER = 5, 1 << 40
 
+SetBulk = Callable[[bool], None]
+
 
 def tensors(num: int) -> dict[str, torch.Tensor]:
     """Of several kinds: rows of two widths, vectors, ragged and empty last ranks, one that is stored as it lay.
@@ -49,7 +51,7 @@ def checkpoint(path: Path, num: int = 30) -> str:
 
 
 @pytest.fixture
-def set_bulk(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+def set_bulk(monkeypatch: pytest.MonkeyPatch) -> SetBulk:
     def set_bulk(on: bool) -> None:
         monkeypatch.setattr(records, "MIN_TOTAL", 1 if on else NEVER)
         monkeypatch.setattr(records, "_MIN_ROWS", 1)
@@ -69,7 +71,7 @@ def outcome(directory: str) -> object:
 
 
 def test_all_at_once_is_one_by_one(
-    tmp_path: Path, set_bulk: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, set_bulk: SetBulk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = checkpoint(tmp_path / "c")
     set_bulk(False)
@@ -90,7 +92,7 @@ def test_all_at_once_is_one_by_one(
 
 
 @pytest.mark.prove
-def test_no_changed_byte_gets_by(tmp_path: Path, set_bulk: Callable[[bool], None]) -> None:
+def test_no_changed_byte_gets_by(tmp_path: Path, set_bulk: SetBulk) -> None:
     directory = checkpoint(
         tmp_path / "c", 6
     )  # a place in a record is as often hit where there are fewer of them
@@ -114,7 +116,7 @@ def test_no_changed_byte_gets_by(tmp_path: Path, set_bulk: Callable[[bool], None
     assert accepted > 3
 
 
-def test_a_changed_crc_gets_by_in_no_place(tmp_path: Path, set_bulk: Callable[[bool], None]) -> None:
+def test_a_changed_crc_gets_by_in_no_place(tmp_path: Path, set_bulk: SetBulk) -> None:
     """It stands behind the data and in the directory; only where both agree is it one."""
     directory = checkpoint(tmp_path / "c")
     catalog = open_catalog(directory, records=True)
@@ -138,7 +140,7 @@ def test_a_changed_crc_gets_by_in_no_place(tmp_path: Path, set_bulk: Callable[[b
 
 
 @pytest.mark.parametrize("cut", [1, 700, 5000])
-def test_a_file_that_ends_early(tmp_path: Path, cut: int, set_bulk: Callable[[bool], None]) -> None:
+def test_a_file_that_ends_early(tmp_path: Path, cut: int, set_bulk: SetBulk) -> None:
     """The size is looked at before; a file cut in between is found by its records."""
     directory = checkpoint(tmp_path / "c")
     path = os.path.join(directory, "__1_0.distcp")
@@ -155,7 +157,7 @@ def test_a_file_that_ends_early(tmp_path: Path, cut: int, set_bulk: Callable[[bo
     assert answers[0] == answers[1]
 
 
-def test_records_that_many_share_and_gaps(tmp_path: Path, set_bulk: Callable[[bool], None]) -> None:
+def test_records_that_many_share_and_gaps(tmp_path: Path, set_bulk: SetBulk) -> None:
     """Two names of one record (ties), and records that are not next to each other."""
     state = {f"w{n}": torch.arange(12.0) + n for n in range(40)}
     directory = save(state, tmp_path / "c")

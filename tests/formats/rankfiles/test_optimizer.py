@@ -252,20 +252,11 @@ def test_every_damaged_file_is_listed(tmp_path: Path) -> None:
 
 def test_flat_parameters_of_two_ranks(tmp_path: Path) -> None:
     """One flat parameter of all three, with padding at its end."""
-    whole = torch.arange(24.0)
-    halves = whole.chunk(2)
-    states = [
-        {
-            "state": {0: {"step": torch.tensor(2.0), "exp_avg": half.clone()}},
-            "param_groups": [{"lr": 1.0, "params": [0]}],
-        }
-        for half in halves
-    ]
-    expected_state: dict[str, Any] = {
-        "state": {},
-        "param_groups": [{"lr": 1.0, "params": [p.name for p in MODEL]}],
-    }
-    at = 0
+    whole, states = torch.arange(24.0), [flat_state(12), flat_state(12)]
+    for state, half in zip(states, whole.chunk(2), strict=True):
+        state["state"][0]["exp_avg"] = half.clone()
+    groups = [{"lr": 1.0, "params": [parameter.name for parameter in MODEL]}]
+    expected_state, at = {"state": dict[str, Any](), "param_groups": groups}, 0
     for name, shape, _ in MODEL:
         size = torch.Size(shape).numel()
         expected_state["state"][name] = {

@@ -374,14 +374,11 @@ class TestDistributed:
         cut = [Shard(0), Replicate()][: mesh.ndim]
         return DTensor.from_local(local, mesh, cut, run_check=False, shape=torch.Size((4, 4)), stride=(4, 1))
 
-    def test_a_dtensor(self, save):
-        (found,) = save([self.dtensor()]).tree
+    @pytest.mark.parametrize("wrap", [lambda tensor: tensor, nn.Parameter], ids=["bare", "a parameter"])
+    def test_a_dtensor(self, save, wrap):
+        (found,) = save([wrap(self.dtensor())]).tree
         assert isinstance(found, DistributedRef)
         assert (found.shape, found.dtype.name) == ((4, 4), "float32")
-        assert [part.region for part in found.parts] == [Region((2, 0), (2, 4))]
-
-    def test_as_a_parameter(self, save):
-        (found,) = save([nn.Parameter(self.dtensor())]).tree
         assert [part.region for part in found.parts] == [Region((2, 0), (2, 4))]
 
     def test_outside_of_the_mesh(self, save):

@@ -18,6 +18,7 @@ from shardkit.formats.trainers.accelerate import (
     open_accelerate,
     open_accelerate_bin,
 )
+from tests.formats.rankfiles.samples import copy_ranks
 from tests.formats.reading import contents, expected
 
 
@@ -103,9 +104,8 @@ def test_link_out_of_the_checkpoint(checkpoint, tmp_path):
 @pytest.fixture
 def parts(rank_files: Path, tmp_path: Path) -> Path:
     """`pytorch_model_fsdp_0_rankR.bin` of four ranks, and what stands beside them."""
+    copy_ranks("fsdp1", rank_files, lambda rank: tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin")
     for rank in range(4):
-        source = rank_files / "fsdp1" / f"model_world_size_4_rank_{rank}.pt"
-        shutil.copy(source, tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin")
         (tmp_path / f"optimizer_0_rank{rank}.bin").write_bytes(b"never opened")
         (tmp_path / f"random_states_{rank}.pkl").write_bytes(b"never opened")
     return tmp_path

@@ -15,6 +15,7 @@ from shardkit import formats
 from shardkit.errors import SourceError
 from shardkit.formats.registry import format_of
 from shardkit.formats.trainers.torch_checkpointing import is_torch_checkpointing, open_torch_checkpointing
+from tests.formats.rankfiles.samples import copy_ranks
 from tests.formats.reading import contents, expected
 
 
@@ -34,10 +35,8 @@ def describe(directory: Path, items: dict[str, Any], num_ranks: int = 4) -> None
 @pytest.fixture
 def saved(rank_files: Path, tmp_path: Path) -> Path:
     """A model of four ranks, and an item without tensors."""
+    copy_ranks("fsdp2", rank_files, lambda rank: tmp_path / f"model_{rank}.pt")
     for rank in range(4):
-        shutil.copy(
-            rank_files / "fsdp2" / f"model_world_size_4_rank_{rank}.pt", tmp_path / f"model_{rank}.pt"
-        )
         torch.save(3, tmp_path / f"step_{rank}.pt")
     describe(tmp_path, {"model": None})
     return tmp_path

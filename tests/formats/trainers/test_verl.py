@@ -14,9 +14,9 @@ from shardkit import formats
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.formats.registry import format_of
 from shardkit.formats.trainers.verl import is_verl, open_verl
+from tests.formats.rankfiles.samples import RANK_FILE as NAME
+from tests.formats.rankfiles.samples import copy_ranks
 from tests.formats.reading import contents, expected
-
-NAME = "model_world_size_4_rank_{}.pt"
 
 
 @pytest.fixture
@@ -64,14 +64,13 @@ def test_unfinished_sums_are_refused(rank_files):
 
 @pytest.mark.dist
 def test_files_under_a_name_of_ones_own_are_read_under_the_name_in_the_error(rank_files, tmp_path):
-    for rank in range(4):
-        shutil.copy(rank_files / "fsdp2" / NAME.format(rank), tmp_path / f"rank_{rank}.pt")
+    truth = copy_ranks("fsdp2", rank_files, lambda rank: tmp_path / f"rank_{rank}.pt")
     with pytest.raises(SourceError, match="is not a checkpoint") as caught:
         formats.open(str(tmp_path))
     assert any("model_world_size_" in line for line in caught.value.problems)
     for rank in range(4):
         (tmp_path / f"rank_{rank}.pt").rename(tmp_path / NAME.format(rank))
-    assert contents(formats.open(str(tmp_path))) == expected(torch.load(rank_files / "fsdp2.truth"))
+    assert contents(formats.open(str(tmp_path))) == truth
 
 
 @pytest.mark.dist
@@ -120,11 +119,8 @@ def test_leftovers_of_another_world_size(actor):
     shutil.copy(actor / NAME.format(0), actor / "model_world_size_2_rank_0.pt")
     assert len(open_verl(str(actor)).catalog.tensors) == 7
     (actor / "fsdp_config.json").unlink()
-    checkpoint = open_verl(str(actor))
-    assert (
-        "model_world_size_2_rank_0.pt",
-        "of a save with another number of ranks",
-    ) in checkpoint.remarks.skipped
+    skipped = dict(open_verl(str(actor)).remarks.skipped)
+    assert skipped["model_world_size_2_rank_0.pt"] == "of a save with another number of ranks"
     shutil.copy(actor / NAME.format(1), actor / "model_world_size_2_rank_1.pt")
     with pytest.raises(SourceError, match="saved by 2 and by 4 ranks"):
         open_verl(str(actor))
@@ -159,10 +155,8 @@ def test_cut_files_are_named_all_at_once(actor):
         os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(SourceError, match="2 of 4 files") as caught:
         open_verl(str(actor))
-    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
-        NAME.format(0),
-        NAME.format(2),
-    ]
+    named = [problem.partition(":")[0] for problem in caught.value.problems]
+    assert named == [NAME.format(0), NAME.format(2)]
 
 
 @pytest.mark.dist
