@@ -13,6 +13,13 @@ def raw(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
+def flip_byte(path: Path, at: int) -> None:
+    """Change one bit of a file's byte `at`; a negative one counts from its end."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
 def flip(path: Path, held: torch.Tensor, at: int = 777) -> None:
     """Change one bit, `at` bytes into what a file holds of a tensor."""
     content = bytearray(path.read_bytes())

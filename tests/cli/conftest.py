@@ -34,6 +34,13 @@ def run():
 
 
 @pytest.fixture
+def sharded(run, tiny):
+    """`tiny`, pre-sharded for two ranks in `out/`."""
+    assert run("preshard", "tiny", "out", "--world-size", "2", "--wrap", "none").exit_code == 0
+    return tiny.parent / "out"
+
+
+@pytest.fixture
 def start(tmp_path):
     """Start Python in a process of its own, with this shardkit on its path."""
     root = os.path.dirname(os.path.dirname(shardkit.__file__))
@@ -49,3 +56,22 @@ def start(tmp_path):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield begin
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def ended(start):
+    """Run Python to its end, as `start` begins it: its exit code, and what it printed on stdout and on stderr."""
+
+    def end(*args, **options):
+        process = start(*args, **options)
+        out, err = process.communicate(timeout=600)
+        return process.returncode, out, err
+
+    return end
+
+
+def assert_as_planned(planned, written):
+    """Compare the JSON of a dry run with that of the run: what only happens while bytes move may differ."""
+    moving = {"dry_run", "names", "elapsed_s", "moving_s", "free_bytes", "checked_bytes", "unchecked"}
+    assert planned.keys() == written.keys()
+    assert {key for key in written if planned[key] != written[key]} <= moving

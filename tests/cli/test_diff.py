@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import shardkit
+from tests.operations.consolidate.checkpoints import hub, load
 
 EQUAL = """\
   A     tiny (Hub model)
@@ -38,15 +38,13 @@ DIFFERS = """\
 @pytest.fixture
 def other(tiny):
     """The same model, changed in four ways."""
-    tensors = load_file(tiny / "model.safetensors")
+    tensors = load(tiny)
     tensors["embed.weight"][1, 2] += 1
     tensors["embed.weight"][4, 0] *= -1
     tensors["layers.0.up.weight"] = tensors["layers.0.up.weight"].float()
     tensors["layers.1.up.weight"] = tensors["layers.1.up.weight"].reshape(3, 4)
     tensors["more"] = torch.zeros(2)
-    (tiny.parent / "other").mkdir()
-    save_file(tensors, tiny.parent / "other" / "model.safetensors")
-    return tiny.parent / "other"
+    return hub(tiny.parent / "other", tensors, None)
 
 
 def said(result):
@@ -99,11 +97,7 @@ def test_json_has_every_tensor(run, other):
 
 def test_long_lists_are_cut_for_people(run, tiny):
     for name, shift in (("a", 0), ("b", 1)):
-        (tiny.parent / name).mkdir()
-        save_file(
-            {f"w{n}": torch.full((2,), n + shift) for n in range(30)},
-            tiny.parent / name / "model.safetensors",
-        )
+        hub(tiny.parent / name, {f"w{n}": torch.full((2,), n + shift) for n in range(30)}, None)
     result = run("diff", "a", "b")
     assert sum(line.startswith("*") for line in result.stdout.splitlines()) == 20
     assert "... 10 more, see -v or --json\n\n30 of 30 tensors differ\n" in result.stdout
@@ -115,9 +109,8 @@ def layers(tiny):
     """Two models of 30 layers whose values differ by 1 and more, the second one in two dtypes."""
     for name, dtype in (("a", torch.float32), ("b", torch.float32), ("c", torch.bfloat16)):
         shift = torch.arange(4.0) if name == "b" else torch.zeros(4)
-        (tiny.parent / name).mkdir()
         tensors = {f"l.{n}.w": (torch.full((4,), 1.001 + n) + shift * (n + 1)).to(dtype) for n in range(30)}
-        save_file(tensors, tiny.parent / name / "model.safetensors")
+        hub(tiny.parent / name, tensors, None)
     return tiny.parent
 
 
@@ -137,12 +130,10 @@ def test_a_fine_tune_says_how_far_tensors_are_apart(run, tiny, dtype):
     torch.manual_seed(0)
     base = {f"model.layers.{n}.up.weight": torch.randn(200_000, 7).to(dtype) for n in range(2)}
     tuned = {name: value.float() + 0.01 * torch.randn(200_000, 7) for name, value in base.items()}
-    tuned["model.layers.1.up.weight"][:190_000] = base["model.layers.1.up.weight"][
-        :190_000
-    ]  # equal at its beginning
+    last = "model.layers.1.up.weight"
+    tuned[last][:190_000] = base[last][:190_000]  # equal at its beginning
     for name, tensors in {"base": base, "tuned": tuned}.items():
-        (tiny.parent / name).mkdir()
-        save_file(tensors, tiny.parent / name / "model.safetensors")
+        hub(tiny.parent / name, tensors, None)
     shown = run("diff", "base", "tuned", "--max-memory", "16MiB").stdout
     found = {t.name: t for t in shardkit.diff("base", "tuned", max_memory="16MiB").tensors}
     for name, value in base.items():
@@ -156,9 +147,8 @@ def test_a_fine_tune_says_how_far_tensors_are_apart(run, tiny, dtype):
 
 def test_no_norm_of_what_is_no_finite_number(run, tiny):
     for name, value in {"a": 1.0, "b": float("inf")}.items():
-        (tiny.parent / name).mkdir()
         tensors = {"w": torch.full((3,), value), "n": torch.full((3,), 2 if name == "a" else 5)}
-        save_file(tensors, tiny.parent / name / "model.safetensors")
+        hub(tiny.parent / name, tensors, None)
     assert [tensor.relative_error for tensor in shardkit.diff("a", "b").tensors] == [None, None]
     assert run("diff", "a", "b").stdout.count("3 of 3 elements (100%)") == 2
     assert "relative norm" not in run("diff", "a", "b").stdout
@@ -167,8 +157,7 @@ def test_no_norm_of_what_is_no_finite_number(run, tiny):
 def test_equal_after_rounding(run, tiny):
     tensors = {"w": torch.tensor([1.1, 2.0, 1e-43]), "same": torch.ones(2)}
     for name, state in (("a", tensors), ("b", {**tensors, "w": tensors["w"].bfloat16()})):
-        (tiny.parent / name).mkdir()
-        save_file(state, tiny.parent / name / "model.safetensors")
+        hub(tiny.parent / name, state, None)
     result = run("diff", "a", "b", "--as", "bf16")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "  rounded  A to bf16, where B has it\n" in result.stdout
@@ -198,15 +187,14 @@ def test_exit_codes(run, tiny, args, code):
 
 
 def test_names_cannot_act_on_a_terminal(run, tiny):
-    (tiny.parent / "evil").mkdir()
-    save_file({"a\x1b[31m": torch.zeros(1)}, tiny.parent / "evil" / "model.safetensors")
+    hub(tiny.parent / "evil", {"a\x1b[31m": torch.zeros(1)}, None)
     result = run("diff", "tiny", "evil")
     assert result.exit_code == 1
     assert "\x1b" not in result.stdout
     assert "a\\x1b[31m" in result.stdout
 
 
-def test_torch_is_not_imported_for_bits(start, other):
+def test_torch_is_not_imported_for_bits(ended, other):
     code = """
 import sys
 from shardkit.cli import main
@@ -216,9 +204,8 @@ except SystemExit as end:
     assert end.code == 1
 assert "torch" not in sys.modules
 """
-    process = start("-c", code)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors
+    returncode, _, errors = ended("-c", code)
+    assert returncode == 0, errors
 
 
 def test_whoever_reads_may_be_gone(start, other):
@@ -229,10 +216,9 @@ def test_whoever_reads_may_be_gone(start, other):
 
 
 def test_an_adapter_is_called_one(run, tiny):
-    (tiny.parent / "lora").mkdir()
     lora = {f"base_model.model.a.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}
-    save_file(lora, tiny.parent / "lora/adapter_model.safetensors")
-    (tiny.parent / "lora/adapter_config.json").write_text("{}")
+    adapter = hub(tiny.parent / "lora", lora, None, adapter_config__json="{}")
+    (adapter / "model.safetensors").rename(adapter / "adapter_model.safetensors")
     for verb, said in (("inspect", "lora: PEFT adapter"), ("diff lora", "A     lora (PEFT adapter)")):
         result = run(*verb.split(), "lora")
         assert (result.exit_code, said in result.stdout) == (0, True), result.output

@@ -226,52 +226,39 @@ def test_resume_command_is_quoted(monkeypatch):
     assert resume_command(["preshard", "a b"]) == "python -m shardkit preshard 'a b'"
 
 
-def test_closed_stdout_is_quiet(start, tiny):
+def test_closed_stdout_is_quiet(ended, tiny):
     # A reader that leaves at once: the pipe is closed before anything is written.
     code = (
         "import os, sys; os.dup2(os.open('/dev/null', 0), 0); r, w = os.pipe(); os.close(r); os.dup2(w, 1); "
     )
     code += "from shardkit.cli import main; main(['inspect', 'tiny'])"
-    process = start("-c", code)
-    assert process.communicate() == ("", "")
-    assert process.returncode == 141
+    assert ended("-c", code) == (141, "", "")
 
 
 @pytest.mark.parametrize(
     "args", [("inspect", "tiny"), ("inspect", "tiny", "--json"), ("--version",), ("--help",)]
 )
-def test_full_stdout_is_an_error_that_says_so(start, tiny, args):
+def test_full_stdout_is_an_error_that_says_so(ended, tiny, args):
     with open("/dev/full", "w") as full:
-        process = start("-m", "shardkit", *args, stdout=full)
-        _, said = process.communicate()
-    assert (process.returncode, said) == (
-        5,
-        "error: the result cannot be printed: No space left on device (nothing else failed)\n",
-    )
+        code, _, said = ended("-m", "shardkit", *args, stdout=full)
+    wanted = "error: the result cannot be printed: No space left on device (nothing else failed)\n"
+    assert (code, said) == (5, wanted)
 
 
-def test_full_stderr_does_not_stop_a_command(start, tmp_path):
+def test_full_stderr_does_not_stop_a_command(ended, tmp_path):
     save({"model": {"a.weight": torch.ones(2)}}, tmp_path / "step-1")
     with open("/dev/full", "w") as full:
-        process = start("-m", "shardkit", "consolidate", "step-1", stderr=full)
-        printed, _ = process.communicate()
-    assert process.returncode == 0  # it had to warn that there is no config.json
-    assert printed.startswith("wrote ")
-    with open("/dev/full", "w") as full:
-        process = start("-m", "shardkit", "inspect", "nowhere", stdout=full, stderr=full)
-        process.communicate()
-    assert process.returncode == 3
+        code, printed, _ = ended("-m", "shardkit", "consolidate", "step-1", stderr=full)
+        assert code == 0  # it had to warn that there is no config.json
+        assert printed.startswith("wrote ")
+        assert ended("-m", "shardkit", "inspect", "nowhere", stdout=full, stderr=full)[0] == 3
 
 
-def test_current_directory_that_is_gone(start, tmp_path):
+def test_current_directory_that_is_gone(ended, tmp_path):
     (tmp_path / "gone").mkdir()
     code = f"import os; os.chdir({str(tmp_path / 'gone')!r}); os.rmdir({str(tmp_path / 'gone')!r}); "
-    process = start("-c", code + "from shardkit.cli import main; main(['inspect', '.'])")
-    assert process.communicate() == (
-        "",
-        "error: the current directory is gone\nhint: cd to one that exists\n",
-    )
-    assert process.returncode == 5
+    said = "error: the current directory is gone\nhint: cd to one that exists\n"
+    assert ended("-c", code + "from shardkit.cli import main; main(['inspect', '.'])") == (5, "", said)
 
 
 def test_signal_handlers_are_put_back(run, tiny):
@@ -280,7 +267,7 @@ def test_signal_handlers_are_put_back(run, tiny):
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_second_signal_stops_at_once(start):
+def test_second_signal_stops_at_once(ended):
     code = """
 import os, signal
 from shardkit.cli import signals_raised
@@ -291,13 +278,11 @@ with signals_raised():
         os.kill(os.getpid(), signal.SIGINT)
         print("still here")
 """
-    process = start("-c", code)
-    assert process.communicate() == ("", "")
-    assert process.returncode == 130
+    assert ended("-c", code) == (130, "", "")
 
 
 @pytest.mark.parametrize(("signum", "code"), but_first([(signal.SIGINT, 130), (signal.SIGTERM, 143)]))
-def test_a_signal_while_the_result_is_printed_adds_nothing_to_it(signum, code, start, tiny):
+def test_a_signal_while_the_result_is_printed_adds_nothing_to_it(signum, code, ended, tiny):
     """The work is done, and a second document breaks the first."""
     program = f"""
 import builtins, os
@@ -309,9 +294,8 @@ def print_and_stop(*args, **options):
 builtins.print = print_and_stop
 main(["preshard", "tiny", "out", "--world-size", "2", "--json"])
 """
-    process = start("-c", program)
-    out, err = process.communicate()
-    assert (process.returncode, err) == (code, "")
+    returncode, out, err = ended("-c", program)
+    assert (returncode, err) == (code, "")
     assert json.loads(out)["output"] == str(tiny.parent / "out")
     assert (tiny.parent / "out" / ".metadata").exists()
 

@@ -51,17 +51,9 @@ CASES = {
     "a quantised base": ("consolidate dcp x --base gptq", "is quantised (gptq)", "it was quantised from"),
     "a model of TensorFlow": ("reshard tf x --world-size 4", "a model of TensorFlow", "trainer's save"),
     "a file of torch.save in a directory": ("inspect folder", "it holds: model.pt", "trainer's save"),
-    "the same for preshard": (
-        "preshard folder x --world-size 4",
-        "found model.pt",
-        "the weight file itself",
-    ),
+    "the same for preshard": ("preshard folder x --world-size 4", "found model.pt", "the weight file itself"),
     "an empty directory": ("preshard empty x --world-size 4", "empty is an empty", "check the path"),
-    "a pipeline of diffusers": (
-        "inspect sd",
-        "it holds: ",
-        "trainer's save",
-    ),
+    "a pipeline of diffusers": ("inspect sd", "it holds: ", "trainer's save"),
     "a farm of links": ("verify linked", "config.json: a symbolic link", "pass --follow-links"),
     "a typo in a path": ("preshard ./tinny x --world-size 4", "closest name: ./tiny", "check the path"),
     "a typo that could be a repo": (
@@ -134,11 +126,7 @@ CASES = {
     },
     "a command that is gone": ("manifest tiny", "no such command 'manifest'\n", "are still read"),
     "a typo in a command": ("inspct tiny", "closest name: inspect", "shows its options"),
-    "a typo in a dtype": (
-        "preshard tiny x --world-size 4 --dtype bf61",
-        "is not one of",
-        "shows its options",
-    ),
+    "a typo in a dtype": ("preshard tiny x --world-size 4 --dtype bf61", "is not one of", "shows its options"),
     "no argument": ("diff tiny", "missing argument 'B'", "shows its options"),
     "no mesh": ("preshard tiny x", "no mesh given", "--world-size"),
     "a destination that is something else": (
@@ -161,11 +149,7 @@ CASES = {
         "give --weights 'model';",
     ),
     "no such root": ("consolidate dcp x --root modle", "closest name: model", "leave --root out"),
-    "no such variant": (
-        "preshard tiny x --world-size 4 --variant fp16",
-        "no weights of variant",
-        "leave --variant out",
-    ),
+    "no such variant": ("preshard tiny x --world-size 4 --variant fp16", "no weights of variant", "leave --variant out"),
     "another variant": (
         "preshard variants x --world-size 4 --variant fp61",
         "closest name: fp16",
@@ -173,11 +157,7 @@ CASES = {
     ),
     "no ranks": ("preshard tiny x --world-size 0", "must be at least 1", "such as --world-size 8"),
     "a glob in quotes": ("inspect 'tin*'", "no such file or directory\n", "no shell has expanded it"),
-    "a home in quotes": (
-        "consolidate dcp x --base=~/tiny",
-        "no such file or directory\n",
-        "no shell has expanded it",
-    ),
+    "a home in quotes": ("consolidate dcp x --base=~/tiny", "no such file or directory\n", "no shell has expanded it"),
     "no threads": ("preshard tiny x --world-size 4 --jobs 0", "must be at least 1", "leave --jobs out"),
     "nothing in it": ("inspect other", "is not a checkpoint", "give the directory"),
     "a model of two encoders": (
@@ -190,14 +170,10 @@ CASES = {
         "does not fit --base whole",
         "`shardkit consolidate half --base whole --fill-from-base",
     ),
-    "names of a trainer": (
-        "consolidate trained x --base whole",
-        "are a trainer's own",
-        "inspect trained --tensors",
-    ),
+    "names of a trainer": ("consolidate trained x --base whole", "are a trainer's own", "inspect trained --tensors"),
     "what parts are writing": ("inspect parts", "no such file", "`shardkit status /"),
     "another job in its place": ("reshard tiny parts --world-size 4 --part 1/2", "parts", "shardkit abort"),
-}
+}  # fmt: skip
 # Printed where no fixture here leads. In (file, command), what is filled in is {}.
 RUN_ELSEWHERE = {
     ("errors.py", "shardkit env"): "a fault of our own; test_errors",

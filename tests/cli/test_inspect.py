@@ -28,12 +28,6 @@ files
 """
 
 
-@pytest.fixture
-def sharded(run, tiny):
-    assert run("preshard", "tiny", "out", "--world-size", "2", "--wrap", "none").exit_code == 0
-    return tiny.parent / "out"
-
-
 def rows(text):
     return [line.split() for line in text.splitlines()]
 

@@ -16,6 +16,7 @@ import shardkit
 from shardkit.cli import _LINES
 from shardkit.core.result import Result
 from shardkit.training.save import SaveResult
+from tests.operations.consolidate.checkpoints import hub, load
 
 # call -> its line
 LINES = {
@@ -43,13 +44,9 @@ LINES = {
 @pytest.fixture
 def other(tiny):
     """A model like `tiny`, of which two tensors differ."""
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(tiny / "model.safetensors")
+    tensors = load(tiny)
     changed = {name: tensors[name] + 1 for name in ("embed.weight", "steps")}
-    (tiny.parent / "other").mkdir()
-    save_file(tensors | changed, tiny.parent / "other" / "model.safetensors", metadata={"format": "pt"})
-    return tiny.parent / "other"
+    return hub(tiny.parent / "other", tensors | changed, None)
 
 
 def test_the_repr_of_a_result_is_one_line(other, subtests):
@@ -176,8 +173,7 @@ def test_it_shows_none_where_nobody_wants_it(start, tiny, more, env):
 
 
 @pytest.mark.parametrize(("before", "shows"), [("", False), (KERNEL, True)], ids=["script", "notebook"])
-def test_without_a_terminal_only_a_notebook_has_a_bar(start, tiny, before, shows):
-    process = start("-c", before + CALL.format(""), env={"SHARDKIT_NO_PROGRESS": "0"})
-    out, err = process.communicate()
-    assert (process.returncode, out, "preshard: 100%" in err) == (0, "", shows)
+def test_without_a_terminal_only_a_notebook_has_a_bar(ended, tiny, before, shows):
+    code, out, err = ended("-c", before + CALL.format(""), env={"SHARDKIT_NO_PROGRESS": "0"})
+    assert (code, out, "preshard: 100%" in err) == (0, "", shows)
     assert bool(err) == shows

@@ -10,23 +10,12 @@ import signal
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from shardkit.files import storage
+from tests.bits import flip_byte
+from tests.operations.consolidate.checkpoints import hub
 
 SHARD = "__1_0.distcp"
-
-
-@pytest.fixture
-def sharded(run, tiny):
-    assert run("preshard", "tiny", "out", "--world-size", "2", "--wrap", "none").exit_code == 0
-    return tiny.parent / "out"
-
-
-def damage(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def data_of(directory, name):
@@ -58,14 +47,14 @@ def test_nothing_to_compare_with_is_the_first_thing_said(run, sharded):
 
 
 def test_the_last_line_says_which_files_to_bring_again(run, sharded):
-    damage(sharded / SHARD, data_of(sharded, "embed.weight"))
+    flip_byte(sharded / SHARD, data_of(sharded, "embed.weight"))
     os.remove(sharded / "__0_0.distcp")
     assert run("verify", "out", "--full").stdout.endswith("\n\ncopy these files again: __{0,1}_0.distcp\n")
 
 
 def test_problems_and_exit_code(run, sharded):
     at = data_of(sharded, "embed.weight")
-    damage(sharded / SHARD, at)
+    flip_byte(sharded / SHARD, at)
     assert run("verify", "out").exit_code == 0
     result = run("verify", "out", "--full")
     assert result.exit_code == 1
@@ -79,7 +68,7 @@ def test_problems_and_exit_code(run, sharded):
 
 def test_json(run, sharded):
     at = data_of(sharded, "embed.weight")
-    damage(sharded / SHARD, at)
+    flip_byte(sharded / SHARD, at)
     result = run("verify", "out", "--full", "--json")
     assert (result.exit_code, result.stderr) == (1, "")
     content = json.loads(result.stdout)
@@ -99,10 +88,8 @@ def test_files_that_metadata_names_and_that_are_gone_are_a_problem_each(run, sha
     result = run("verify", "out")
     assert result.exit_code == 1
     assert result.stdout.splitlines()[0] == "out: 2 problems found"
-    assert [line.split(":")[0] for line in result.stdout.splitlines()[-4:-2]] == [
-        "  __0_0.distcp",
-        "  __1_0.distcp",
-    ]
+    named = [line.split(":")[0] for line in result.stdout.splitlines()[-4:-2]]
+    assert named == ["  __0_0.distcp", "  __1_0.distcp"]
 
 
 def test_warnings_and_notes_are_on_stderr(run, sharded):
@@ -153,13 +140,11 @@ def test_files_that_cannot_be_read(run, sharded, monkeypatch):
     result = run("verify", "out", "--full")
     assert result.exit_code == 5
     assert f"  {SHARD}: reading at byte 0: Input/output error" in result.stdout
-    damage(sharded / "__0_0.distcp", 1000)
+    flip_byte(sharded / "__0_0.distcp", 1000)
     result = run("verify", "out", "--full", "--json")
     assert result.exit_code == 1
-    assert sorted(problem["is_unreadable"] for problem in json.loads(result.stdout)["problems"]) == [
-        False,
-        True,
-    ]
+    unreadable = [problem["is_unreadable"] for problem in json.loads(result.stdout)["problems"]]
+    assert sorted(unreadable) == [False, True]
 
 
 @pytest.mark.parametrize("name", [SHARD, ".metadata"])
@@ -180,7 +165,7 @@ def test_a_file_that_may_not_be_opened_is_one_problem(run, sharded, monkeypatch,
     assert result.stdout.startswith("out: 1 problem found\n")
 
 
-def test_ctrl_c(start, sharded):
+def test_ctrl_c(ended, sharded):
     """A signal while bytes are compared ends it without a traceback."""
     code = (
         "import os, signal, sys\n"
@@ -193,28 +178,15 @@ def test_ctrl_c(start, sharded):
         "digest.crc32 = crc32\n"
         "main(['verify', 'out', '--full'])\n"
     )
-    process = start("-c", code)
-    out, err = process.communicate(timeout=600)
-    assert (process.returncode, out) == (128 + signal.SIGINT, "")
+    returncode, out, err = ended("-c", code)
+    assert (returncode, out) == (128 + signal.SIGINT, "")
     assert err.startswith("interrupted: ")
     assert "Traceback" not in err
 
 
-@pytest.fixture
-def deep(tiny):
-    """Return a function that makes a model of twelve layers."""
-
-    def make(name, shift=0.0):
-        (tiny.parent / name).mkdir()
-        tensors = {f"model.layers.{n}.up.weight": torch.full((4, 3), n + shift) for n in range(12)}
-        save_file(tensors, str(tiny.parent / name / "model.safetensors"))
-        return tiny.parent / name
-
-    return make
-
-
-def test_tensors_past_the_end_are_one_line(run, deep):
-    file = deep("a") / "model.safetensors"
+def test_tensors_past_the_end_are_one_line(run, tiny):
+    layers = {f"model.layers.{n}.up.weight": torch.full((4, 3), float(n)) for n in range(12)}
+    file = hub(tiny.parent / "a", layers, None) / "model.safetensors"
     size = os.path.getsize(file)
     os.truncate(file, size - 300)
     stdout = run("verify", "a").stdout
