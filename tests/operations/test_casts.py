@@ -11,16 +11,13 @@ from click.testing import CliRunner
 
 import shardkit
 from shardkit.cli import main
-from shardkit.core.threads import NoProgress
 from shardkit.errors import Interrupted, UsageError
 from shardkit.training.model.build import parse_dtype
+from tests.contents import contents
+from tests.operations.stops import InterruptAfter
 
 MakeHub = Callable[..., Path]
 WEIGHTS = {"layers.0.w": torch.ones(8, 4), "layers.0.b": torch.ones(8)}
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
 @pytest.fixture
@@ -38,7 +35,7 @@ def test_of_every_verb(prefix: str, source: Path, tmp_path: Path) -> None:
         shardkit.reshard(out / "shards", out / "other", world_size=3, dtype=dtype, optimizer_dtype=dtype)
         shardkit.consolidate(out / "other", out / "hub", dtype=dtype)
     for kind in ("shards", "other", "hub"):
-        assert files(tmp_path / "short" / kind) == files(tmp_path / "long" / kind)
+        assert contents(tmp_path / "short" / kind) == contents(tmp_path / "long" / kind)
 
 
 def test_of_options_and_arguments(source: Path, tmp_path: Path) -> None:
@@ -49,7 +46,7 @@ def test_of_options_and_arguments(source: Path, tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert "bf16" in refused.output
     shardkit.preshard(source, tmp_path / "torch", world_size=2, dtype=torch.float16)  # type: ignore[arg-type]
-    assert files(tmp_path / "torch") == files(tmp_path / "out")
+    assert contents(tmp_path / "torch") == contents(tmp_path / "out")
     with pytest.raises(UsageError, match="fp64"):
         shardkit.preshard(source, tmp_path / "none", world_size=2, dtype="float64")
     assert parse_dtype("torch.bfloat16") is torch.bfloat16
@@ -84,11 +81,6 @@ def test_values_beyond_the_range_of_a_dtype_are_told(make_hub: MakeHub, tmp_path
 
 def test_an_interrupted_run_tells_it_too(make_hub: MakeHub, tmp_path: Path) -> None:
     """The next run converts nothing of the files that are finished."""
-
-    class Stops(NoProgress):
-        def advance(self, nbytes: int) -> None:
-            raise KeyboardInterrupt
-
     told: list[str] = []
     with pytest.raises(Interrupted):
         shardkit.preshard(
@@ -97,7 +89,7 @@ def test_an_interrupted_run_tells_it_too(make_hub: MakeHub, tmp_path: Path) -> N
             world_size=1,
             dtype="fp16",
             on_warning=told.append,
-            progress=Stops(),
+            progress=InterruptAfter(1),
             jobs=1,
         )
     assert [each.partition(": ")[0] for each in told] == [

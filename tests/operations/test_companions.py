@@ -17,6 +17,7 @@ from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageErr
 from shardkit.operations import companions, describe
 from shardkit.operations.companions import copy_file, survey
 from tests.contents import contents
+from tests.operations.stops import failing, interrupt
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 
@@ -176,10 +177,7 @@ def test_a_file_that_is_replaced_never_hangs(source: Path, tmp_path: Path, repla
 def test_a_full_disk_while_files_are_copied(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(companions, "_copy_data", full)
+    monkeypatch.setattr(companions, "_copy_data", failing(errno.ENOSPC))
     with pytest.raises(ResourceError, match=r"cannot copy scheduler\.pt: No space left"):
         shardkit.reshard(source, str(tmp_path / "out"), world_size=2)
     assert sorted(os.listdir(tmp_path)) == [".out.shardkit", "checkpoint-2"], "its shards are finished"
@@ -188,11 +186,8 @@ def test_a_full_disk_while_files_are_copied(
 def test_ctrl_c_while_files_are_copied_keeps_the_shards(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(companions, "_copy_data", interrupted)
+        patch.setattr(companions, "_copy_data", interrupt)
         with pytest.raises(shardkit.Interrupted):
             shardkit.reshard(source, str(tmp_path / "out"), world_size=2)
     result = shardkit.reshard(source, str(tmp_path / "out"), world_size=2)

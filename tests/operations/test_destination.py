@@ -20,6 +20,7 @@ from shardkit.formats.owned import OutputKind, find_foreign
 from shardkit.operations.destination import default_output
 from tests.cases import but_first
 from tests.operations.consolidate.checkpoints import CONFIG, hub, save, weights
+from tests.operations.stops import interrupt
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled"),
@@ -161,10 +162,6 @@ def test_whoever_ends_a_commit_removes_the_old_output(
     else:
         getattr(shardkit, end)(out)
     assert not list(tmp_path.glob("*replaced*"))
-
-
-def interrupt(*args: Any, **options: Any) -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("case", but_first(WRITERS))

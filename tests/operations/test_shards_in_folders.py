@@ -17,6 +17,8 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import shardkit
 from shardkit.errors import ShardkitError, SourceError
+from tests.bits import flip_byte
+from tests.contents import contents
 from tests.formats.dcp.samples import quiet
 from tests.manifests import write_file_list
 from tests.nested import Model, place
@@ -55,11 +57,8 @@ def move_shards(directory: Path) -> None:
 
 
 def written(directory: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file() and path.name != "shardkit.json"
-    }
+    """Its files, without the manifest, which names the source."""
+    return {name: data for name, data in contents(directory).items() if name != "shardkit.json"}
 
 
 @pytest.mark.parametrize("reader", [FileSystemReader, FsspecReader, shardkit.SafeReader])
@@ -87,11 +86,8 @@ def test_verify_checks_every_chunk(kept: Path, full: bool) -> None:
 
 def test_verify_finds_what_is_damaged_and_what_is_left_over(made: Path) -> None:
     shutil.copy(made / "deep/data-abc/__0_0.distcp", made / "deep/data-abc/__7_0.distcp")
-    with open(made / "deep/data-abc/more/__1_0.distcp", "r+b") as file:
-        data = bytearray(file.read())
-        data[len(data) // 2] ^= 1
-        file.seek(0)
-        file.write(data)
+    damaged = made / "deep/data-abc/more/__1_0.distcp"
+    flip_byte(damaged, damaged.stat().st_size // 2)
     report = shardkit.verify(made / "deep", full=True)
     assert {problem.file for problem in report.problems} == {"data-abc/more/__1_0.distcp"}
     assert report.warnings == ("data-abc/__7_0.distcp: not of this checkpoint",)

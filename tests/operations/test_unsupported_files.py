@@ -19,6 +19,7 @@ from torch import nn
 
 import shardkit
 from shardkit.errors import ShardkitError, SourceError
+from tests.bits import flip
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WEIGHT = torch.arange(64.0).reshape(8, 8)
@@ -146,9 +147,7 @@ def test_a_dcp_directory_of_such_tensors_is_whole(tmp_path: Path, made: Any, wha
     with pytest.raises(SourceError, match=what):
         shardkit.consolidate(source, tmp_path / "out")
     record = next(source.glob("*.distcp"))
-    data = bytearray(record.read_bytes())
-    data[data.index(WEIGHT.numpy().tobytes()[8:24])] ^= 1
-    record.write_bytes(data)
+    flip(record, WEIGHT, 8)
     assert not shardkit.verify(source, full=True).ok
 
 

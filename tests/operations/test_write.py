@@ -30,6 +30,7 @@ from shardkit.operations.write import Writer, Writing
 from shardkit.transfer.checks import OFF
 from shardkit.transfer.execute import FileDigest
 from shardkit.transfer.plan import TransferPlan, build_plan
+from tests.operations.stops import interrupt
 from tests.worlds.processes import fork_server
 
 TENSORS = {name: torch.arange(start, start + 512.0) for start, name in enumerate(("a", "b", "c", "d"))}
@@ -621,9 +622,6 @@ def test_an_output_that_has_its_name_is_not_said_to_be_absent(
 def test_an_interrupted_commit_is_ended_by_the_same_command(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(self: LocalOutput, work: str, data: str, old: str) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(LocalOutput, "_replace", interrupt)
         with pytest.raises(Interrupted):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,32 +18,13 @@ from shardkit.files.output.contract import JobRecord
 from shardkit.files.output.local import LocalOutput
 from shardkit.operations.parts.agreement import part_command, typed
 from shardkit.operations.parts.part import Part
+from tests.operations.parts.tiny import all_but_commit, preshard
+from tests.operations.stops import failing
 
 
 @pytest.fixture
 def model(make_hub: Callable[..., Path]) -> Path:
     return make_hub({f"layers.{n}.weight": torch.randn(8, 6) for n in range(4)})
-
-
-def preshard(model: Path, out: Path, part: str | None = None, **options: Any) -> shardkit.PreshardResult:
-    return shardkit.preshard(model, out, world_size=4, layout="declared", part=part, **options)
-
-
-def failing(code: int) -> Callable[..., None]:
-    """Return what the system refuses."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    return fail
-
-
-def all_but_commit(model: Path, out: Path) -> None:
-    """Write all files of an output, and do not commit."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalOutput, "_adopt", failing(errno.ENOSPC))
-        with pytest.raises(ResourceError):
-            preshard(model, out)
 
 
 def staged(out: Path) -> list[Path]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shardkit
+from tests.contents import contents
 
 
 @pytest.fixture
@@ -21,4 +22,4 @@ def whole(model: Path, tmp_path: Path) -> dict[str, bytes]:
     """Its files for four ranks, by name."""
     out = tmp_path / "whole"
     shardkit.preshard(model, out, world_size=4, layout="declared", sha256=True)
-    return {path.name: path.read_bytes() for path in out.iterdir()}
+    return contents(out)

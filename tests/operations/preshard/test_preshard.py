@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardkit
 from shardkit.core.dtypes import BY_NAME, short_dtype
-from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError, Interrupted, ResourceError, UsageError
 from shardkit.files import manifest
 from shardkit.files.digest import crc32
@@ -29,7 +28,10 @@ from shardkit.operations.destination import check_space
 from shardkit.operations.preshard import _needed_bytes
 from shardkit.operations.preshard.job import _choose_dtypes
 from tests.bits import raw
+from tests.contents import contents
 from tests.formats.reading import chunk_list_of
+from tests.operations.consolidate.checkpoints import EMBED, HEAD, assert_bit_equal
+from tests.operations.stops import InterruptAfter, failing
 
 MakeHub = Callable[..., Path]
 CAUSAL = {"architectures": ["TinyForCausalLM"]}  # no model_type: declared, without a child process
@@ -42,13 +44,6 @@ def loaded(directory: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch
         warnings.simplefilter("ignore")  # torch says that it loads in a single process, as asked
         dcp.load(state, checkpoint_id=directory, no_dist=True)
     return state
-
-
-def assert_bit_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert raw(found[name]) == raw(tensor), name
 
 
 def every_kind() -> dict[str, torch.Tensor]:
@@ -74,9 +69,7 @@ def every_kind() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 9])
 def test_stock_load_gives_every_bit_back(world_size: int, make_hub: MakeHub, tmp_path: Path) -> None:
     tensors = every_kind()
-    result = shardkit.preshard(
-        str(make_hub(tensors)), str(tmp_path / "out"), world_size=world_size, wrap="none"
-    )
+    result = shardkit.preshard(make_hub(tensors), tmp_path / "out", world_size=world_size, wrap="none")
     assert result.num_files == world_size
     assert_bit_equal(loaded(tmp_path / "out", tensors), tensors)
 
@@ -160,9 +153,8 @@ def test_a_cast_tensor_larger_than_the_memory(make_hub: MakeHub, tmp_path: Path)
     torch.manual_seed(0)
     tensors = {"w": torch.randn(3000, 1024)}
     out = tmp_path / "out"
-    result = shardkit.preshard(
-        str(make_hub(tensors)), str(out), world_size=1, wrap="none", dtype="bf16", max_memory="2MiB", jobs=1
-    )
+    options: dict[str, Any] = {"dtype": "bf16", "max_memory": "2MiB", "jobs": 1}
+    result = shardkit.preshard(make_hub(tensors), out, world_size=1, wrap="none", **options)
     assert result.peak_memory_bytes < tensors["w"].nbytes
     expected = {"w": tensors["w"].bfloat16()}
     assert_bit_equal(loaded(out, expected), expected)
@@ -171,38 +163,33 @@ def test_a_cast_tensor_larger_than_the_memory(make_hub: MakeHub, tmp_path: Path)
 class TestTies:
     """One parameter under two names."""
 
-    EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-    def config(self) -> dict[str, Any]:
-        return {**CAUSAL, "tie_word_embeddings": True}
+    TIED: ClassVar = {**CAUSAL, "tie_word_embeddings": True}
 
     def test_a_name_that_is_not_in_the_file_points_at_the_same_record(
         self, make_hub: MakeHub, tmp_path: Path
     ) -> None:
         embed = torch.randn(11, 4)
-        source = make_hub({self.EMBED: embed}, config=self.config())
+        source = make_hub({EMBED: embed}, config=self.TIED)
         result = shardkit.preshard(str(source), str(tmp_path / "out"), world_size=2, wrap="none")
-        assert result.ties == ((self.EMBED, self.HEAD),)
-        both = {self.EMBED: embed, self.HEAD: embed}
+        assert result.ties == ((EMBED, HEAD),)
+        both = {EMBED: embed, HEAD: embed}
         assert_bit_equal(loaded(tmp_path / "out", both), both)
         assert len(chunk_list_of(str(tmp_path / "out"), "__0_0.distcp").chunks) == 1
 
     def test_equal_copies_are_stored_once(self, make_hub: MakeHub, tmp_path: Path) -> None:
         embed = torch.randn(11, 4)
-        both = {self.EMBED: embed, self.HEAD: embed.clone()}
-        result = shardkit.preshard(
-            str(make_hub(both, config=self.config())), str(tmp_path / "out"), world_size=2, wrap="none"
-        )
+        both = {EMBED: embed, HEAD: embed.clone()}
+        source = make_hub(both, config=self.TIED)
+        result = shardkit.preshard(source, tmp_path / "out", world_size=2, wrap="none")
         assert (result.num_tensors, result.warnings) == (1, ())
         assert_bit_equal(loaded(tmp_path / "out", both), both)
 
     def test_copies_that_differ_are_both_kept_with_a_warning(self, make_hub: MakeHub, tmp_path: Path) -> None:
-        both = {self.EMBED: torch.randn(11, 4), self.HEAD: torch.randn(11, 4)}
-        result = shardkit.preshard(
-            str(make_hub(both, config=self.config())), str(tmp_path / "out"), world_size=2, wrap="none"
-        )
+        both = {EMBED: torch.randn(11, 4), HEAD: torch.randn(11, 4)}
+        source = make_hub(both, config=self.TIED)
+        result = shardkit.preshard(source, tmp_path / "out", world_size=2, wrap="none")
         assert (result.num_tensors, result.ties) == (2, ())
-        assert self.HEAD in result.warnings[0]
+        assert HEAD in result.warnings[0]
         assert_bit_equal(loaded(tmp_path / "out", both), both)
 
 
@@ -224,12 +211,8 @@ class TestDestination:
         out = tmp_path / "out"
         shardkit.preshard(source, str(out), world_size=3, wrap="none")
         shardkit.preshard(source, str(out), world_size=1, wrap="none", overwrite=True)
-        assert sorted(p.name for p in out.iterdir()) == [
-            ".metadata",
-            "__0_0.chunks.json",
-            "__0_0.distcp",
-            "shardkit.json",
-        ]
+        of_one = [".metadata", "__0_0.chunks.json", "__0_0.distcp", "shardkit.json"]
+        assert sorted(p.name for p in out.iterdir()) == of_one
         assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]
 
     def test_overwrite_never_replaces_anything_else(self, source: str, tmp_path: Path) -> None:
@@ -272,10 +255,7 @@ class TestDestination:
     def test_a_disk_that_fills_up_half_way_leaves_nothing(
         self, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def full(fd: int, data: bytes, offset: int) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr("shardkit.files.storage.pwrite", full)
+        monkeypatch.setattr("shardkit.files.storage.pwrite", failing(errno.ENOSPC))
         with pytest.raises(ResourceError, match=r"__0_0\.distcp.*\(w\).*No space left"):
             shardkit.preshard(source, str(tmp_path / "out"), world_size=1, wrap="none")
         assert [p.name for p in tmp_path.iterdir()] == ["model"]
@@ -294,10 +274,9 @@ def test_equal_input_gives_equal_bytes_wherever_it_lies(make_hub: MakeHub, tmp_p
     tensors, found = every_kind(), []
     for name in ("one", "two"):
         out = tmp_path / f"{name}-out"
-        shardkit.preshard(
-            str(make_hub(tensors, name=name)), str(out), world_size=2, wrap="none", jobs=1 + len(name) % 2
-        )
-        found.append({p.name: p.read_bytes() for p in out.iterdir()})
+        source, jobs = make_hub(tensors, name=name), 1 + len(found) % 2
+        shardkit.preshard(source, out, world_size=2, wrap="none", jobs=jobs)
+        found.append(contents(out))
     assert found[0] == found[1]
     assert str(tmp_path).encode() not in b"".join(found[0].values())
 
@@ -374,12 +353,8 @@ def test_legacy_files_with_tensors_that_lie_otherwise(tmp_path: Path) -> None:
     torch.manual_seed(0)
     (tmp_path / "model").mkdir()
     base = torch.randn(50, 33)
-    tensors = {
-        "plain": base,
-        "rows": base[7:19],
-        "turned": torch.randn(21, 70).t(),
-        "half": base[:5].bfloat16(),
-    }
+    tensors = {"plain": base, "rows": base[7:19], "turned": torch.randn(21, 70).t()}
+    tensors["half"] = base[:5].bfloat16()
     torch.save(tensors, tmp_path / "model" / "pytorch_model.bin")
     for dtype in ("keep", "fp32"):
         out = tmp_path / dtype
@@ -392,18 +367,8 @@ def test_legacy_files_with_tensors_that_lie_otherwise(tmp_path: Path) -> None:
 def test_an_interrupted_call_is_resumed_by_the_next_one(make_hub: MakeHub, tmp_path: Path) -> None:
     """As in a notebook: the process that was interrupted calls again."""
     source, out = str(make_hub(every_kind())), str(tmp_path / "out")
-
-    class Impatient(NoProgress):
-        def __init__(self) -> None:
-            self.seen = 0
-
-        def advance(self, num_bytes: int) -> None:
-            self.seen += 1
-            if self.seen == 20:
-                raise KeyboardInterrupt
-
     with pytest.raises(Interrupted):
-        shardkit.preshard(source, out, world_size=9, wrap="none", jobs=1, progress=Impatient())
+        shardkit.preshard(source, out, world_size=9, wrap="none", jobs=1, progress=InterruptAfter(20))
     assert not os.path.exists(out)
     result = shardkit.preshard(source, out, world_size=9, wrap="none")
     assert result.resumed_files > 0

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardkit
 from shardkit.cli import main
-from shardkit.core.threads import NoProgress
 from shardkit.formats.dcp import directory as dcp_module
 from shardkit.operations.parts.results import Converted
 from tests.contents import contents
+from tests.operations.stops import InterruptAfter
 
 # torch's own: a save without a process group, and the ShardedTensor that its converter still looks for.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled")
@@ -218,17 +218,8 @@ def test_a_trainers_checkpoint_stays_one(tmp_path: Path) -> None:
 def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, calls: int) -> None:
     source, out = trainer_directory(tmp_path), tmp_path / "out"
     shardkit.reshard(source, str(tmp_path / "plain"), world_size=4)
-
-    class Interrupting(NoProgress):
-        left = calls
-
-        def advance(self, num_bytes: int) -> None:
-            self.left -= 1
-            if self.left <= 0:
-                raise KeyboardInterrupt
-
     with pytest.raises(shardkit.Interrupted):
-        shardkit.reshard(source, str(out), world_size=4, jobs=1, progress=Interrupting())
+        shardkit.reshard(source, str(out), world_size=4, jobs=1, progress=InterruptAfter(calls))
     assert not out.exists()
     shardkit.reshard(source, str(out), world_size=4, jobs=1)
     assert contents(out) == contents(tmp_path / "plain")
