@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -238,3 +239,11 @@ def inputs(name: str, *, batch: int = 2, length: int = 7, seed: int = 0) -> dict
     """Return text inputs for a model's forward."""
     generator = torch.Generator().manual_seed(seed)
     return {"input_ids": torch.randint(3, VOCABULARY, (batch, length), generator=generator)}
+
+
+def forget_dtype(directory: Path) -> str:
+    """Take the dtype out of a model's config, as old ones have none, and return it."""
+    content = json.loads((directory / "config.json").read_text())
+    dtype: str = content.pop("dtype")
+    (directory / "config.json").write_text(json.dumps(content))
+    return dtype

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ from tests.worlds.ranks import Ranks
 
 pytestmark = [pytest.mark.prove, pytest.mark.dist]
 
-_opened: list[str] | None = None
-_looked_at: list[str] | None = None
+_watched: dict[str, list[str]] = {}
+"""What is opened, and what is looked at, while somebody wants to know."""
 
 
 def make(out: Path) -> None:
@@ -55,43 +56,42 @@ def make(out: Path) -> None:
 
 
 def _note(event: str, given: tuple[Any, ...]) -> None:
-    if _opened is not None and event in ("open", "os.listdir", "os.scandir"):
-        _opened.append(str(given[0]))
+    if "opened" in _watched and event in ("open", "os.listdir", "os.scandir"):
+        _watched["opened"].append(str(given[0]))
 
 
 def _noting(look: Any) -> Any:
     def call(path: Any, *given: Any, **named: Any) -> Any:
-        if _looked_at is not None:
-            _looked_at.append(str(path))
+        if "looked at" in _watched:
+            _watched["looked at"].append(str(path))
         return look(path, *given, **named)
 
     return call
 
 
-@contextmanager
-def looked_at(directory: Path) -> Iterator[Counter[str]]:
-    """Count how often the status of each file of a directory is asked for."""
-    global _looked_at
-    _looked_at, found = [], Counter[str]()
-    try:
-        yield found
-    finally:
-        found.update(
-            os.path.relpath(path, directory) for path in _looked_at if path.startswith(str(directory))
-        )
-        _looked_at = None
+def assert_whole(model: nn.Module, out: Path) -> None:
+    """Compare a model of sharded tensors with the Hub model, bit for bit."""
+    whole = load_file(out / "hub/model.safetensors")
+    for name, value in model.state_dict().items():
+        assert isinstance(value, DTensor)
+        assert torch.equal(value.full_tensor(), whole[name])
 
 
 @contextmanager
-def opened(directory: Path) -> Iterator[Counter[str]]:
-    """Count how often each file of a directory is opened, and the directory itself as "."."""
-    global _opened
-    _opened, found = [], Counter[str]()
+def counted(what: str, directory: Path) -> Iterator[Counter[str]]:
+    found = Counter[str]()
+    _watched[what] = []
     try:
         yield found
     finally:
-        found.update(os.path.relpath(path, directory) for path in _opened if path.startswith(str(directory)))
-        _opened = None
+        paths = _watched.pop(what)
+        found.update(os.path.relpath(path, directory) for path in paths if path.startswith(str(directory)))
+
+
+opened = partial(counted, "opened")
+"""Count how often each file of a directory is opened, and the directory itself as "."."""
+looked_at = partial(counted, "looked at")
+"""Count how often the status of each file of a directory is asked for."""
 
 
 eight, two, four = Ranks(__name__, 8, first=make), Ranks(__name__, 2), Ranks(__name__, 4)
@@ -131,13 +131,10 @@ def save_by_torch(out: Path) -> Path:
 
 def opens_few_files_of_others(out: Path) -> None:
     rank, saved = dist.get_rank(), save_by_torch(out)
-    whole = load_file(out / "hub/model.safetensors")
     for load in VERBS.values():
         with opened(saved) as found, looked_at(saved) as looked:
             model = load(str(saved))
-        for name, value in model.state_dict().items():
-            assert isinstance(value, DTensor)
-            assert torch.equal(value.full_tensor(), whole[name])
+        assert_whole(model, out)
         files = {name: times for name, times in found.items() if name.endswith(".distcp")}
         assert files.pop(f"__{rank}_0.distcp") == 1
         assert set(files.values()) <= {1}, found
@@ -187,13 +184,10 @@ def save_compressed(out: Path) -> Path:
 @four.test
 def test_ranks_open_their_own_compressed_files_alone(out: Path) -> None:
     rank, saved, counts = dist.get_rank(), save_compressed(out), list[Counter[str]]()
-    whole = load_file(out / "hub/model.safetensors")
     for load in VERBS.values():
         with opened(saved) as found, looked_at(saved) as looked:
             model = load(str(saved))
-        for name, value in model.state_dict().items():
-            assert isinstance(value, DTensor)
-            assert torch.equal(value.full_tensor(), whole[name])
+        assert_whole(model, out)
         counts += [found, looked]
     for found, looked in zip(counts[::2], counts[1::2], strict=True):
         if rank:
@@ -252,10 +246,7 @@ def test_others_read_for_a_rank_whose_copy_is_damaged(load: Callable[[str], nn.M
         source = shutil.copytree(source, out / f"copy-{load.__name__}")
         damage(source / "__5_0.distcp")
     dist.barrier()
-    model, whole = load(str(source)), load_file(out / "hub/model.safetensors")
-    for name, value in model.state_dict().items():
-        assert isinstance(value, DTensor)
-        assert torch.equal(value.full_tensor(), whole[name])
+    assert_whole(load(str(source)), out)
 
 
 @four.test_each(VERBS)
@@ -268,10 +259,7 @@ def test_one_rank_reads_the_headers_of_a_hub_model_for_all(
     assert len(files) == 4
     assert set(files.values()) == {2 if dist.get_rank() == 0 else 1}
     assert found["."] == 2  # its names, and once what lies below, as files with weights may
-    whole = load_file(out / "hub/model.safetensors")
-    for name, value in model.state_dict().items():
-        assert isinstance(value, DTensor)
-        assert torch.equal(value.full_tensor(), whole[name])
+    assert_whole(model, out)
 
 
 @four.test_each(VERBS)
@@ -289,10 +277,7 @@ def test_one_rank_reads_the_headers_of_a_repo_for_all(load: Callable[[str], nn.M
         patched.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         with opened(repo) as found:
             model = load("some/model")
-    whole = load_file(out / "hub/model.safetensors")
-    for name, value in model.state_dict().items():
-        assert isinstance(value, DTensor)
-        assert torch.equal(value.full_tensor(), whole[name])
+    assert_whole(model, out)
     files = {name: times for name, times in found.items() if name.endswith(".safetensors")}
     assert len(files) == 4
     assert set(files.values()) == {3 if dist.get_rank() == 0 else 1}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import transformers
 
 import shardkit
+from tests.contents import edit_json
 from tests.training import models
 from tests.worlds.ranks import Ranks
 
@@ -46,9 +47,8 @@ def saved(model: Any, directory: Path) -> dict[str, Any] | None:
 
 def said(model: Any) -> dict[str, Any]:
     """Return what a generation config says; null, and a switch that is off, say nothing."""
-    return {
-        key: value for key, value in model.generation_config.to_dict().items() if value not in (None, False)
-    }
+    content = model.generation_config.to_dict()
+    return {key: value for key, value in content.items() if value not in (None, False)}
 
 
 DERIVED = {"_from_model_config": True, "eos_token_id": [2, 7], "bos_token_id": 1}
@@ -71,8 +71,7 @@ def test_a_job_generates_as_from_pretrained_does(
 def test_what_config_json_says_of_generation_counts_without_a_file(tmp_path: Path) -> None:
     """transformers 5 takes it out of the config object."""
     source = hub(tmp_path / "hub", None)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "num_beams": 3}))
+    edit_json(source / "config.json", num_beams=3)
     assert prepared(source).generation_config.num_beams == 3
 
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardkit
 from shardkit.errors import UsageError
+from tests.contents import edit_json, json_of
 from tests.training import models
 from tests.training.wrapping import wrapped
 from tests.worlds.ranks import Ranks, same_error
@@ -308,8 +309,7 @@ def wide_hub(directory: Path) -> Path:
     for name, tensor in tensors.items():
         tensors[name] = tensor.float() if "embed_tokens" in name or "lm_head" in name else tensor.bfloat16()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    edit_json(directory / "config.json", dtype="bfloat16")
     return directory
 
 
@@ -328,8 +328,7 @@ def test_the_config_keeps_the_dtype_where_tensors_have_the_bases(
     shardkit.load_into(model, source)
     shardkit.save(model, tmp_path / "saved")
     shardkit.consolidate(tmp_path / "saved", tmp_path / "out")
-    assert json.loads((tmp_path / "saved/huggingface/config.json").read_text())["dtype"] == said
-    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == said
+    assert json_of(tmp_path / "saved/huggingface")["dtype"] == json_of(tmp_path / "out")["dtype"] == said
     shardkit.consolidate(tmp_path / "saved", tmp_path / "by-base", base=source)
     assert files(tmp_path / "out") == files(tmp_path / "by-base")
     shardkit.consolidate(tmp_path / "saved", tmp_path / "bf16", dtype="bf16")
@@ -350,13 +349,8 @@ class OwnModel(LlamaForCausalLM):
 def own_code_hub(directory: Path) -> Path:
     hub(directory)
     (directory / "modeling_own.py").write_text(OWN_CODE)
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"model_type": "own", "architectures": ["OwnModel"]}
-    config["auto_map"] = {
-        "AutoConfig": "modeling_own.OwnConfig",
-        "AutoModelForCausalLM": "modeling_own.OwnModel",
-    }
-    (directory / "config.json").write_text(json.dumps(config))
+    code = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    edit_json(directory / "config.json", model_type="own", architectures=["OwnModel"], auto_map=code)
     return directory
 
 

@@ -188,32 +188,26 @@ def test_buffers_start_anew_with_a_second_finalize() -> None:
     assert model.norm.running_mean.tolist() == [0.0] * 8
 
 
-def warnings_of_load_into(model: nn.Module, out: Path) -> list[str]:
-    said: list[str] = []
-    log = logging.getLogger("shardkit")
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    shardkit.load_into(model, out / "tied/model.safetensors")
-    log.removeHandler(handler)
-    return said
-
-
-def tied_on_meta() -> nn.Module:
+def tied_on_meta() -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(models.config_of("qwen3"))
     model.tie_weights()
+    return model
+
+
+def shard_first_layer(model: Any) -> nn.Module:
     fully_shard(model.model.layers[0])
     return fully_shard(model)
 
 
 @two.test
 def test_buffers_that_nobody_wrote_are_warned_of(out: Path) -> None:
-    assert warnings_of_load_into(tied_on_meta(), out) == []
-    emptied = tied_on_meta().to_empty(device="cpu")  # has whatever the memory held
+    source, model = out / "tied/model.safetensors", shard_first_layer(tied_on_meta())
+    assert logged(partial(shardkit.load_into, model, source), logging.WARNING) == [[], []]
+    emptied = shard_first_layer(tied_on_meta()).to_empty(device="cpu")  # has whatever the memory held
     for buffer in emptied.buffers():
         buffer.fill_(7)
-    first, second = on_all(warnings_of_load_into(emptied, out))
+    first, second = logged(partial(shardkit.load_into, emptied, source), logging.WARNING)
     assert second == []  # rank 0 says it, once
     (said,) = first
     assert "buffers are in no checkpoint, and not what the model's class computes: " in said
@@ -228,18 +222,13 @@ def test_computed_buffers_that_another_trainer_made_persistent(out: Path) -> Non
     computed = dict(AutoModelForCausalLM.from_config(models.config_of("qwen3")).named_buffers())
     kept = stored if dist.get_rank() == 0 else None
     for source in (out / "tied", shardkit.from_rank(kept, rank=0)):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(models.config_of("qwen3"))
-        model.tie_weights()
+        model = tied_on_meta()
         for name, value in computed.items():
             path, _, last = name.rpartition(".")
             model.get_submodule(path).register_buffer(last, value.clone(), persistent=True)
-        fully_shard(model.model.layers[0])
-        said = logged(partial(shardkit.load_into, fully_shard(model), source))[0]
-        assert any(
-            "not in the source, buffers that the model's class computes: model.rotary_emb.inv_freq" in line
-            for line in said
-        )
+        said = logged(partial(shardkit.load_into, shard_first_layer(model), source))[0]
+        told = "not in the source, buffers that the model's class computes: model.rotary_emb.inv_freq"
+        assert any(told in line for line in said)
         found = whole(model)
         assert found.keys() == {*stored, *computed, "lm_head.weight"}
         same({name: found[name] for name in (*stored, *computed)}, stored | computed, "loaded")
@@ -247,9 +236,7 @@ def test_computed_buffers_that_another_trainer_made_persistent(out: Path) -> Non
 
 def wrapped_apart() -> nn.Module:
     """Return a tied model whose head is a unit of its own: `fully_shard` has made two parameters of one."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(models.config_of("qwen3"))
-    model.tie_weights()
+    model = tied_on_meta()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     fully_shard(model.lm_head)
     return fully_shard(model)

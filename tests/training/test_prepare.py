@@ -27,8 +27,10 @@ from shardkit.training.model.fit import ModelInitializationContext
 from shardkit.training.model.initialise import initialise, new_rows
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import describe_tensors
+from tests.contents import edit_json, json_of
 from tests.models.zoo import ZOO, make_hub
 from tests.training import models
+from tests.training.models import forget_dtype
 from tests.worlds.ranks import Ranks, on_all, same_error
 
 
@@ -42,9 +44,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> str:
 def untie(directory: Path) -> None:
     """Make a model tied whose file has two values."""
     models.save("llama", directory)
-    config = json.loads((directory / "config.json").read_text())
-    assert not config["tie_word_embeddings"]
-    (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert not json_of(directory)["tie_word_embeddings"]
+    edit_json(directory / "config.json", tie_word_embeddings=True)
 
 
 def make_models(out: Path) -> None:
@@ -70,10 +71,7 @@ def test_a_config_without_a_dtype_takes_the_files(tmp_path: Path) -> None:
     models.save("llama", tmp_path / "half", dtype=torch.bfloat16, max_shard_size="20KB")
     models.save("llama", tmp_path / "whole")
     for name in ("half", "whole"):
-        path = tmp_path / name / "config.json"
-        config = json.loads(path.read_text())
-        assert config.pop("dtype") == {"half": "bfloat16", "whole": "float32"}[name]
-        path.write_text(json.dumps(config))
+        assert forget_dtype(tmp_path / name) == {"half": "bfloat16", "whole": "float32"}[name]
     (tmp_path / "config").mkdir()
     shutil.copy(tmp_path / "half/config.json", tmp_path / "config")
 
@@ -94,12 +92,9 @@ def test_a_context_says_what_is_read(hub: str) -> None:
     assert ctx.weights is not None
     assert ctx.weights.names == {name: name for name in state}
     assert {fqn for fqn, tensor in ctx.expected.items() if tensor.persistent} == set(state)
-    assert {tensor.dtype for tensor in ctx.expected.values() if tensor.kind == "parameter"} == {
-        torch.bfloat16
-    }
-    assert all(
-        tensor.shape == tuple(state[fqn].shape) for fqn, tensor in ctx.expected.items() if fqn in state
-    )
+    parameters = [tensor for tensor in ctx.expected.values() if tensor.kind == "parameter"]
+    assert {tensor.dtype for tensor in parameters} == {torch.bfloat16}
+    assert all(ctx.expected[fqn].shape == tuple(tensor.shape) for fqn, tensor in state.items())
     assert ctx.buffers.keys() == {"model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"}
     assert not any(ctx.expected[fqn].persistent for fqn in ctx.buffers)
     assert (ctx.source, ctx.unavailable, ctx.initialised, ctx.grown) == (hub, None, frozenset(), {})

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import transformers
 
 import shardkit
+from tests.contents import edit_json
 from tests.training import models
 from tests.worlds.ranks import Ranks
 
@@ -21,8 +22,7 @@ THETA = {"rope_theta": 1000000.0, "rope_type": "default"}
 
 
 def edited(directory: Path, **changes: Any) -> Path:
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    edit_json(directory / "config.json", **changes)
     return directory
 
 

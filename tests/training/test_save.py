@@ -37,12 +37,14 @@ from shardkit.training.ranks.local import local_tensor, optimizer_parameters
 from shardkit.training.save import SaveWriter
 from shardkit.training.save_target import writer_files
 from shardkit.training.wrap import layer_policy, wrap
+from tests.contents import edit_json, json_of
+from tests.operations.stops import interrupt
 from tests.training.models import reference
 from tests.training.wrapping import full, tensor_parallel, wrapped, wrapped_with_replicas
 from tests.worlds.processes import run_script
 from tests.worlds.ranks import Ranks, same_error
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
 def make_kills(out: Path) -> None:
@@ -148,26 +150,24 @@ def test_the_manifest_says_what_was_saved(out: Path) -> None:
     assert [unit["path"] for unit in content["units"]] == ["", *(f"model.layers.{n}" for n in range(3))]
     assert content["ties"] == [["model.embed_tokens.weight", "lm_head.weight"]]
     assert [file["name"] for file in content["files"]] == [f"__{n}_0.distcp" for n in range(4)]
-    config = json.loads((out / "hub-saved-hsdp" / "config.json").read_text())
-    assert content["vocab_size"] == config["vocab_size"]
+    assert content["vocab_size"] == json_of(out / "hub-saved-hsdp")["vocab_size"]
 
 
 def test_a_cut_vocabulary_is_known_by_the_record(out: Path, tmp_path: Path) -> None:
     """The base had more rows than the model that was saved; resharding keeps what was recorded."""
     saved, base = out / "saved-llama", out / "hub-saved-llama"
-    config, stored = json.loads((base / "config.json").read_text()), load_file(base / "model.safetensors")
-    rows = config["vocab_size"]
+    rows, stored = json_of(base)["vocab_size"], load_file(base / "model.safetensors")
     larger = {
         name: np.concatenate([value, value[:9]]) if len(value) == rows and value.ndim == 2 else value
         for name, value in stored.items()
     }
-    (tmp_path / "base").mkdir()
+    shutil.copytree(base, tmp_path / "base")
     save_file(larger, tmp_path / "base" / "model.safetensors")
-    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "vocab_size": rows + 9}))
+    edit_json(tmp_path / "base" / "config.json", vocab_size=rows + 9)
     shardkit.reshard(saved, tmp_path / "other", world_size=3)
     for source in (saved, tmp_path / "other"):
         done = shardkit.consolidate(source, tmp_path / f"{source.name}-hf", base=tmp_path / "base")
-        assert json.loads((Path(done.output) / "config.json").read_text())["vocab_size"] == rows
+        assert json_of(done.output)["vocab_size"] == rows
         found = load_file(Path(done.output) / "model.safetensors")
         assert all(found[name].tobytes() == value.tobytes() for name, value in stored.items())
 
@@ -227,6 +227,19 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
+def load_by_torch(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    place: Path,
+    beside: dict[str, Any],
+    planner: Any = None,
+) -> None:
+    """Load both with stock torch, and fill what is wanted beside them."""
+    beside |= zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
+    dcp.load(beside, checkpoint_id=place, planner=planner)
+    set_state_dict(model, optimizer, model_state_dict=beside["model"], optim_state_dict=beside["optimizer"])
+
+
 @two.test
 def test_model_optimizer_and_the_rest_come_back(out: Path) -> None:
     model, optimizer = start()
@@ -238,15 +251,19 @@ def test_model_optimizer_and_the_rest_come_back(out: Path) -> None:
     assert result.num_files == 2
     assert result.file_bytes > 3 * 1729 * 4  # weights and two moments
     other, other_optimizer = start(seed=1)
-    weights, states = get_state_dict(other, other_optimizer)
-    state = {"model": weights, "optimizer": states, "extra": {"step": 0}}
-    dcp.load(state, checkpoint_id=place)
-    set_state_dict(
-        other, other_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    state: dict[str, Any] = {"extra": {"step": 0}}
+    load_by_torch(other, other_optimizer, place, state)
     assert same(get_state_dict(other, other_optimizer), get_state_dict(model, optimizer))
     assert state["extra"]["step"] == 5
     assert other.head.weight is other.embed.weight
+
+
+def differences_named(model: nn.Module, place: Path, **given: Any) -> list[str]:
+    """Save, and return the warnings about values that differ between ranks."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shardkit.save(model, place, **given)
+    return [str(warning.message) for warning in caught if "differ" in str(warning.message)]
 
 
 @two.test
@@ -260,11 +277,7 @@ def test_what_is_saved_of_one_rank_alone_is_named(out: Path) -> None:
         "all": [None, None],
     }
     dist.all_gather_object(extra["all"], rank)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        shardkit.save(nn.Linear(2, 2), out / "ranks", extra=extra)
-    texts = [str(warning.message) for warning in caught if "differ" in str(warning.message)]
-    assert texts == [
+    assert differences_named(nn.Linear(2, 2), out / "ranks", extra=extra) == [
         "2 values differ between ranks, and only one rank's is saved: extra.job.loader.0, extra.job.loader.1; "
         "of extra, save a list of all ranks' (torch.distributed.all_gather_object)"
     ] * (rank == 0)
@@ -288,11 +301,8 @@ def test_state_that_is_a_ranks_own_is_named(out: Path) -> None:
     optimizer = _Blockwise(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        shardkit.save(model, out / "blockwise", optimizer=optimizer)
-    texts = [str(warning.message).partition(";")[0] for warning in caught if "differ" in str(warning.message)]
-    assert texts == [
+    texts = differences_named(model, out / "blockwise", optimizer=optimizer)
+    assert [text.partition(";")[0] for text in texts] == [
         "1 value differs between ranks, and only one rank's is saved: optimizer.state.weight.scale"
     ] * (dist.get_rank() == 0)
 
@@ -304,13 +314,10 @@ def test_parameters_that_each_rank_has_for_itself_are_named(rows: int, out: Path
     torch.manual_seed(rank)
     model: Any = nn.Sequential(nn.Linear(2, rows if rank else 4, bias=False), nn.BatchNorm1d(2))
     model[1].running_mean.fill_(rank)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        shardkit.save(model, out / f"apart-{rows}")
-    texts = [str(warning.message).partition(";")[0] for warning in caught if "differ" in str(warning.message)]
-    assert texts == ["1 value differs between ranks, and only one rank's is saved: model.0.weight"] * (
-        rank == 0
-    )
+    texts = differences_named(model, out / f"apart-{rows}")
+    assert [text.partition(";")[0] for text in texts] == [
+        "1 value differs between ranks, and only one rank's is saved: model.0.weight"
+    ] * (rank == 0)
 
 
 @two.test
@@ -375,12 +382,7 @@ def test_an_optimizer_that_has_not_stepped_stays_so(kind: Any, out: Path) -> Non
     other = Model() if kind is torch.optim.Rprop else start(seed=1)[0]
     other_optimizer = kind(other.parameters(), lr=1e-2)
     train_step(other, other_optimizer)
-    weights, states = get_state_dict(other, other_optimizer)
-    state = {"model": weights, "optimizer": states}
-    dcp.load(state, checkpoint_id=place)
-    set_state_dict(
-        other, other_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    load_by_torch(other, other_optimizer, place, {})
     train_step(model, optimizer)
     train_step(other, other_optimizer)  # its first step after loading is a first step
     assert same(model.state_dict(), other.state_dict())
@@ -393,16 +395,23 @@ def names_in(folder: Path) -> list[str]:
     return names
 
 
-class FailsOnOne:
-    """An object whose state dict cannot be had on rank 1."""
+class Looking:
+    """A state that calls something while it is saved."""
 
-    def state_dict(self) -> dict[str, Any]:
-        if dist.get_rank() == 1:
-            raise OSError(5, "the tape is torn")
+    def __init__(self, look: Callable[[], object]) -> None:
+        self._look = look
+
+    def state_dict(self) -> dict[str, int]:
+        self._look()
         return {"a": 1}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         raise AssertionError
+
+
+def fail_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise OSError(5, "the tape is torn")
 
 
 def save_on_a_full_disk(model: nn.Module, place: Path) -> None:
@@ -442,7 +451,9 @@ class Failure(NamedTuple):
             "cannot be made: Not a directory",
         ),
         "state_dict": Failure(
-            lambda model, last: shardkit.save(model, last.parent / "new", extra={"bad": FailsOnOne()}),
+            lambda model, last: shardkit.save(
+                model, last.parent / "new", extra={"bad": Looking(fail_on_one)}
+            ),
             "ResourceError",
             1,
             "the tape is torn",
@@ -527,9 +538,8 @@ def check_stored_once(place: Path, names: list[str]) -> None:
             records.setdefault((record.relative_path, record.offset), set()).add(index.fqn)
     shared = [ties for ties in records.values() if len(ties) > 1]
     assert {len(ties) for ties in shared} == {2}
-    assert (
-        len(set().union(*shared)) == 12
-    )  # a head, a block of four tensors, a buffer: each with its second name
+    # A head, a block of four tensors, a buffer: each with its second name.
+    assert len(set().union(*shared)) == 12
     assert len(set().union(*records.values())) == 16
     manifest = json.loads((place / "shardkit.json").read_text())
     assert {frozenset(f"model.{n}" for n in tie) for tie in manifest["ties"]} == set(map(frozenset, shared))
@@ -565,15 +575,11 @@ def kill_after_rename(place: Path) -> None:
 
 def value_in(place: Path) -> float:
     """The one value of all tensors of a checkpoint, read with stock torch; of a torn one this fails."""
-    state = {
-        "model": {
-            name: torch.zeros_like(value) for name, value in Model().state_dict().items() if name != "scale"
-        }
-    }
+    state = {name: torch.zeros_like(value) for name, value in Model().state_dict().items() if name != "scale"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=place, no_dist=True)
-    (value,) = {float(value) for tensor in state["model"].values() for value in tensor.flatten()}
+        dcp.load({"model": state}, checkpoint_id=place, no_dist=True)
+    (value,) = {float(value) for tensor in state.values() for value in tensor.flatten()}
     return value
 
 
@@ -619,10 +625,6 @@ def test_killed_ranks_never_cost_the_last_checkpoint(kill: Kill, out: Path) -> N
         assert "imed out" not in json.dumps(caught.value.to_json())
     assert value_in(last) == kill.holds
     assert len([path for path in last.parent.iterdir() if path != last]) == kill.num_left
-
-
-def interrupt(self: SaveWriter, plan: Any, planner: Any) -> Any:
-    raise KeyboardInterrupt
 
 
 @two.test
@@ -680,7 +682,6 @@ def test_a_model_without_values_is_refused(tmp_path: Any) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_parameters_that_no_step_has_reached_are_named(tmp_path: Any) -> None:
     """A new optimizer's state has entries for them, which stock dcp.load then misses, unless it is told not to."""
 
@@ -691,9 +692,7 @@ def test_parameters_that_no_step_has_reached_are_named(tmp_path: Any) -> None:
 
     def load(planner: Any) -> None:
         fresh = made()
-        state = dict(zip(("model", "optimizer"), get_state_dict(*fresh), strict=True))
-        dcp.load(state, checkpoint_id=tmp_path / "run", planner=planner)
-        set_state_dict(*fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        load_by_torch(*fresh, tmp_path / "run", {}, planner)
         assert torch.equal(
             fresh[1].state[fresh[0][0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"]
         )
@@ -731,24 +730,18 @@ def test_an_optimizer_that_has_one_parameter_several_times_is_refused(tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_somebody_puts_there_meanwhile_is_not_replaced(tmp_path: Any) -> None:
     place = tmp_path / "last"
 
-    class Meddler:
-        def state_dict(self) -> dict[str, int]:
-            place.mkdir()
-            (place / "thesis.txt").write_text("mine")
-            return {"a": 1}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            raise AssertionError
+    def meddle() -> None:
+        place.mkdir()
+        (place / "thesis.txt").write_text("mine")
 
     for name in ("last-new", "last-new2"):
         with pytest.raises(
             shardkit.UsageError, match=f"the new save is whole, and lies in .*/{name}\\n"
         ) as caught:
-            shardkit.save(nn.Linear(2, 2), place, extra={"it": Meddler()}, overwrite=True)
+            shardkit.save(nn.Linear(2, 2), place, extra={"it": Looking(meddle)}, overwrite=True)
         assert "thesis.txt" in caught.value.problems
         assert (place / "thesis.txt").read_text() == "mine"
         assert shardkit.verify(tmp_path / name, full=True).problems == ()
@@ -756,7 +749,6 @@ def test_what_somebody_puts_there_meanwhile_is_not_replaced(tmp_path: Any) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last-new", "last-new2"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_somebody_puts_there_in_the_last_moment_is_not_replaced(tmp_path: Any, monkeypatch: Any) -> None:
     """The commit has begun by then."""
     place, rename, model = tmp_path / "last", storage.rename, nn.Linear(2, 2)
@@ -778,7 +770,6 @@ def test_what_somebody_puts_there_in_the_last_moment_is_not_replaced(tmp_path: A
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "last-new"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_cannot_get_a_name_beside_the_destination_is_not_lost(tmp_path: Any, monkeypatch: Any) -> None:
     """The next save would remove it there: the hint says to move it first."""
     place, rename = tmp_path / "last", storage.rename_noreplace
@@ -804,23 +795,17 @@ def test_what_cannot_get_a_name_beside_the_destination_is_not_lost(tmp_path: Any
     assert shardkit.verify(f"{place}-new", full=True).problems == ()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_a_person_puts_into_the_old_save_meanwhile_stays(tmp_path: Any) -> None:
     """Nor does it cost the new one, which lies beside it."""
     place, model = tmp_path / "last", nn.Linear(2, 2)
     shardkit.save(model, place)
 
-    class Logger:
-        def state_dict(self) -> dict[str, int]:
-            (place / "tokenizer.json").write_text("{}")
-            (place / "logs").mkdir()
-            return {"a": 1}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            raise AssertionError
+    def log() -> None:
+        (place / "tokenizer.json").write_text("{}")
+        (place / "logs").mkdir()
 
     with pytest.raises(shardkit.UsageError, match="last-new") as caught:
-        shardkit.save(model, place, extra={"it": Logger()}, overwrite=True)
+        shardkit.save(model, place, extra={"it": Looking(log)}, overwrite=True)
     assert {"logs/", "tokenizer.json"} < {*caught.value.problems}
     assert (place / "tokenizer.json").exists()
     assert shardkit.verify(tmp_path / "last-new", full=True).problems == ()
@@ -830,21 +815,6 @@ def test_what_a_person_puts_into_the_old_save_meanwhile_stays(tmp_path: Any) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "last-new"]
 
 
-class Looking:
-    """A state that calls something while it is saved."""
-
-    def __init__(self, look: Callable[[], object]) -> None:
-        self._look = look
-
-    def state_dict(self) -> dict[str, int]:
-        self._look()
-        return {"a": 1}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        raise AssertionError
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_save_is_seen_at_work_and_no_other_one_takes_its_place(overwrite: bool, tmp_path: Any) -> None:
     place, seen = tmp_path / "last", list[Any]()
@@ -863,7 +833,6 @@ def test_a_save_is_seen_at_work_and_no_other_one_takes_its_place(overwrite: bool
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_was_removed_during_a_save_is_not_called_saved(tmp_path: Any, monkeypatch: Any) -> None:
     commit = LocalOutput.commit
 
@@ -877,7 +846,6 @@ def test_what_was_removed_during_a_save_is_not_called_saved(tmp_path: Any, monke
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_late_rank_of_a_dead_save_writes_nothing_into_the_next(tmp_path: Any, monkeypatch: Any) -> None:
     """Its rank 0 was killed, and it did not hear of that: it writes where it was told to."""
     place = tmp_path / "last"

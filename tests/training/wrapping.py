@@ -95,10 +95,10 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], what: str) -> N
     assert not wrong, f"{what}: {wrong}"
 
 
-def logged(work: Callable[[], object]) -> list[list[str]]:
-    """Return what each rank logs meanwhile."""
+def logged(work: Callable[[], object], level: int = logging.INFO) -> list[list[str]]:
+    """Return what each rank logs meanwhile, of this level and above."""
     lines: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(level)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("shardkit")
     log.addHandler(handler)

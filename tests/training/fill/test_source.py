@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ from shardkit.training.model.build import build_model
 from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import describe_tensors
 from shardkit.transfer.sources import SourceFiles
+from tests.contents import edit_json
+from tests.operations.consolidate.checkpoints import save
 from tests.training import models
 
 
@@ -47,14 +48,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return find
 
 
-def save_dcp(state: dict[str, Any], directory: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    with warnings.catch_warnings():  # of there being no process group
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=directory, no_dist=True)
-
-
 def opened(model: nn.Module, source: Path | str, **options: Any) -> Weights:
     expected, ties = describe_tensors(model)
     return find_weights(open_source(str(source), **options), expected, ties, model=model)
@@ -70,9 +63,8 @@ def read(weights: Weights, stored: str) -> torch.Tensor:
         for row in entry.chunk_ids:
             region, data = catalog.chunks.region(row), bytearray(catalog.chunks.nbytes[row])
             if data:
-                reader.read_into(
-                    catalog.chunks.file[row], memoryview(data), catalog.chunks.start[row], stored
-                )
+                at = catalog.chunks.start[row]
+                reader.read_into(catalog.chunks.file[row], memoryview(data), at, stored)
                 window = tuple(slice(o, o + s) for o, s in zip(*region, strict=True))
                 whole[window] = torch.frombuffer(data, dtype=dtype).view(region.sizes)
     return whole
@@ -107,13 +99,11 @@ def test_a_base_model_of_a_file_with_a_head(file: str, model: str, hub: Callable
     found = {name: read(weights, stored) for name, stored in weights.names.items()}
     reference = models.reference(file).base_model.state_dict()
     assert all(torch.equal(value, reference[name]) for name, value in found.items())
-    assert weights.unused.keys() == {
-        name for name in load_index(hub(file)) if not name.startswith(("model.", "bert."))
-    }
+    heads = {name for name in load_index(hub(file)) if not name.startswith(("model.", "bert."))}
+    assert weights.unused.keys() == heads
     # BertForMaskedLM has no pooler.
-    assert {name for name in plain.state_dict() if name not in found} == (
-        set() if file == "llama" else {"pooler.dense.weight", "pooler.dense.bias"}
-    )
+    pooler = set() if file == "llama" else {"pooler.dense.weight", "pooler.dense.bias"}
+    assert plain.state_dict().keys() - found.keys() == pooler
 
 
 def load_index(directory: Path) -> dict[str, str]:
@@ -272,7 +262,7 @@ def test_a_rank_reads_no_list_but_those_of_its_files(
 def test_identity_is_that_of_every_copy(hub: Callable[[str], Path], sharded: Path, tmp_path: Path) -> None:
     model = build_model(str(hub("qwen3")))
     state = {"model": models.reference("qwen3").state_dict()}
-    save_dcp(state, tmp_path / "dcp")
+    save(state, tmp_path / "dcp")
     for number, source in enumerate((hub("qwen3"), sharded, tmp_path / "dcp")):
         copy = tmp_path / f"copy-{number}"
         shutil.copytree(source, copy)
@@ -294,7 +284,7 @@ def test_identity_of_other_weights_differs(hub: Callable[[str], Path], tmp_path:
     tuned.save_pretrained(tmp_path / "tuned", max_shard_size="20KB")
     assert load_index(tmp_path / "tuned") == load_index(hub("qwen3"))
     for number in range(2):
-        save_dcp(models.reference("qwen3").state_dict(), tmp_path / str(number))
+        save(models.reference("qwen3").state_dict(), tmp_path / str(number))
     sources = [hub("qwen3"), tmp_path / "tuned", tmp_path / "0", tmp_path / "1"]
     assert len({identity(opened(model, source)) for source in sources}) == 4
 
@@ -309,7 +299,7 @@ def test_a_checkpoint_is_opened_for_the_models_tensors_alone(
         f"optimizer.state.{key}.exp_avg": torch.zeros_like(value)
         for key, value in reference.state_dict().items()
     }
-    save_dcp({**state, **moments}, tmp_path / "step")
+    save({**state, **moments}, tmp_path / "step")
     weights = opened(build_model(str(hub("llama"))), tmp_path / "step")
     assert_is(weights, reference)
     assert not weights.unused
@@ -369,18 +359,15 @@ def test_sources_that_are_none(hub: Callable[[str], Path], tmp_path: Path) -> No
 def test_quantised_sources_say_so(hub: Callable[[str], Path], tmp_path: Path) -> None:
     model = build_model(str(hub("llama")))
     shutil.copytree(hub("llama"), tmp_path / "fp8")
-    config = json.loads((tmp_path / "fp8/config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
-    (tmp_path / "fp8/config.json").write_text(json.dumps(config))
+    edit_json(tmp_path / "fp8/config.json", quantization_config={"quant_method": "fp8"})
     assert "fp8" in str(opened(model, tmp_path / "fp8").quantised)
     state = models.reference("llama").state_dict()
     scales = {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1)}
     save_file({**state, **scales}, tmp_path / "x.safetensors")
     assert "weight_scale_inv" in str(opened(model, tmp_path / "x.safetensors").quantised)
     packed = {"model.layers.0.mlp.up_proj.weight": torch.ones(2, 4, dtype=torch.uint32)}
-    save_file(
-        {**state, **packed, "model.layers.0.mlp.up_proj.scales": torch.ones(2, 1)}, tmp_path / "y.safetensors"
-    )
+    packed["model.layers.0.mlp.up_proj.scales"] = torch.ones(2, 1)
+    save_file({**state, **packed}, tmp_path / "y.safetensors")
     assert "uint32" in str(opened(model, tmp_path / "y.safetensors").quantised)
     assert opened(model, hub("llama")).quantised is None
 
@@ -427,7 +414,7 @@ def test_names_of_peft_are_those_of_the_base(tmp_path: Path) -> None:
 
 def test_a_trained_adapter_finds_itself(tmp_path: Path) -> None:
     state = adapted().state_dict()
-    save_dcp({"model": state}, tmp_path / "step")
+    save({"model": state}, tmp_path / "step")
     weights = opened(build_model(adapted), tmp_path / "step")
     assert weights.names == {name: f"model.{name}" for name in state}
 

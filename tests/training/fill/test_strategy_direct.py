@@ -117,11 +117,8 @@ def test_values_are_converted_as_torch_does(tmp_path: Path, source: torch.dtype,
 def test_rows_cost_their_bytes_and_short_runs_no_more_than_the_rows_they_lie_in(tmp_path: Path) -> None:
     whole = random((512, 4096), torch.float32)
     catalog = chunked(tmp_path / "f", whole, (1, 1))
-    rows, wide, narrow = (
-        Region((100, 0), (200, 4096)),
-        Region((0, 1024), (512, 1024)),
-        Region((0, 8), (512, 16)),
-    )
+    rows, wide = Region((100, 0), (200, 4096)), Region((0, 1024), (512, 1024))
+    narrow = Region((0, 8), (512, 16))
     for region, cost in ((rows, 1.0), (wide, 1.0), (narrow, 256.0)):
         target = torch.empty(region.sizes)
         before = read_bytes()
@@ -136,11 +133,8 @@ def test_columns_are_read_with_the_whole_rows_they_lie_in(tmp_path: Path) -> Non
     """Ranks that hold others of them read the same bytes: what all have read is compared together."""
     whole = random((6, 40, 30), torch.float32)
     catalog = chunked(tmp_path / "f", whole, (1, 1, 1))
-    for region in (
-        Region((2, 0, 0), (3, 40, 7)),
-        Region((2, 0, 7), (3, 40, 23)),
-        Region((2, 5, 3), (3, 9, 4)),
-    ):
+    boxes = ((2, 0, 0), (3, 40, 7)), ((2, 0, 7), (3, 40, 23)), ((2, 5, 3), (3, 9, 4))
+    for region in (Region(*box) for box in boxes):
         target = torch.empty(region.sizes)
         assert fill(catalog, region, target).read_bytes == 3 * 40 * 30 * 4
         assert same(target, whole[window(region)])
@@ -194,16 +188,12 @@ def test_a_file_that_ends_early_is_named_with_tensor_and_offset(tmp_path: Path) 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(10), "b": torch.ones(1000)}, tmp_path / "model.safetensors")
     catalog = formats.open(str(tmp_path)).catalog
+    said = r"model\.safetensors ends at byte 2000 while model\.b is read"
     with SourceFiles(catalog.files) as sources:
         sources.borrow(0)  # opened while it was whole
         os.truncate(tmp_path / "model.safetensors", 2000)
-        reads = list(
-            plan_reads(catalog.tensors["b"], catalog, Region((0,), (1000,)), torch.empty(1000), "layer.b")
-        )
-        with pytest.raises(
-            IntegrityError, match=r"model\.safetensors ends at byte 2000 while layer\.b is read"
-        ):
-            run_reads(reads, sources)
+        with pytest.raises(IntegrityError, match=said):
+            run_reads(reads_of_all(catalog, {"b": torch.empty(1000)}), sources)
 
 
 def test_a_single_element_of_any_stride() -> None:
@@ -213,17 +203,23 @@ def test_a_single_element_of_any_stride() -> None:
     assert whole.tolist() == [[5, 0], [0, 7]]
 
 
+def reads_of_all(catalog: Catalog, targets: dict[str, torch.Tensor]) -> list[Any]:
+    """Return what is read for whole tensors, each of which a model has below `model`."""
+    found = list[Any]()
+    for name, target in targets.items():
+        region = full_region(tuple(target.shape))
+        found += plan_reads(catalog.tensors[name], catalog, region, target, f"model.{name}")
+    return found
+
+
+def emptied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty_like(value) for name, value in state.items()}
+
+
 def fill_all(catalog: Catalog, targets: dict[str, torch.Tensor], check: SourceCheck | None = None) -> Filled:
     """Fill whole tensors."""
     with SourceFiles(catalog.files, check=check) as sources:
-        reads = [
-            read
-            for name, target in targets.items()
-            for read in plan_reads(
-                catalog.tensors[name], catalog, full_region(tuple(target.shape)), target, f"model.{name}"
-            )
-        ]
-        return run_reads(reads, sources)
+        return run_reads(reads_of_all(catalog, targets), sources)
 
 
 Calls = list[tuple[int, int]]
@@ -247,9 +243,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     """What preshard makes of large tensors and of many small ones."""
     out = tmp_path_factory.mktemp("few")
-    state = {
-        f"large.{n}": random((9, 1 << 19), torch.float32) for n in range(4)
-    }  # 18 MiB: two pieces and an end
+    # 18 MiB: two pieces and an end.
+    state = {f"large.{n}": random((9, 1 << 19), torch.float32) for n in range(4)}
     state |= {f"small.{n}": random((3, 1001 + n % 7), torch.bfloat16) for n in range(1500)}
     (out / "hub").mkdir()
     save_file(state, out / "hub/model.safetensors")
@@ -279,13 +274,11 @@ def test_reads_are_few_and_long(
         wanted = sum(value.nbytes for value in expected.values())
         assert filled.read_bytes == wanted
         for name, value in expected.items():
-            assert (
-                same(targets[name], value if dtype == "as stored" else value.to(dtype)) or value.isnan().any()
-            )
+            right = value if dtype == "as stored" else value.to(dtype)
+            assert same(targets[name], right) or value.isnan().any()
         if part == "large.":
-            assert len(calls) <= 150 * wanted / 2**30 + (
-                0 if dtype == "as stored" else 4
-            )  # the tensors' ends
+            num_ends = 0 if dtype == "as stored" else 4  # of tensors
+            assert len(calls) <= 150 * wanted / 2**30 + num_ends
             assert wanted <= sum(nbytes for _, nbytes in calls) < wanted * 1.001
             assert max(nbytes for _, nbytes in calls) <= 16 << 20
         else:
@@ -323,14 +316,8 @@ def test_a_neighbour_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with SourceFiles(catalog.files) as sources:
         sources.borrow(0)
         os.truncate(tmp_path / "model.safetensors", last + 1)
-        reads = [
-            read
-            for each, value in state.items()
-            for read in plan_reads(
-                catalog.tensors[each], catalog, full_region(tuple(value.shape)), torch.empty_like(value), each
-            )
-        ]
-        with pytest.raises(IntegrityError, match=rf"ends at byte {last + 1} while {name} is read"):
+        reads = reads_of_all(catalog, emptied(state))
+        with pytest.raises(IntegrityError, match=rf"ends at byte {last + 1} while model.{name} is read"):
             run_reads(reads, sources)
 
 
@@ -349,25 +336,17 @@ def test_what_is_read_next_is_being_fetched_and_nothing_else(
 
     monkeypatch.setattr(os, "posix_fadvise", heard)
     with SourceFiles((catalog := presharded.open_chunks()).files) as sources:
-        reads = [
-            read
-            for name, value in state.items()
-            for read in plan_reads(
-                catalog.tensors[name], catalog, full_region(tuple(value.shape)), torch.empty_like(value), name
-            )
-        ]
-        run_reads(reads, sources, num_threads=1)
+        run_reads(reads_of_all(catalog, emptied(state)), sources, num_threads=1)
     assert max(stop - start for _, start, stop in asked) == 1 << 20
     for number, (start, nbytes) in enumerate(calls):
         before = [(max(first, start), min(stop, start + nbytes)) for at, first, stop in asked if at <= number]
         assert sum(max(stop - first, 0) for first, stop in before) == nbytes
-    assert all(
-        start % BLOCK == stop % BLOCK == 0 for _, start, stop in asked
-    )  # else the last page is waited for alone
+    # Else the last page is waited for alone.
+    assert all(start % BLOCK == stop % BLOCK == 0 for _, start, stop in asked)
     pages = [page for _, start, stop in asked for page in range(start // BLOCK, stop // BLOCK)]
-    needed = {
-        page for start, nbytes in calls for page in range(start // BLOCK, -(-(start + nbytes) // BLOCK))
-    }
+    needed = set[int]()
+    for start, nbytes in calls:
+        needed.update(range(start // BLOCK, -(-(start + nbytes) // BLOCK)))
     assert len(pages) == len(needed)
     assert set(pages) == needed
     assert sum(at == 0 for at, _, _ in asked) >= 32  # MiB before the first
