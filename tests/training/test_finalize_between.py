@@ -156,9 +156,8 @@ def test_what_nothing_fills_is_refused_by_name(case: tuple[Any, str], out: Path)
 @two.test_each(PASS)
 def test_what_a_model_has_by_name_may_be_held_twice(hold: Any, out: Path) -> None:
     for wrapped in (shard, wrap):
-        assert torch.equal(
-            value(start(holding(hold), out / "two.safetensors", wrapped).model.a.weight), WEIGHT
-        )
+        model = start(holding(hold), out / "two.safetensors", wrapped).model
+        assert torch.equal(value(model.a.weight), WEIGHT)
 
 
 @two.test
@@ -204,9 +203,8 @@ def test_expanded_buffers_get_memory_and_expanded_parameters_are_refused(out: Pa
     def expand(net: Any) -> None:
         net.register_buffer("rows", torch.arange(4.0).expand(3, 4), persistent=False)
 
-    assert torch.equal(
-        start(holding(expand), out / "two.safetensors").model.rows, torch.arange(4.0).expand(3, 4)
-    )
+    model = start(holding(expand), out / "two.safetensors").model
+    assert torch.equal(model.rows, torch.arange(4.0).expand(3, 4))
     net = Net()
     net.register_buffer("table", torch.ones(1).expand(4))
     assert torch.equal(shardkit.load_into(net, out / "t.safetensors").table, WEIGHT[1])
@@ -236,9 +234,8 @@ def test_what_is_given_values_first_passes(out: Path) -> None:
 @two.test
 def test_two_prepared_models_in_one_process(out: Path) -> None:
     teacher = shardkit.prepare(Net, out / "same.safetensors")
-    student = shardkit.prepare(
-        holding(lambda net: setattr(net, "t", [teacher.model])), out / "two.safetensors"
-    )
+    build = holding(lambda net: setattr(net, "t", [teacher.model]))
+    student = shardkit.prepare(build, out / "two.safetensors")
     shardkit.finalize(shard(student.model), student)
     assert torch.equal(value(shardkit.finalize(shard(teacher.model), teacher).b.weight), WEIGHT)
     # One that was built with the student, and has a source of its own.
@@ -426,9 +423,8 @@ def test_a_buffer_that_was_set_before_wrap_is_kept(change: Any, out: Path) -> No
     ctx = start(Net, out / "two.safetensors", shard, change)
     assert torch.equal(ctx.model.table, torch.arange(4.0))
     (note,) = ctx.notes
-    assert note.startswith(
-        "1 buffer had other values than after prepare and was put back: table; set buffers before"
-    )
+    told = "1 buffer had other values than after prepare and was put back: table; set buffers before"
+    assert note.startswith(told)
     assert note.endswith("model.table.copy_(values)")
 
 

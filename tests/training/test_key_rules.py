@@ -27,27 +27,25 @@ from shardkit.training.prepare import prepare
 from shardkit.training.ranks.local import describe_tensors
 from shardkit.training.save import save
 from shardkit.training.wrap import wrap
+from tests.operations.consolidate.checkpoints import assert_bit_equal, load
 from tests.training import models
 from tests.training.wrapping import full
 from tests.worlds.ranks import Ranks
 
 pytestmark = [pytest.mark.prove, pytest.mark.usefixtures("fast_trace")]
 
+QWEN_VL = [("model.language_model.", "model."), ("model.visual.", "visual.")]
+LLAVA_TIED = [
+    ("model.language_model.", "language_model.model."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("model.vision_tower.", "vision_tower."),
+]
 RULES = {
-    "qwen2-vl": [("model.language_model.", "model."), ("model.visual.", "visual.")],
-    "qwen2-vl-tied": [("model.language_model.", "model."), ("model.visual.", "visual.")],
-    "qwen2.5-vl": [("model.language_model.", "model."), ("model.visual.", "visual.")],
-    "llava": [
-        ("lm_head.", "language_model.lm_head."),
-        ("model.language_model.", "language_model.model."),
-        ("model.multi_modal_projector.", "multi_modal_projector."),
-        ("model.vision_tower.", "vision_tower."),
-    ],
-    "llava-tied": [
-        ("model.language_model.", "language_model.model."),
-        ("model.multi_modal_projector.", "multi_modal_projector."),
-        ("model.vision_tower.", "vision_tower."),
-    ],
+    "qwen2-vl": QWEN_VL,
+    "qwen2-vl-tied": QWEN_VL,
+    "qwen2.5-vl": QWEN_VL,
+    "llava": [("lm_head.", "language_model.lm_head."), *LLAVA_TIED],
+    "llava-tied": LLAVA_TIED,
     "qwen3-vl": [],
     "gpt-neox": [("lm_head.", "embed_out.")],
 }
@@ -88,8 +86,7 @@ def start(hub: Path, source: Path) -> nn.Module:
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    state = get_model_state_dict(model)
-    return {name: full(value) for name, value in state.items()}
+    return {name: full(value) for name, value in get_model_state_dict(model).items()}
 
 
 @two.test_each(RULES.keys())
@@ -115,11 +112,7 @@ def test_training_goes_on_from_what_was_saved(name: str, out: Path) -> None:
 
 def assert_is(found: Path, hub: Path) -> None:
     """Names, dtypes and bits."""
-    expected, got = load_file(hub / "model.safetensors"), load_file(found / "model.safetensors")
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (got[name].dtype, got[name].shape) == (value.dtype, value.shape), name
-        assert got[name].tobytes() == value.tobytes(), name
+    assert_bit_equal(load(found), load(hub))
 
 
 @pytest.mark.dist
@@ -163,15 +156,12 @@ def test_a_model_below_another_keeps_its_names(out: Path, name: str, tmp_path: P
 
 @pytest.mark.dist
 def test_transformers_loads_it(out: Path, tmp_path: Path) -> None:
-    import transformers
-
     shardkit.consolidate(out / "llava-dcp", tmp_path / "hub", base=out / "llava")
-    model, info = transformers.LlavaForConditionalGeneration.from_pretrained(
-        tmp_path / "hub", output_loading_info=True
-    )
+    kind = transformers.LlavaForConditionalGeneration
+    model, info = kind.from_pretrained(tmp_path / "hub", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    expected = transformers.LlavaForConditionalGeneration.from_pretrained(out / "llava").state_dict()
+    expected = kind.from_pretrained(out / "llava").state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
 
 
@@ -255,17 +245,10 @@ def test_rules_stay_with_a_model(tmp_path: Path) -> None:
 
 def test_ties_that_are_no_embeddings_and_heads_come_from_the_manifest(tmp_path: Path) -> None:
     """ProphetNet's encoder and decoder share their embedding with the model; the Hub has it once."""
-    config = transformers.ProphetNetConfig(
-        vocab_size=31,
-        hidden_size=8,
-        encoder_ffn_dim=8,
-        decoder_ffn_dim=8,
-        num_encoder_layers=1,
-        num_decoder_layers=1,
-        num_encoder_attention_heads=2,
-        num_decoder_attention_heads=2,
-        max_position_embeddings=16,
-    )
+    sizes: dict[str, int] = {"vocab_size": 31, "hidden_size": 8, "max_position_embeddings": 16}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_ffn_dim": 8, f"num_{side}_layers": 1, f"num_{side}_attention_heads": 2}
+    config = transformers.ProphetNetConfig(**sizes)
     transformers.ProphetNetForConditionalGeneration(config).save_pretrained(tmp_path / "hub")
     shardkit.preshard(tmp_path / "hub", tmp_path / "pre", world_size=2)
     shardkit.reshard(tmp_path / "pre", tmp_path / "three", world_size=3)

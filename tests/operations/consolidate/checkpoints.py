@@ -104,6 +104,15 @@ def tokenizer(directory: Path, tokens: int) -> Path:
     return directory
 
 
+def tiny_moe() -> Any:
+    """Return a mixture of experts of transformers, which has them fused in memory and single on the Hub."""
+    import transformers
+
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+    sizes = {"intermediate_size": 32, "moe_intermediate_size": 8, "num_experts": 4, "num_hidden_layers": 2}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape, **sizes, head_dim=8))
+
+
 def load(directory: Path | str) -> dict[str, torch.Tensor]:
     """Read a Hub directory with the stock reader, every tensor once."""
     found: dict[str, torch.Tensor] = {}
