@@ -16,11 +16,17 @@ from safetensors.torch import save_file
 import shardkit
 from shardkit.errors import LayoutError, SourceError, UsageError
 from shardkit.formats.hub import base as consolidate_base
+from tests.bits import flip_byte
+from tests.contents import json_of
 from tests.operations.consolidate.checkpoints import CONFIG, EMBED, assert_bit_equal, hub, load, save, weights
 
-pytestmark = pytest.mark.usefixtures("fast_trace")
+pytestmark = [
+    pytest.mark.usefixtures("fast_trace"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft asks for it
+]
 
 PROJECTIONS = ("q_proj", "v_proj")
+SIZES = {key: value for key, value in CONFIG.items() if key not in ("architectures", "dtype")}
 SETTINGS = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": list(PROJECTIONS)}
 
 
@@ -53,6 +59,22 @@ def merged(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return expected
 
 
+def saved_by_peft(tuned: Any, tmp_path: Path, changed: str | None = None) -> dict[str, str]:
+    """Save an adapter as PEFT does, in `saved`, and its model's state as a trainer does.
+
+    Parameters whose names have `changed` in them get other values first: PEFT begins with some that change nothing.
+
+    Returns:
+        What consolidate is given for it.
+    """
+    for name, value in tuned.named_parameters():
+        if changed is not None and changed in name:
+            torch.nn.init.normal_(value)
+    tuned.save_pretrained(tmp_path / "saved")
+    checkpoint = save({"model": tuned.state_dict()}, tmp_path / "c")
+    return {"checkpoint": str(checkpoint), "adapter_config": str(tmp_path / "saved")}
+
+
 @pytest.fixture
 def state() -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
@@ -63,10 +85,8 @@ def test_the_newest_adapter_of_a_run_is_taken(tmp_path: Path, state: dict[str, t
     for step in (10, 20):
         checkpoint = tmp_path / "run" / f"checkpoint-{step}"
         checkpoint.mkdir(parents=True)
-        save_file(
-            {name: value * step for name, value in adapter(state).items()},
-            checkpoint / "adapter_model.safetensors",
-        )
+        times = {name: value * step for name, value in adapter(state).items()}
+        save_file(times, checkpoint / "adapter_model.safetensors")
         (checkpoint / "adapter_config.json").write_text(json.dumps(SETTINGS))
     result = shardkit.consolidate(tmp_path / "run")
     assert (Path(result.output).name, result.warnings) == ("checkpoint-20-hf", ())
@@ -82,8 +102,7 @@ def test_an_adapter_without_settings_is_whole(tmp_path: Path, state: dict[str, t
     result = shardkit.consolidate(tmp_path / "run", tmp_path / "out", manifest=True)
     assert "adapter_config.json" in result.warnings[0]
     assert not shardkit.verify(result.output).problems
-    weights_file = tmp_path / "out" / "adapter_model.safetensors"
-    weights_file.write_bytes(weights_file.read_bytes()[:-1] + b"\x55")
+    flip_byte(tmp_path / "out" / "adapter_model.safetensors", -1)
     assert shardkit.verify(result.output, full=True).problems
 
 
@@ -109,11 +128,9 @@ def test_the_adapter(with_base: bool, state: dict[str, torch.Tensor], settings: 
     result = shardkit.consolidate(save({"model": held}, tmp_path / "c"), adapter_config=str(settings))
     assert result.kind == "adapter"
     assert_bit_equal(load(result.output), adapter(state))
-    assert {p.name for p in Path(result.output).iterdir()} == {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
-    assert json.loads((Path(result.output) / "adapter_config.json").read_text()) == SETTINGS
+    files = {p.name for p in Path(result.output).iterdir()}
+    assert files == {"adapter_config.json", "adapter_model.safetensors"}
+    assert json_of(result.output, "adapter_config.json") == SETTINGS
     assert any("--merge-lora" in note for note in result.notes) == with_base
 
 
@@ -124,40 +141,30 @@ def test_the_adapters_tokenizer_has_its_vocabulary(
     vocab = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abc", "##b", "##c", ""])
     files = {"vocab__txt": vocab, "tokenizer_config__json": '{"tokenizer_class": "BertTokenizer"}'}
     base = hub(tmp_path / "base", weights(), **files)
-    result = shardkit.consolidate(
-        save({"model": state}, tmp_path / "c"), base=str(base), adapter_config=str(settings)
-    )
+    checkpoint = save({"model": state}, tmp_path / "c")
+    result = shardkit.consolidate(checkpoint, base=str(base), adapter_config=str(settings))
     assert result.kind == "adapter"
     truth, found = (transformers.AutoTokenizer.from_pretrained(place) for place in (base, result.output))
     assert found("abc")["input_ids"] == truth("abc")["input_ids"] == [2, 5, 8, 9, 3]
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")  # peft says what it saves
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
 @pytest.mark.parametrize("rows", [37, 40])
 def test_the_adapter_has_what_peft_saves_beside_it(bias: str, rows: int, tmp_path: Path) -> None:
     """Biases that were trained, and the rows of a vocabulary that has grown."""
-    sizes = {key: value for key, value in CONFIG.items() if key not in ("architectures", "dtype")}
-    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attention_bias=True))
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attention_bias=True))
     base.save_pretrained(tmp_path / "base")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model.resize_token_embeddings(rows, mean_resizing=False)
     settings = peft.LoraConfig(r=2, bias=bias, target_modules=list(PROJECTIONS))
     tuned = peft.get_peft_model(model, settings)
-    for parameter in tuned.parameters():
-        torch.nn.init.normal_(parameter)
-    tuned.save_pretrained(tmp_path / "saved")
-    result = shardkit.consolidate(
-        save({"model": tuned.state_dict()}, tmp_path / "c"),
-        base=str(tmp_path / "base"),
-        adapter_config=str(tmp_path / "saved"),
-    )
+    options = saved_by_peft(tuned, tmp_path, "")
+    result = shardkit.consolidate(base=str(tmp_path / "base"), **options)
     assert_bit_equal(load(result.output), load(tmp_path / "saved"))
     assert any("as PEFT saves them" in note for note in result.notes) == (bias != "none" or rows > 37)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 @pytest.mark.filterwarnings("ignore:Detected that the base layer has no bias")  # BEFT
 @pytest.mark.filterwarnings("ignore:Unsupported layer type")  # LN tuning
 @pytest.mark.parametrize(
@@ -184,8 +191,7 @@ def test_the_adapter_has_what_peft_saves_beside_it(bias: str, rows: int, tmp_pat
 )
 def test_adapters_of_other_methods(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """As PEFT saves them; what modules share is there once, at its root."""
-    sizes = {key: value for key, value in CONFIG.items() if key not in ("architectures", "dtype")}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     settings = getattr(peft, f"{kind}Config")
     tuned = peft.get_peft_model(model, settings(**{"target_modules": ["q_proj", "o_proj"]} | options))
     tuned.save_pretrained(tmp_path / "saved", save_embedding_layers=False)
@@ -194,7 +200,6 @@ def test_adapters_of_other_methods(kind: str, options: dict[str, Any], tmp_path:
     assert_bit_equal(load(result.output), load(tmp_path / "saved"))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # PEFT merges by sparse tensors
 @pytest.mark.parametrize("seed", [None, 3])
 def test_shira_without_the_places_that_it_changes(seed: int | None, tmp_path: Path) -> None:
@@ -203,23 +208,17 @@ def test_shira_without_the_places_that_it_changes(seed: int | None, tmp_path: Pa
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     settings = peft.ShiraConfig(r=2, target_modules=list(PROJECTIONS), random_seed=seed)
     tuned = peft.get_peft_model(model, settings)
-    for name, value in tuned.named_parameters():
-        if "shira" in name:
-            torch.nn.init.normal_(value)
-    tuned.save_pretrained(tmp_path / "saved")
-    options = {"base": str(base), "adapter_config": str(tmp_path / "saved")}
-    checkpoint = save({"model": tuned.state_dict()}, tmp_path / "c")
+    options = saved_by_peft(tuned, tmp_path, "shira") | {"base": str(base)}
     if seed is None:
         with pytest.raises(SourceError, match="places that ShiRA changes"):
-            shardkit.consolidate(checkpoint, **options)
+            shardkit.consolidate(**options)
         return
-    result = shardkit.consolidate(checkpoint, **options)
+    result = shardkit.consolidate(**options)
     again = transformers.AutoModelForCausalLM.from_pretrained(base)
     loaded = peft.PeftModel.from_pretrained(again, result.output)
     assert_bit_equal(loaded.merge_and_unload().state_dict(), tuned.merge_and_unload().state_dict())
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("is_alone", [False, True])
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -302,7 +301,7 @@ def test_settings_from_what_a_trainer_noted(state: dict[str, torch.Tensor], tmp_
     source = save(state, tmp_path / "c")
     (source / "lora_train_meta.json").write_text('{"r": 2, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
     result = shardkit.consolidate(source)
-    made = json.loads((Path(result.output) / "adapter_config.json").read_text())
+    made = json_of(result.output, "adapter_config.json")
     assert (made["r"], made["lora_alpha"], made["target_modules"]) == (2, 8, sorted(PROJECTIONS))
     (source / "lora_train_meta.json").write_text('{"r": 4, "lora_alpha": 8}')
     with pytest.raises(SourceError, match="rank 4"):
@@ -324,10 +323,8 @@ def test_merged_into_its_base(state: dict[str, torch.Tensor], settings: Path, tm
         save({"model": state}, tmp_path / "c"), adapter_config=str(settings), base=str(base), merge_lora=True
     )
     assert (result.kind, result.warnings) == ("merged", ())
-    found, expected = load(result.output), merged(state)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+    found = load(result.output)
+    torch.testing.assert_close(found, merged(state), rtol=0, atol=1e-5)
     assert sum(not torch.equal(found[name], value) for name, value in weights().items()) == 4
 
 
@@ -343,10 +340,7 @@ def test_a_merged_model_gets_the_names_of_its_base(
     options = {"adapter_config": str(settings), "base": str(base), "merge_lora": True}
     result = shardkit.consolidate(source, **options)
     assert result.renamed == (("model.language_model.", "model.", len(weights()) - 1),)
-    found, expected = load(result.output), merged(state)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
+    torch.testing.assert_close(load(result.output), merged(state), rtol=0, atol=1e-5)
     with pytest.raises(LayoutError, match="does not fit"):
         shardkit.consolidate(source, str(tmp_path / "no"), rename=["nothing=x"], **options)
 
@@ -357,7 +351,6 @@ MOE = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("kind", MOE)
 @pytest.mark.parametrize("with_weights", [True, False], ids=["base", "config alone"])
 def test_merged_where_the_model_holds_experts_fused(kind: str, with_weights: bool, tmp_path: Path) -> None:
@@ -372,24 +365,13 @@ def test_merged_where_the_model_holds_experts_fused(kind: str, with_weights: boo
     if not with_weights:
         (tmp_path / "base" / "model.safetensors").unlink()
     tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-    for name, value in tuned.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(value)
-    tuned.save_pretrained(tmp_path / "adapter")
-    saved = save({"model": tuned.state_dict()}, tmp_path / "saved")
-    result = shardkit.consolidate(
-        saved,
-        tmp_path / "out",
-        base=str(tmp_path / "base"),
-        merge_lora=True,
-        adapter_config=str(tmp_path / "adapter"),
-    )
+    options = saved_by_peft(tuned, tmp_path, "lora_B") | {"base": str(tmp_path / "base")}
+    result = shardkit.consolidate(output=tmp_path / "out", merge_lora=True, **options)
     assert load(result.output).keys() == names
     loaded = transformers.AutoModelForCausalLM.from_pretrained(result.output)
     assert_bit_equal(loaded.state_dict(), tuned.merge_and_unload().state_dict())
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to")
 @pytest.mark.parametrize("targets", [["attn.c_proj", "lm_head"], ["c_attn", "c_proj", "lm_head"]])
@@ -400,20 +382,12 @@ def test_matrices_of_conv1d_beside_an_output_that_is_linear(targets: list[str], 
     config = transformers.GPT2Config(**sizes, **tokens, tie_word_embeddings=False)
     model = transformers.GPT2LMHeadModel(config)
     tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM"))
-    for name, value in tuned.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(value)
-    tuned.save_pretrained(tmp_path / "adapter")
-    assert not json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["fan_in_fan_out"]
-    result = shardkit.consolidate(
-        save({"model": tuned.state_dict()}, tmp_path / "saved"),
-        merge_lora=True,
-        adapter_config=str(tmp_path / "adapter"),
-    )
+    options = saved_by_peft(tuned, tmp_path, "lora_B")
+    assert not json_of(tmp_path / "saved", "adapter_config.json")["fan_in_fan_out"]
+    result = shardkit.consolidate(merge_lora=True, **options)
     torch.testing.assert_close(load(result.output), dict(tuned.merge_and_unload().state_dict()))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to")
 def test_square_matrices_that_nothing_shows_the_way_of_are_refused(tmp_path: Path) -> None:
     """A ViT's `q_proj` beside GPT-2's `c_attn`, for which PEFT's settings say `fan_in_fan_out: true`."""
@@ -424,10 +398,9 @@ def test_square_matrices_that_nothing_shows_the_way_of_are_refused(tmp_path: Pat
     config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     model = transformers.VisionEncoderDecoderModel(config)
     tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "c_attn"]))
-    tuned.save_pretrained(tmp_path / "adapter")
-    checkpoint = save({"model": tuned.state_dict()}, tmp_path / "c")
+    options = saved_by_peft(tuned, tmp_path)
     with pytest.raises(SourceError, match=r"q_proj: nothing shows") as caught:
-        shardkit.consolidate(checkpoint, merge_lora=True, adapter_config=str(tmp_path / "adapter"))
+        shardkit.consolidate(merge_lora=True, **options)
     assert not any("c_attn" in line for line in caught.value.problems)
 
 
@@ -446,7 +419,7 @@ def test_the_settings_that_are_made_name_the_bases_repo(
     monkeypatch.setattr(consolidate_base, "fetch_files", lambda *_, **__: str(place))
     monkeypatch.setattr(consolidate_base, "open_headers", lambda *_: None)
     result = shardkit.consolidate(source, base=str(place) if base == "path" else base)
-    made = json.loads((Path(result.output) / "adapter_config.json").read_text())
+    made = json_of(result.output, "adapter_config.json")
     assert made["base_model_name_or_path"] == named
 
 

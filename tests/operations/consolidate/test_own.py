@@ -18,6 +18,7 @@ from shardkit.errors import LayoutError, UsageError
 from shardkit.formats.hub.base import _is_own
 from shardkit.operations.consolidate import ConsolidateResult
 from tests.cases import but_first
+from tests.contents import edit_json, json_of
 from tests.operations.consolidate.checkpoints import (
     CONFIG,
     EMBED,
@@ -41,9 +42,8 @@ def tokenizer(
     directory: Path, *, eos: str = "</s>", more: tuple[str, ...] = (), template: str | None = None
 ) -> Path:
     """Save a tokenizer by transformers itself."""
-    ids = {"<unk>": 0, "<s>": 1, "</s>": 2, "<|im_end|>": 3} | {
-        f"w{number}": number for number in range(4, 33)
-    }
+    ids = {"<unk>": 0, "<s>": 1, "</s>": 2, "<|im_end|>": 3}
+    ids |= {f"w{number}": number for number in range(4, 33)}
     plain = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made: Any = transformers.PreTrainedTokenizerFast
@@ -87,7 +87,7 @@ PLACES: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 def read(result: ConsolidateResult, name: str = "config.json") -> Any:
-    return json.loads((Path(result.output) / name).read_text())
+    return json_of(result.output, name)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -129,10 +129,8 @@ def test_the_runs_config_above_the_step_is_not_the_steps(tmp_path: Path) -> None
     """Nor is a stub."""
     checkpoint, base = trainers(tmp_path), base_of(tmp_path)
     (checkpoint / "trainer_state.json").write_text("{}")
-    tokenizer(
-        put(tmp_path / "run", config__json=TRAINED, generation_config__json={"eos_token_id": 3}),
-        more=("<x>",),
-    )
+    run = put(tmp_path / "run", config__json=TRAINED, generation_config__json={"eos_token_id": 3})
+    tokenizer(run, more=("<x>",))
     put(checkpoint, config__json={"lr": 0.1})
     made = shardkit.consolidate(checkpoint, tmp_path / "out", base=base)
     assert read(made) == BASE
@@ -142,10 +140,8 @@ def test_the_runs_config_above_the_step_is_not_the_steps(tmp_path: Path) -> None
 
 def test_a_config_of_another_model_is_not_taken(tmp_path: Path) -> None:
     checkpoint, base = shardkits(tmp_path), base_of(tmp_path)
-    put(
-        checkpoint, config__json={**TRAINED, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    )
-    put(checkpoint, generation_config__json={"eos_token_id": 3})
+    mistral = {**TRAINED, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    put(checkpoint, config__json=mistral, generation_config__json={"eos_token_id": 3})
     made = shardkit.consolidate(checkpoint, tmp_path / "out", base=base)
     assert read(made) == BASE
     assert read(made, "generation_config.json")["eos_token_id"] == 2
@@ -217,12 +213,9 @@ def test_a_derived_one_of_the_base_says_nothing_of_another_config(tmp_path: Path
 def test_a_lone_template_replaces_the_template(tmp_path: Path) -> None:
     """In tokenizer_config.json too, where older tokenizers have it."""
     checkpoint, base = shardkits(tmp_path), base_of(tmp_path)
-    settings = json.loads((base / "tokenizer_config.json").read_text())
-    put(
-        base,
-        tokenizer_config__json={**settings, "chat_template": "old"},
-        chat_template__json={"chat_template": "old"},
-    )
+    settings = json_of(base, "tokenizer_config.json")
+    edit_json(base / "tokenizer_config.json", chat_template="old")
+    put(base, chat_template__json={"chat_template": "old"})
     put(checkpoint, chat_template__jinja=TEMPLATE)
     made = shardkit.consolidate(checkpoint, tmp_path / "out", base=base)
     assert (tmp_path / "out/chat_template.jinja").read_text() == TEMPLATE
@@ -253,14 +246,21 @@ def test_a_vocabulary_that_is_not_read_is_named_by_its_file(name: str, tmp_path:
     assert named == [("vocab.json", "tokens"), ("tokenizer_config.json", "chat_template")]
 
 
-def test_half_a_tokenizer_is_none_and_is_named(tmp_path: Path) -> None:
-    checkpoint, base = shardkits(tmp_path), base_of(tmp_path)
-    put(checkpoint, tokenizer_config__json={"eos_token": "<|im_end|>"})
+@pytest.mark.parametrize(
+    ("name", "own", "why"),
+    [
+        ("tokenizer_config.json", '{"eos_token": "<|im_end|>"}', "written as in"),  # half a tokenizer
+        ("generation_config.json", "{", "not valid JSON"),
+        ("sentence_bert_config.json", '{"max_seq_length": 512}', "written as in"),
+    ],
+)
+def test_what_is_not_taken_is_as_in_the_base_and_named(name: str, own: str, why: str, tmp_path: Path) -> None:
+    base = base_of(tmp_path, sentence_bert_config__json='{"max_seq_length": 8}')
+    checkpoint = put(shardkits(tmp_path), config__json=BASE)
+    (checkpoint / name).write_text(own)
     made = shardkit.consolidate(checkpoint, tmp_path / "out", base=base)
-    assert (tmp_path / "out/tokenizer_config.json").read_bytes() == (
-        base / "tokenizer_config.json"
-    ).read_bytes()
-    assert "tokenizer_config.json: written as in" in made.warnings[0]
+    assert f"{name}: {why}" in made.warnings[0]
+    assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
 
 
 def test_the_processor_is_a_group_of_its_own(tmp_path: Path) -> None:
@@ -285,16 +285,12 @@ CODE = {"AutoModelForCausalLM": "modeling_own.OwnModel"}
 def test_code_comes_from_one_source(has_code: bool, tmp_path: Path) -> None:
     checkpoint = shardkits(tmp_path)
     config = {**BASE, "auto_map": CODE} if has_code else BASE
-    base = put(
-        hub(tmp_path / "base", weights(), config), **({"modeling_own__py": "BASE = 1"} if has_code else {})
-    )
+    base = hub(tmp_path / "base", weights(), config)
+    if has_code:
+        put(base, modeling_own__py="BASE = 1")
     other = {"AutoModelForCausalLM": "modeling_new.OwnModel"}
-    put(
-        checkpoint,
-        config__json={**TRAINED, "auto_map": other},
-        modeling_own__py="new",
-        modeling_new__py="new",
-    )
+    own = {**TRAINED, "auto_map": other}
+    put(checkpoint, config__json=own, modeling_own__py="new", modeling_new__py="new")
     made = shardkit.consolidate(checkpoint, tmp_path / "out", base=base, ask_class=False)
     assert read(made) == {**TRAINED, "auto_map": CODE if has_code else other}
     codes = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.py")}
@@ -340,24 +336,6 @@ def test_the_checkpoints_config_says_that_rows_were_cut(rows: int, tmp_path: Pat
     assert_bit_equal(load(made.output), state)
 
 
-def test_a_damaged_config_is_a_warning(tmp_path: Path) -> None:
-    checkpoint, base = shardkits(tmp_path), base_of(tmp_path)
-    put(checkpoint, generation_config__json="{", config__json=BASE)
-    made = shardkit.consolidate(checkpoint, tmp_path / "out", base=base)
-    assert "generation_config.json: not valid JSON" in made.warnings[0]
-    assert read(made, "generation_config.json")["eos_token_id"] == 2
-
-
-def test_other_files_of_both_are_named(tmp_path: Path) -> None:
-    checkpoint, base = (
-        shardkits(tmp_path),
-        base_of(tmp_path, sentence_bert_config__json='{"max_seq_length": 8}'),
-    )
-    put(checkpoint, config__json=BASE, sentence_bert_config__json={"max_seq_length": 512})
-    made = shardkit.consolidate(checkpoint, tmp_path / "out", base=base)
-    assert "sentence_bert_config.json: written as in" in made.warnings[0]
-
-
 def test_config_base_needs_a_base(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="needs a base"):
         shardkit.consolidate(shardkits(tmp_path), config="base")
@@ -368,11 +346,9 @@ def peft_state() -> dict[str, Any]:
     path = "base_model.model.model.layers.0.self_attn.q_proj"
     state = {f"base_model.model.{name}": value for name, value in weights().items()}
     state[f"{path}.base_layer.weight"] = state.pop(f"{path}.weight")
-    lora = {
-        f"{path}.lora_A.default.weight": torch.ones(2, 16),
-        f"{path}.lora_B.default.weight": torch.ones(16, 2),
-    }
-    return {**state, **lora}
+    state[f"{path}.lora_A.default.weight"] = torch.ones(2, 16)
+    state[f"{path}.lora_B.default.weight"] = torch.ones(16, 2)
+    return state
 
 
 @pytest.mark.parametrize("merge", [False, True])
@@ -413,25 +389,19 @@ def test_the_config_of_a_part_is_not_that_of_the_whole(tmp_path: Path) -> None:
 def test_a_quantised_base_and_plain_weights(tmp_path: Path) -> None:
     quantised = {**BASE, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     base = hub(tmp_path / "base", None, quantised)
-    checkpoint = put(
-        shardkits(tmp_path), config__json={**TRAINED, "quantization_config": {"quant_method": "fp8"}}
-    )
+    own = {**TRAINED, "quantization_config": {"quant_method": "fp8"}}
+    checkpoint = put(shardkits(tmp_path), config__json=own)
     assert read(shardkit.consolidate(checkpoint, tmp_path / "out", base=base, ask_class=False)) == TRAINED
 
 
 def test_ties_follow_what_is_written(tmp_path: Path) -> None:
     """The trained config has them tied, and training made them differ; or untied, and they are equal."""
     apart, tied = weights(), weights(tied=True)
-    base = hub(
-        tmp_path / "base",
-        {name: tied[name] for name in tied if name != HEAD},
-        {**BASE, "tie_word_embeddings": True},
-    )
+    stored = {name: tied[name] for name in tied if name != HEAD}
+    base = hub(tmp_path / "base", stored, {**BASE, "tie_word_embeddings": True})
     for number, (state, said) in enumerate(((apart, True), (tied, False))):
-        checkpoint = put(
-            save({"model": state}, tmp_path / f"run/{number}"),
-            config__json={**TRAINED, "tie_word_embeddings": said},
-        )
+        checkpoint = save({"model": state}, tmp_path / f"run/{number}")
+        put(checkpoint, config__json={**TRAINED, "tie_word_embeddings": said})
         made = shardkit.consolidate(checkpoint, tmp_path / f"out{number}", base=base)
         assert read(made)["tie_word_embeddings"] is not said
         assert (HEAD in load(made.output)) is said
