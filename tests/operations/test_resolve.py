@@ -5,15 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from shardkit import prepare
 from shardkit.cli import main
@@ -33,6 +31,8 @@ from shardkit.operations.resolve import (
     step_of,
 )
 from shardkit.operations.verify import verify
+from tests.operations.consolidate.checkpoints import hub, load
+from tests.operations.consolidate.checkpoints import save as save_dcp
 
 
 @pytest.fixture
@@ -324,10 +324,12 @@ def test_names_that_are_not_looked_into() -> None:
 
 
 def save(path: Path, **values: float) -> None:
-    state = {name: torch.full((4,), value) for name, value in values.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it saves in a single process, as it is told to
-        dcp.save({"model": state}, checkpoint_id=path, no_dist=True)
+    save_dcp({"model": {name: torch.full((4,), value) for name, value in values.items()}}, path)
+
+
+def save_file_of_torch(path: Path, value: float = 1) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"layers.0.weight": torch.full((2,), float(value))}, path)
 
 
 def test_real_checkpoints(tmp_path: Path) -> None:
@@ -360,10 +362,7 @@ def test_what_is_newer_is_a_warning_before_anything_is_written(tmp_path: Path) -
     (warning,) = found.warnings
     assert warning.startswith("skipped step-20: ")
     assert "__0_0.distcp" in warning
-    base = tmp_path / "base"
-    base.mkdir()
-    save_file({"weight": torch.zeros(4)}, base / "model.safetensors")
-    (base / "config.json").write_text("{}")
+    base = hub(tmp_path / "base", {"weight": torch.zeros(4)}, {})
     exported = consolidate(run, tmp_path / "out", base=base, on_warning=on_warning)
     assert exported.warnings[0] == warning
     assert exported.reason == found.reason
@@ -407,10 +406,8 @@ def test_an_optimizer_that_was_not_saved_to_its_end(tmp_path: Path) -> None:
     unfinished.unlink()
     found = resolve_checkpoint(tmp_path)
     assert found.step == 9
-    assert found.skipped[0] == (
-        "checkpoint_10",
-        "optimizer_0: the save did not finish, or .metadata was not copied: there are .distcp files without it",
-    )
+    why = "the save did not finish, or .metadata was not copied: there are .distcp files without it"
+    assert found.skipped[0] == ("checkpoint_10", f"optimizer_0: {why}")
 
 
 def test_what_transformers_trainer_writes_last_counts(tmp_path: Path) -> None:
@@ -580,7 +577,7 @@ def test_a_step_with_one_file_of_torch_save(tmp_path: Path) -> None:
     found = resolve_checkpoint(tmp_path)
     assert (os.path.relpath(found, tmp_path), found.step) == ("checkpoint_000002/checkpoint.pt", 2)
     consolidate(tmp_path, tmp_path / "out")
-    assert load_file(tmp_path / "out/model.safetensors")["layers.0.weight"].tolist() == [2, 2]
+    assert load(tmp_path / "out")["layers.0.weight"].tolist() == [2, 2]
     path.write_bytes(path.read_bytes()[:-100])
     found = resolve_checkpoint(tmp_path)
     assert os.path.relpath(found, tmp_path) == "checkpoint_000001/checkpoint.pt"
@@ -598,32 +595,27 @@ def test_a_step_with_one_file_of_torch_save(tmp_path: Path) -> None:
 )
 def test_a_step_or_an_epoch_with_one_file(tmp_path: Path, names: tuple[str, ...], taken: str) -> None:
     for number, name in enumerate(names):
-        (tmp_path / name).parent.mkdir()
-        torch.save({"layers.0.weight": torch.full((2,), float(number))}, tmp_path / name)
+        save_file_of_torch(tmp_path / name, number)
     found = resolve_checkpoint(tmp_path, strict=True)
     assert os.path.relpath(found, tmp_path) == taken
     consolidate(tmp_path, tmp_path / "out")
-    assert (
-        load_file(tmp_path / "out/model.safetensors")["layers.0.weight"].tolist() == [names.index(taken)] * 2
-    )
+    assert load(tmp_path / "out")["layers.0.weight"].tolist() == [names.index(taken)] * 2
 
 
 @pytest.mark.parametrize("name", ["final", "best", "last", "epoch_9"])
 def test_a_file_that_is_called_as_the_one_taken(tmp_path: Path, name: str) -> None:
     """final/model.pt beside step_1/model.pt is named, as final/ with a checkpoint of another form is."""
     for directory in ("step_1", name):
-        (tmp_path / directory).mkdir()
-        torch.save({"layers.0.weight": torch.ones(2)}, tmp_path / directory / "model.pt")
+        save_file_of_torch(tmp_path / directory / "model.pt")
     found = resolve_checkpoint(tmp_path)
     assert os.path.relpath(found, tmp_path) == "step_1/model.pt"
     assert found.warnings == (f"skipped {name}: its name has no step, so it may be newer",)
 
 
 def test_a_file_of_a_step_that_is_a_link_out_of_the_run(tmp_path: Path) -> None:
-    for name in ("run/step_1", "run/step_2", "elsewhere"):
-        (tmp_path / name).mkdir(parents=True)
     for name in ("run/step_1", "elsewhere"):
-        torch.save({"layers.0.weight": torch.ones(2)}, tmp_path / name / "model.pt")
+        save_file_of_torch(tmp_path / name / "model.pt")
+    (tmp_path / "run/step_2").mkdir()
     (tmp_path / "run/step_2/model.pt").symlink_to(tmp_path / "elsewhere/model.pt")
     found = resolve_checkpoint(tmp_path / "run")
     assert os.path.relpath(found, tmp_path / "run") == "step_1/model.pt"
@@ -633,20 +625,16 @@ def test_a_file_of_a_step_that_is_a_link_out_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ("rank_0.pt",),
-        ("model_tp0.pt",),
-        ("shard-0.pt",),
-        ("model-00001-of-00002.pt",),
-        ("model-00001-of-00010.pt",),
-        ("rank_0.pt", "rank_1.pt"),
-        ("rank_0/checkpoint.pt", "rank_1/checkpoint.pt"),
-        ("a.pt", "b.pt"),
+        *(
+            (f"{name}.pt",)
+            for name in "rank_0 model_tp0 shard-0 model-00001-of-00002 model-00001-of-00010".split()
+        ),
+        *(("rank_0.pt", "rank_1.pt"), ("rank_0/checkpoint.pt", "rank_1/checkpoint.pt"), ("a.pt", "b.pt")),
     ],
 )
 def test_a_step_with_files_that_may_be_parts(tmp_path: Path, names: tuple[str, ...]) -> None:
     for name in names:
-        (tmp_path / "run/step_5" / name).parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"layers.0.weight": torch.ones(2)}, tmp_path / "run/step_5" / name)
+        save_file_of_torch(tmp_path / "run/step_5" / name)
     with pytest.raises(SourceError, match="no complete checkpoint in it") as caught:
         resolve_checkpoint(tmp_path / "run")
     assert f"if {names[0]} is a whole model, give it by its own path" in caught.value.problems[0]
@@ -712,12 +700,9 @@ def test_a_deepspeed_run(tmp_path: Path) -> None:
 
 def test_what_consolidate_wrote_beside_a_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
     for name in ("step-1", "step-2", "last.ckpt"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "run" / name, no_dist=True)
+        save_dcp({"w": torch.ones(3)}, tmp_path / "run" / name)
     for name in ("step-2-hf", "last-hf", "step-3-hf"):
-        (tmp_path / "run" / name).mkdir()
-        save_file({"w": torch.ones(3)}, tmp_path / "run" / name / "model.safetensors")
+        hub(tmp_path / "run" / name, {"w": torch.ones(3)}, None)
     assert taken(tmp_path / "run") == "last.ckpt"
     (tmp_path / "run" / "last.ckpt").rename(tmp_path / "other")
     (tmp_path / "run" / "last-hf").rename(tmp_path / "last-hf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,13 +26,15 @@ from shardkit.layout import traced
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.verify import verify
 from tests.cases import but_first
-from tests.operations.consolidate.checkpoints import save
+from tests.contents import edit_json, json_of
+from tests.operations.consolidate.checkpoints import load, save
 from tests.worlds.processes import ROOT
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 SMALL: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -41,7 +44,17 @@ SMALL: dict[str, Any] = {
     "head_dim": 4,
     "vocab_size": 97,
 }
-Drop = Callable[[str], bool]
+# What a checkpoint lacks: the names of which one of these is found in.
+DROPPED = {
+    "nothing": r"(?!)",
+    "final norm": r"(model\.norm|post_layernorm)\.weight$",
+    "norm of every layer": "post_attention_layernorm",
+    "head": r"lm_head\.weight$",
+    "embedding": r"embed_tokens\.weight$",
+    "an expert of every layer": r"\.experts\.1\.",
+    "all experts": r"\.experts\.",
+    "projector": "multi_modal_projector",
+}
 
 
 def qwen3(**changes: Any) -> Any:
@@ -58,16 +71,8 @@ def moe() -> Any:
 def vision() -> Any:
     config = transformers.LlavaConfig(
         text_config={"model_type": "llama", **SMALL},
-        vision_config={
-            "model_type": "clip_vision_model",
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 2,
-            "image_size": 8,
-            "patch_size": 4,
-            "projection_dim": 8,
-        },
+        vision_config={**SIZES, "model_type": "clip_vision_model", "num_hidden_layers": 3}
+        | {"image_size": 8, "patch_size": 4, "projection_dim": 8},
         image_token_index=96,
         vision_feature_layer=-1,
     )
@@ -103,17 +108,31 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: home / name for name in made}
 
 
-def checkpoint_of(model: Path, drop: Drop, directory: Path) -> Path:
+def checkpoint_of(model: Path, drop: str, directory: Path) -> Path:
     """Save a model without some of its tensors as a trainer does, with the config beside."""
-    state = {name: x for name, x in load_file(model / "model.safetensors").items() if not drop(name)}
+    state = {
+        name: x
+        for name, x in load_file(model / "model.safetensors").items()
+        if not re.search(DROPPED[drop], name)
+    }
     save({"model": state}, directory)
     (directory / "config.json").write_bytes((model / "config.json").read_bytes())
     return directory
 
 
+def trained(model: Any, base: Path) -> Path:
+    """Write a model as transformers saves it, and its state, under its names in memory, as a trainer does."""
+    model.save_pretrained(base)
+    return save(model.state_dict(), base.parent / "run")
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    return (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+
+
 def loaded(output: Path) -> tuple[set[str], set[str]]:
     """Return the names that `from_pretrained` finds missing, and those of other shapes."""
-    name = json.loads((output / "config.json").read_text())["architectures"][0]
+    name = json_of(output)["architectures"][0]
     _, said = getattr(transformers, name).from_pretrained(
         output, output_loading_info=True, ignore_mismatched_sizes=True
     )
@@ -132,9 +151,8 @@ def test_the_language_model_of_a_vision_model(tmp_path: Path, fast_trace: None) 
     found, ours = load_file(tmp_path / "out" / "model.safetensors"), set(stored) - set(result.from_base)
     assert set(result.from_base) == {name for name in stored if name.startswith(("mtp.", "model.visual."))}
     assert found.keys() == stored.keys()
-    assert not [
-        name for name in found if not torch.equal(found[name], stored[name] * (3 if name in ours else 1))
-    ]
+    for name, value in found.items():
+        assert torch.equal(value, stored[name] * (3 if name in ours else 1)), name
 
 
 def test_names_that_a_class_has_in_memory_and_in_its_files_are_the_hubs(
@@ -144,58 +162,34 @@ def test_names_that_a_class_has_in_memory_and_in_its_files_are_the_hubs(
     for name, model in {"vision": qwen3_5(), "fused": fused_experts()}.items():
         base = tmp_path / name
         model.save_pretrained(base)
-        checkpoint = checkpoint_of(base, nothing, tmp_path / f"{name}-step")
+        checkpoint = checkpoint_of(base, "nothing", tmp_path / f"{name}-step")
         result = consolidate(checkpoint, tmp_path / f"{name}-hf")
         assert result.warnings == ()
-        assert (
-            load_file(tmp_path / f"{name}-hf/model.safetensors").keys()
-            == load_file(base / "model.safetensors").keys()
-        )
+        assert load(tmp_path / f"{name}-hf").keys() == load(base).keys()
         said = consolidate(checkpoint, tmp_path / f"{name}-as-it-is", ask_class=False).warnings
         assert any("may not be the Hub's" in warning for warning in said)
 
 
 def test_names_that_the_class_finds_are_no_warning(tmp_path: Path, fast_trace: None) -> None:
     """Renamed prefixes alone are ambiguous: query, key and value have one shape."""
-    sizes = {
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-        "image_size": 16,
-        "patch_size": 4,
-    }
-    model = transformers.Dinov2WithRegistersModel(transformers.Dinov2WithRegistersConfig(**sizes))
-    model.save_pretrained(tmp_path / "base")
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = transformers.Dinov2WithRegistersConfig(**sizes, image_size=16, patch_size=4)
+    model = transformers.Dinov2WithRegistersModel(config)
+    run = trained(model, tmp_path / "base")
     assert load_file(tmp_path / "base/model.safetensors").keys() != model.state_dict().keys()
-    run = save(model.state_dict(), tmp_path / "run")
     result = shardkit.consolidate(run, tmp_path / "out", base=tmp_path / "base", strict=True)
     assert not result.warnings
-    files = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("base", "out")]
-    assert files[0] == files[1]
+    assert same_weights(tmp_path / "base", tmp_path / "out")
 
 
-VIT = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 2,
-    "image_size": 28,
-}
+VIT = {**SIZES, "image_size": 28}
 
 
 def tower_below_one_name() -> Any:
     """Return a model with all weights below a name that is not its `base_model_prefix`."""
-    return transformers.SamVisionModel(
-        transformers.SamVisionConfig(
-            hidden_size=16,
-            num_attention_heads=2,
-            num_hidden_layers=2,
-            image_size=16,
-            patch_size=4,
-            output_channels=8,
-            mlp_dim=24,
-        )
-    )
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "mlp_dim": 24}
+    config = transformers.SamVisionConfig(**sizes, image_size=16, patch_size=4, output_channels=8)
+    return transformers.SamVisionModel(config)
 
 
 def model_in_a_model() -> Any:
@@ -210,9 +204,7 @@ def test_the_one_name_above_a_model_is_its_own_where_the_class_says_so(
     make: Callable[[], Any], tmp_path: Path, fast_trace: None
 ) -> None:
     """Without it `from_pretrained` would find nothing."""
-    model = make()
-    model.save_pretrained(tmp_path / "hub")
-    run = save(model.state_dict(), tmp_path / "run")
+    run = trained(make(), tmp_path / "hub")
     shutil.copy(tmp_path / "hub/config.json", run)
     shardkit.preshard(tmp_path / "hub", tmp_path / "pre", world_size=2)
     context = shardkit.prepare(tmp_path / "hub", tmp_path / "hub")
@@ -222,8 +214,7 @@ def test_the_one_name_above_a_model_is_its_own_where_the_class_says_so(
     for source in (run, *(tmp_path / name for name in ("pre", "pre-three", "saved", "saved-three"))):
         result = consolidate(source, tmp_path / f"{source.name}-out")
         assert (result.held_against, result.unloadable) == ("class", ())
-        files = [tmp_path / each / "model.safetensors" for each in ("hub", f"{source.name}-out")]
-        assert files[0].read_bytes() == files[1].read_bytes()
+        assert same_weights(tmp_path / "hub", tmp_path / f"{source.name}-out")
 
 
 def test_weights_below_another_prefix_than_from_pretrained_adds_are_missing(tmp_path: Path) -> None:
@@ -258,47 +249,32 @@ def of_video_llava() -> Any:
     return transformers.VideoLlavaForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize("make", [of_cosmos, of_video_llava])
-def test_a_part_that_alone_has_the_names_of_the_base_is_not_the_model(
+def of_tips() -> Any:
+    """It has its tokens below `embeddings` in memory, and beside the blocks in its files."""
+    return transformers.Tipsv2VisionModel(transformers.Tipsv2VisionConfig(**VIT, patch_size=14))
+
+
+@pytest.mark.parametrize("make", [of_cosmos, of_video_llava, of_tips])
+def test_what_alone_has_the_names_of_the_base_is_not_the_model(
     make: Callable[[], Any], tmp_path: Path, fast_trace: None
 ) -> None:
-    model = make()
-    model.save_pretrained(tmp_path / "base")
-    run = save(model.state_dict(), tmp_path / "run")
+    """A part of it, or a few names."""
+    run = trained(make(), tmp_path / "base")
     shardkit.consolidate(run, tmp_path / "out", base=tmp_path / "base")
-    files = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("base", "out")]
-    assert files[0] == files[1]
-
-
-def test_a_few_names_that_the_base_has_too_are_not_the_model(tmp_path: Path, fast_trace: None) -> None:
-    """TIPSv2 has its tokens below `embeddings` in memory, and beside the blocks in its files."""
-    model = transformers.Tipsv2VisionModel(transformers.Tipsv2VisionConfig(**VIT, patch_size=14))
-    model.save_pretrained(tmp_path / "base")
-    run = save(model.state_dict(), tmp_path / "run")
-    shardkit.consolidate(run, tmp_path / "out", base=tmp_path / "base")
-    files = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("base", "out")]
-    assert files[0] == files[1]
+    assert same_weights(tmp_path / "base", tmp_path / "out")
 
 
 def test_a_language_model_beside_a_tower_is_a_part_of_the_model(tmp_path: Path, fast_trace: None) -> None:
     text = {**VIT, "vocab_size": 97, "encoder_hidden_size": 16}
     config = transformers.BlipConfig(text_config=text, vision_config={**VIT, "patch_size": 14})
-    model = transformers.BlipForConditionalGeneration(config)
-    model.save_pretrained(tmp_path / "hub")
-    run = save(model.state_dict(), tmp_path / "run")
+    run = trained(transformers.BlipForConditionalGeneration(config), tmp_path / "hub")
     assert consolidate(run, tmp_path / "of-base", base=tmp_path / "hub").warnings == ()
     shutil.copy(tmp_path / "hub/config.json", run)
     assert consolidate(run, tmp_path / "of-class").warnings == ()
 
 
 def of_cohere_asr() -> Any:
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-    }
+    sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 4}
     encoder = {**sizes, "model_type": "parakeet_encoder", "conv_kernel_size": 3, "num_mel_bins": 16}
     config = transformers.CohereAsrConfig(
         **sizes, vocab_size=97, max_position_embeddings=32, head_dim=4, encoder_config=encoder, pad_token_id=0
@@ -307,8 +283,7 @@ def of_cohere_asr() -> Any:
 
 
 def of_siglip() -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
-    return transformers.SiglipTextModel(transformers.SiglipTextConfig(**sizes, vocab_size=97))
+    return transformers.SiglipTextModel(transformers.SiglipTextConfig(**SIZES, vocab_size=97))
 
 
 @pytest.mark.parametrize("make", [of_cohere_asr, of_siglip])
@@ -344,66 +319,34 @@ def test_what_preshard_left_out_is_named_again(tmp_path: Path, fast_trace: None)
     assert not [note for note in result.notes if "preshard left" in note]
 
 
-def nothing(name: str) -> bool:
-    return False
-
-
-def final_norm(name: str) -> bool:
-    return name.endswith(("model.norm.weight", "post_layernorm.weight"))
-
-
-def norm_of_every_layer(name: str) -> bool:
-    return "post_attention_layernorm" in name
-
-
-def head(name: str) -> bool:
-    return name.endswith("lm_head.weight")
-
-
-def embedding(name: str) -> bool:
-    return name.endswith("embed_tokens.weight")
-
-
-def an_expert_of_every_layer(name: str) -> bool:
-    return ".experts.1." in name
-
-
-def all_experts(name: str) -> bool:
-    return ".experts." in name
-
-
-def projector(name: str) -> bool:
-    return "multi_modal_projector" in name
-
-
 @pytest.mark.parametrize(
     ("model", "drop", "num_missing", "num_misfits"),
     but_first(
         [
-            ("qwen3", nothing, 0, 0),
-            ("qwen3", final_norm, 1, 0),
-            ("qwen3", norm_of_every_layer, 3, 0),
-            ("qwen3", head, 1, 0),
-            ("qwen3", embedding, 1, 0),
-            ("tied", nothing, 0, 0),  # it has no lm_head
-            ("tied", norm_of_every_layer, 3, 0),
-            ("tied", embedding, 2, 0),
-            ("moe", nothing, 0, 0),
-            ("moe", final_norm, 1, 0),
-            ("moe", norm_of_every_layer, 3, 0),
-            ("moe", all_experts, 6, 0),
-            ("moe", an_expert_of_every_layer, 0, 6),
-            ("vision", nothing, 0, 0),
-            ("vision", final_norm, 2, 0),
-            ("vision", norm_of_every_layer, 3, 0),
-            ("vision", projector, 4, 0),
-            ("vision", head, 1, 0),
+            ("qwen3", "nothing", 0, 0),
+            ("qwen3", "final norm", 1, 0),
+            ("qwen3", "norm of every layer", 3, 0),
+            ("qwen3", "head", 1, 0),
+            ("qwen3", "embedding", 1, 0),
+            ("tied", "nothing", 0, 0),  # it has no lm_head
+            ("tied", "norm of every layer", 3, 0),
+            ("tied", "embedding", 2, 0),
+            ("moe", "nothing", 0, 0),
+            ("moe", "final norm", 1, 0),
+            ("moe", "norm of every layer", 3, 0),
+            ("moe", "all experts", 6, 0),
+            ("moe", "an expert of every layer", 0, 6),
+            ("vision", "nothing", 0, 0),
+            ("vision", "final norm", 2, 0),
+            ("vision", "norm of every layer", 3, 0),
+            ("vision", "projector", 4, 0),
+            ("vision", "head", 1, 0),
         ]
     ),
 )
 def test_what_is_told_is_what_from_pretrained_misses(
     model: str,
-    drop: Drop,
+    drop: str,
     num_missing: int,
     num_misfits: int,
     models: dict[str, Path],
@@ -415,7 +358,7 @@ def test_what_is_told_is_what_from_pretrained_misses(
     made = consolidate(checkpoint, tmp_path / "out", on_warning=told.append, on_step=steps.append)
     assert made.held_against == "class"
     # transformers is loaded here: without a child nobody waits. What names may differ in memory a child is asked.
-    name = json.loads((checkpoint / "config.json").read_text())["architectures"][0]
+    name = json_of(checkpoint)["architectures"][0]
     assert steps == ([f"asking {name} ..."] if model in ("moe", "vision") else [])
     missing, misfits = loaded(tmp_path / "out")
     assert (len(missing), len(misfits)) == (num_missing, num_misfits)
@@ -429,7 +372,7 @@ def test_what_is_told_is_what_from_pretrained_misses(
 def test_the_first_line_and_the_document_name_what_is_missing(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    checkpoint = checkpoint_of(models["qwen3"], norm_of_every_layer, tmp_path / "step-3")
+    checkpoint = checkpoint_of(models["qwen3"], "norm of every layer", tmp_path / "step-3")
     result = CliRunner().invoke(main, ["consolidate", str(checkpoint), str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     said = (
@@ -450,7 +393,7 @@ def test_the_first_line_and_the_document_name_what_is_missing(
 
 
 def test_a_whole_model_is_said_to_be_whole(models: dict[str, Path], tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(models["qwen3"], nothing, tmp_path / "step-3")
+    checkpoint = checkpoint_of(models["qwen3"], "nothing", tmp_path / "step-3")
     result = CliRunner().invoke(main, ["consolidate", str(checkpoint), str(tmp_path / "out")])
     assert "Qwen3ForCausalLM finds all of its weights" in result.stdout
     assert f"transformers.Qwen3ForCausalLM.from_pretrained('{tmp_path}/out')" in result.stdout
@@ -460,7 +403,7 @@ def test_a_whole_model_is_said_to_be_whole(models: dict[str, Path], tmp_path: Pa
 def test_what_a_base_that_was_found_has_and_the_output_lacks_comes_first(
     ask_class: bool, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    checkpoint = checkpoint_of(models["qwen3"], final_norm, tmp_path / "step-3")
+    checkpoint = checkpoint_of(models["qwen3"], "final norm", tmp_path / "step-3")
     (checkpoint / "config.json").unlink()
     shutil.copytree(models["qwen3"], checkpoint / "hf")
     made = consolidate(checkpoint, tmp_path / "out", ask_class=ask_class)
@@ -473,7 +416,7 @@ def test_what_a_base_that_was_found_has_and_the_output_lacks_comes_first(
 def test_what_a_base_that_was_found_has_and_its_class_does_not_want_is_a_warning_alone(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    checkpoint = checkpoint_of(models["qwen3"], nothing, tmp_path / "step-3")
+    checkpoint = checkpoint_of(models["qwen3"], "nothing", tmp_path / "step-3")
     state = load_file(models["qwen3"] / "model.safetensors")
     spare = {"score.weight": state["model.norm.weight"].clone()}
     (checkpoint / "config.json").unlink()
@@ -506,9 +449,8 @@ def test_what_a_base_that_was_found_has_and_its_class_does_not_want_is_a_warning
 def test_a_class_that_cannot_be_asked_is_no_error_and_no_alarm(
     changes: dict[str, Any], said: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    checkpoint = checkpoint_of(models["qwen3"], nothing, tmp_path / "step-3")
-    config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps({**config, **changes}))
+    checkpoint = checkpoint_of(models["qwen3"], "nothing", tmp_path / "step-3")
+    edit_json(checkpoint / "config.json", **changes)
     (checkpoint / "evil.py").write_text("raise SystemExit('code of a checkpoint was run')")
     made = consolidate(checkpoint, tmp_path / "out")
     assert made.unloadable == ()
@@ -519,20 +461,19 @@ def test_a_class_that_cannot_be_asked_is_no_error_and_no_alarm(
 def test_a_config_that_calls_plain_weights_quantised_is_put_right_and_the_class_is_asked(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    checkpoint = checkpoint_of(models["qwen3"], nothing, tmp_path / "step-3")
-    config = json.loads((checkpoint / "config.json").read_text())
-    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    (checkpoint / "config.json").write_text(json.dumps({**config, **quantised}))
+    checkpoint = checkpoint_of(models["qwen3"], "nothing", tmp_path / "step-3")
+    edit_json(checkpoint / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
     made = consolidate(checkpoint, tmp_path / "out")
     assert (made.unloadable, made.held_against) == ((), "class")
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     assert any("quantization_config" in note for note in made.notes)
 
 
-def question(models: dict[str, Path], drop: Drop) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    config = json.loads((models["qwen3"] / "config.json").read_text())
+def question(models: dict[str, Path], drop: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     state = load_file(models["qwen3"] / "model.safetensors")
-    return config, {name: tuple(x.shape) for name, x in state.items() if not drop(name)}
+    return json_of(models["qwen3"]), {
+        name: tuple(x.shape) for name, x in state.items() if not re.search(DROPPED[drop], name)
+    }
 
 
 def child_of(asked: traced.ClassQuestion) -> subprocess.Popen[bytes]:
@@ -548,9 +489,9 @@ def test_another_thread_has_a_process_asked_and_closing_ends_it(
     found, ended = list[traced.ClassAnswer](), list[int | None]()
 
     def ask() -> None:
-        with traced.ClassQuestion(*question(models, final_norm)) as asked:
+        with traced.ClassQuestion(*question(models, "final norm")) as asked:
             found.append(asked.answer())
-        with traced.ClassQuestion(*question(models, head)) as asked:
+        with traced.ClassQuestion(*question(models, "head")) as asked:
             child = child_of(asked)
         ended.append(child.returncode)
 
@@ -565,7 +506,7 @@ def test_a_child_that_is_killed_was_not_asked(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traced, "_may_ask_here", lambda: False)
-    with traced.ClassQuestion(*question(models, head)) as asked:
+    with traced.ClassQuestion(*question(models, "head")) as asked:
         child_of(asked).send_signal(signal.SIGKILL)
         assert asked.answer().failure == "the process that traces the model ended by signal 9"
 
@@ -574,13 +515,13 @@ def test_without_room_for_scratch_files_the_class_is_not_asked(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traced.tempfile, "tempdir", str(tmp_path / "nowhere"))
-    with traced.ClassQuestion(*question(models, head)) as asked:
+    with traced.ClassQuestion(*question(models, "head")) as asked:
         assert "no process that asks it can be started" in str(asked.answer().failure)
 
 
 @pytest.mark.prove
 def test_the_command_asks_without_importing_torch_itself(models: dict[str, Path], tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(models["qwen3"], final_norm, tmp_path / "step-3")
+    checkpoint = checkpoint_of(models["qwen3"], "final norm", tmp_path / "step-3")
     code = (
         "import sys; from shardkit.operations.consolidate import consolidate; "
         f"made = consolidate({str(checkpoint)!r}, {str(tmp_path / 'out')!r}, on_step=print); "
@@ -620,7 +561,7 @@ print(len(started), *{"torch", "transformers"} & sys.modules.keys())
 def test_one_process_answers_all_that_a_command_asks(
     asks: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    checkpoint, base = checkpoint_of(models["moe"], final_norm, tmp_path / "step-3"), models["moe"]
+    checkpoint, base = checkpoint_of(models["moe"], "final norm", tmp_path / "step-3"), models["moe"]
     if asks != "names and what is missing":  # names in memory
         model = transformers.Qwen3MoeForCausalLM.from_pretrained(base)
         save({"model": model.state_dict()}, checkpoint := tmp_path / "step-4")
@@ -649,9 +590,7 @@ def test_verify_asks_the_class_of_a_model(tmp_path: Path) -> None:
     missing, misfit = (problem.message for problem in verify(tmp_path / "hub").problems)
     assert missing.endswith("at random, which the model lacks: model.norm.weight")
     assert misfit.endswith("model.layers.1.mlp.up_proj.weight: [12, 16], in the model [24, 16])")
-    config = json.loads((tmp_path / "hub/config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "own.Qwen3ForCausalLM"}
-    (tmp_path / "hub/config.json").write_text(json.dumps(config))
+    edit_json(tmp_path / "hub/config.json", auto_map={"AutoModelForCausalLM": "own.Qwen3ForCausalLM"})
     result = verify(tmp_path / "hub")
     assert result.ok
     assert len(result.doubts) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,22 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from shardkit.core.dtypes import BY_NAME
+from shardkit.core.threads import NoProgress
 from shardkit.errors import IntegrityError, SourceError, UsageError
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.diff import DiffResult, TensorDiff, diff
-from shardkit.operations.diff.values import Measure, Tolerance, _table
+from shardkit.operations.diff.values import Measure, TensorStats, Tolerance, _table
 from shardkit.operations.preshard import preshard
 from shardkit.training.finalize import finalize
 from shardkit.training.prepare import prepare
 from shardkit.training.save import save as save_model
 from tests.answers import HIGH_WATER, answer_of
 from tests.cases import but_first
+from tests.formats.dcp.samples import save as save_dcp
 from tests.models.zoo import ZOO, from_pretrained, make_hub
 from tests.operations.consolidate.checkpoints import (
     CONFIG,
@@ -39,6 +39,7 @@ from tests.operations.consolidate.checkpoints import (
     HEAD,
     hub,
     save,
+    tiny_moe,
     training_state,
     weights,
 )
@@ -75,18 +76,13 @@ class ChunkPlanner(dcp.DefaultSavePlanner):
             spans = [(start, min(step, size - start)) for start in range(0, size, max(step, 1))] or [(0, 0)]
             corners = [((*o, start), (*s, length)) for o, s in corners for start, length in spans]
         chunk = type(data.chunk)
-        return [
-            WriteItem(
-                index=MetadataIndex(item.index.fqn, torch.Size(offsets), number),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk(torch.Size(offsets), torch.Size(sizes)),
-                    properties=data.properties,
-                    size=data.size,
-                ),
-            )
-            for number, (offsets, sizes) in enumerate(corners)
-        ]
+        items = []
+        for number, (offsets, sizes) in enumerate(corners):
+            index = MetadataIndex(item.index.fqn, torch.Size(offsets), number)
+            box = chunk(torch.Size(offsets), torch.Size(sizes))
+            part = TensorWriteData(chunk=box, properties=data.properties, size=data.size)
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=part))
+        return items
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         value = super().lookup_object(MetadataIndex(write_item.index.fqn))
@@ -100,14 +96,7 @@ class ChunkPlanner(dcp.DefaultSavePlanner):
 
 def save_chunked(state: Mapping[str, Any], directory: Path, *parts: int) -> Path:
     """Save with stock DCP, every tensor in `parts` chunks along each dim."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it saves in a single process, as asked
-        dcp.save(
-            dict(state),
-            storage_writer=FileSystemWriter(directory),
-            planner=ChunkPlanner(parts),
-            no_dist=True,
-        )
+    save_dcp(dict(state), directory, planner=ChunkPlanner(parts))
     return directory
 
 
@@ -249,10 +238,8 @@ class TestDifferences:
         b = hub(tmp_path / "b", {"one.weight": value}, None)
         result = diff(tmp_path / "a", b)
         assert result.is_equal
-        assert [(t.name, t.tied_to) for t in result.tensors] == [
-            ("one.weight", None),
-            ("two.weight", "one.weight"),
-        ]
+        ties = [(t.name, t.tied_to) for t in result.tensors]
+        assert ties == [("one.weight", None), ("two.weight", "one.weight")]
         assert diff(b, tmp_path / "a").is_equal
 
     def test_equal_tensors_that_no_model_ties_are_not_taken_for_tied(self, tmp_path: Path) -> None:
@@ -343,6 +330,12 @@ def measured(
     return measure
 
 
+def figures(measure: Measure) -> TensorStats:
+    stats = measure.stats()
+    assert stats is not None
+    return stats
+
+
 FLOATS = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
@@ -360,8 +353,7 @@ class TestFigures:
         a = torch.randn(300).to(dtype)
         b = (a.double() + torch.randn(300).double() / 8).to(dtype)
         measure, one, two = measured(a, b, Tolerance(0.05, 0.01), cut=70), a.double(), b.double()
-        stats = measure.stats()
-        assert stats is not None
+        stats = figures(measure)
         assert measure.num_changed == (memory_words(a) != memory_words(b)).sum()
         assert measure.num_outside == (~np.isclose(one, two, rtol=0.05, atol=0.01)).sum()
         assert stats.max_abs == (one - two).abs().max().item()
@@ -374,10 +366,9 @@ class TestFigures:
     @pytest.mark.parametrize("dtype", EIGHT_BIT)
     def test_each_8_bit_float_has_the_value_that_torch_gives(self, dtype: torch.dtype) -> None:
         wanted = torch.arange(256, dtype=torch.uint8).view(dtype).double().numpy()
-        np.testing.assert_array_equal(_table(str(dtype).removeprefix("torch.")), wanted)
-        assert (np.signbit(wanted) == np.signbit(_table(str(dtype).removeprefix("torch."))))[
-            wanted == 0
-        ].all()
+        table = _table(str(dtype).removeprefix("torch."))
+        np.testing.assert_array_equal(table, wanted)
+        assert (np.signbit(wanted) == np.signbit(table))[wanted == 0].all()
 
     @pytest.mark.parametrize("dtype", INTS)
     def test_integers(self, dtype: torch.dtype) -> None:
@@ -385,35 +376,27 @@ class TestFigures:
         a = torch.tensor([info.min, 0, 5, info.max], dtype=dtype)
         b = torch.tensor([info.max, 0, 6, info.max], dtype=dtype)
         measure = measured(a, b, Tolerance(0.0, 1.0))
-        stats = measure.stats()
         assert (measure.num_changed, measure.first_changed, measure.num_outside) == (2, 0, 1)
-        assert stats is not None
-        assert stats.max_abs == float(info.max - info.min)
+        assert figures(measure).max_abs == float(info.max - info.min)
 
     def test_a_difference_of_one_that_float64_cannot_hold(self) -> None:
-        stats = measured(torch.tensor([2**53]), torch.tensor([2**53 + 1])).stats()
-        assert stats is not None
-        assert stats.max_abs == 1.0
+        assert figures(measured(torch.tensor([2**53]), torch.tensor([2**53 + 1]))).max_abs == 1.0
 
     @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
     def test_complex(self, dtype: torch.dtype) -> None:
         a = torch.tensor([1 + 2j, 3 - 4j, 0j], dtype=dtype)
         b = torch.tensor([1 + 2j, 3 - 4.5j, 0j], dtype=dtype)
         measure = measured(a, b, Tolerance(0.0, 0.1))
-        stats = measure.stats()
         assert (measure.num_changed, measure.first_changed, measure.num_outside) == (1, 1, 1)
-        assert stats is not None
-        assert stats.max_abs == 0.5
+        assert figures(measure).max_abs == 0.5
 
     def test_infinity_and_nan(self) -> None:
         inf, nan = float("inf"), float("nan")
         signalling = torch.tensor([0x7F800001], dtype=torch.int32).view(torch.float32)
         assert measured(signalling, signalling + 0).num_changed == 1
         measure = measured(torch.tensor([inf, inf, nan, 1.0, 2.0]), torch.tensor([inf, -inf, nan, nan, 3.0]))
-        stats = measure.stats()
         assert measure.num_changed == 3
-        assert stats is not None
-        assert (stats.num_nonfinite, stats.max_abs) == (2, 1.0)
+        assert (figures(measure).num_nonfinite, figures(measure).max_abs) == (2, 1.0)
 
     def test_two_dtypes(self) -> None:
         a = torch.tensor([1.0, 2.0, -0.0, float("nan")])
@@ -423,18 +406,13 @@ class TestFigures:
         mixed = measured(torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0, 3.5], dtype=torch.float16))
         assert mixed.num_changed == 1
         real = measured(torch.tensor([1 + 0j, 2 + 1j]), torch.tensor([1.0, 2.0]))
-        stats = real.stats()
-        assert real.num_changed == 1
-        assert stats is not None
-        assert stats.max_abs == 1.0
+        assert (real.num_changed, figures(real).max_abs) == (1, 1.0)
 
     def test_packed_fp4_is_compared_as_bits_only(self) -> None:
-        a, b = (
-            torch.tensor(x, dtype=torch.uint8).view(torch.float4_e2m1fn_x2) for x in ([1, 2, 3], [1, 2, 4])
-        )
+        a, b = (torch.tensor(x, dtype=torch.uint8) for x in ([1, 2, 3], [1, 2, 4]))
         dtype = BY_NAME["float4_e2m1fn_x2"]
         measure = Measure(dtype, dtype, tolerance=Tolerance(9.0, 9.0), stats=True)
-        measure.add(memory(a.view(torch.uint8)), memory(b.view(torch.uint8)))
+        measure.add(memory(a), memory(b))
         assert (measure.num_changed, measure.num_outside, measure.stats()) == (1, 1, None)
 
     @settings(max_examples=60, deadline=None)
@@ -546,17 +524,13 @@ def test_a_legacy_file(tmp_path: Path) -> None:
 def test_a_source_that_changes_meanwhile(model: Path, tmp_path: Path) -> None:
     other = hub(tmp_path / "b", weights())
 
-    class Touch:
+    class Touch(NoProgress):
         def start(self, total_bytes: int, label: str) -> None:
             changed = weights()
             changed[Q][0, 0] += 1
             path = other / "model.safetensors"
             save_file(changed, path)
             os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # a clock of jiffies may stand still
-
-        def advance(self, num_bytes: int) -> None: ...
-
-        def finish(self) -> None: ...
 
     with pytest.raises(IntegrityError, match="changed while being read"):
         diff(model, other, progress=Touch())
@@ -565,14 +539,12 @@ def test_a_source_that_changes_meanwhile(model: Path, tmp_path: Path) -> None:
 def test_progress_counts_one_side(model: Path, tmp_path: Path) -> None:
     counted: list[int] = []
 
-    class Count:
+    class Count(NoProgress):
         def start(self, total_bytes: int, label: str) -> None:
             counted.extend([total_bytes, 0])
 
         def advance(self, num_bytes: int) -> None:
             counted[-1] += num_bytes
-
-        def finish(self) -> None: ...
 
     total = sum(value.nbytes for value in weights().values())
     changed = weights()
@@ -619,11 +591,7 @@ def test_config_is_not_weights(model: Path, tmp_path: Path) -> None:
 def test_fused_experts_are_compared_with_the_single_ones_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import transformers
-
-    shape = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
-    sizes = {"intermediate_size": 32, "moe_intermediate_size": 8, "num_experts": 4, "num_hidden_layers": 2}
-    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape, **sizes, head_dim=8))
+    model = tiny_moe()
     model.save_pretrained(tmp_path / "hub")
     preshard(tmp_path / "hub", tmp_path / "sharded", world_size=2)
     for found in (diff(tmp_path / "hub", tmp_path / "sharded"), diff(tmp_path / "sharded", tmp_path / "hub")):

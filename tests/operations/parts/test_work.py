@@ -16,7 +16,7 @@ import torch
 import shardkit
 from shardkit.cli.preshard import render
 from shardkit.core.text import format_size
-from shardkit.errors import IncompleteError, ResourceError, SourceError, UsageError
+from shardkit.errors import IncompleteError, SourceError, UsageError
 from shardkit.files import storage
 from shardkit.files.output.contract import JobRecord
 from shardkit.files.output.local import LocalOutput
@@ -26,22 +26,8 @@ from shardkit.transfer.execute import Execution
 from tests.cases import but_first
 from tests.contents import contents
 from tests.operations.consolidate.checkpoints import save, weights
-
-
-def preshard(model: Path, out: Path, part: str | None = None, **options: Any) -> shardkit.PreshardResult:
-    return shardkit.preshard(model, out, world_size=4, layout="declared", part=part, **options)
-
-
-def all_but_commit(model: Path, out: Path, part: str, **options: Any) -> None:
-    """Run a part that dies before it commits, like a process that is killed."""
-
-    def full(*_: object) -> None:
-        raise OSError(28, os.strerror(28))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalOutput, "_adopt", full)
-        with pytest.raises(ResourceError, match="No space"):
-            preshard(model, out, part, **options)
+from tests.operations.parts.tiny import all_but_commit, preshard
+from tests.operations.stops import failing
 
 
 def test_parts_and_commit_from_another_directory(
@@ -57,7 +43,6 @@ def test_parts_and_commit_from_another_directory(
     with pytest.raises(IncompleteError, match=r"2 files of 4 are missing, of 1 part"):
         shardkit.commit(out)
     last = eval(job.missing[0][2])  # what it says to type does it
-    assert last.part is not None
     assert last.part.is_committed
     assert contents(out) == whole
     monkeypatch.chdir("/")
@@ -225,7 +210,7 @@ def test_an_output_that_another_process_makes_meanwhile(
     def run(**more: Any) -> Any:
         if verb == "preshard":
             return preshard(tmp_path / "hub", out, **more)
-        return shardkit.consolidate(trained, out, max_shard_size=2000, ask_class=False, **more)
+        return consolidate(trained, out, **more)
 
     shardkit.consolidate(trained, tmp_path / "hub", ask_class=False)
     if part is not None:
@@ -263,11 +248,7 @@ def test_an_output_that_another_process_makes_meanwhile(
 @pytest.mark.parametrize("code", [errno.ENOTSUP, errno.EPERM])  # the second is that of exFAT
 def test_without_hard_links(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     preshard(model, tmp_path / "whole")
-
-    def none(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(storage, "hard_link", none)
+    monkeypatch.setattr(storage, "hard_link", failing(code))
     preshard(model, tmp_path / "out", "1/1")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
@@ -363,9 +344,8 @@ def test_every_field_of_a_record_is_there_and_of_its_type(model: Path, tmp_path:
     record = tmp_path / ".out.shardkit" / "job.json"
     content = json.loads(record.read_text())
     changed = {f"with {name}": {**content, name: 1.5} for name in content.keys() - {"num_parts"}}
-    changed |= {
-        f"without {name}": {key: value for key, value in content.items() if key != name} for name in content
-    }
+    for name in content:
+        changed[f"without {name}"] = {key: value for key, value in content.items() if key != name}
     for label, other in changed.items():
         with pytest.raises(SourceError, match=r"damaged|another version"):
             pytest.fail(f"{label}: {JobRecord.parse(json.dumps(other).encode(), record.name)}")
@@ -379,35 +359,29 @@ def test_every_field_of_a_record_is_there_and_of_its_type(model: Path, tmp_path:
         shardkit.commit(tmp_path / "out")
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"digest": {"name": 1}}', '{"scattered": [[0, "x"]]}'])
-def test_a_damaged_note_means_that_the_file_is_written_again(
+@pytest.mark.parametrize(
+    "damage",
+    ["", "[]", "{}", '{"digest": {"name": 1}}', '{"scattered": [[0, "x"]]}', "the file is gone"],
+)
+def test_without_its_note_or_its_bytes_a_file_is_written_again(
     damage: str, model: Path, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
     preshard(model, tmp_path / "out", "1/2", sha256=True)
     left = tmp_path / ".out.shardkit"
     note = next((left / "done").iterdir())
-    content = json.loads(note.read_text())
-    note.write_text(
-        json.dumps({**content, **json.loads(damage)}) if damage.startswith("{") and damage != "{}" else damage
-    )
-    again = preshard(model, tmp_path / "out", "1/2", sha256=True)
-    assert again.resumed_files == 1
-    preshard(model, tmp_path / "out", "2/2", sha256=True)
-    assert contents(tmp_path / "out") == whole
-
-
-def test_a_file_that_is_gone_is_written_again(model: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
-    preshard(model, tmp_path / "out", "1/2", sha256=True)
-    left = tmp_path / ".out.shardkit"
-    next((left / "data").glob("*.distcp")).unlink()
+    if damage == "the file is gone":
+        next((left / "data").glob("*.distcp")).unlink()
+    elif damage.startswith('{"'):
+        note.write_text(json.dumps({**json.loads(note.read_text()), **json.loads(damage)}))
+    else:
+        note.write_text(damage)
     assert preshard(model, tmp_path / "out", "1/2", sha256=True).resumed_files == 1
     preshard(model, tmp_path / "out", "2/2", sha256=True)
     assert contents(tmp_path / "out") == whole
 
 
-def test_a_cache_of_the_hub_on_each_machine(make_hub: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_cache_of_the_hub_on_each_machine(model: Path, tmp_path: Path) -> None:
     """The files have other times there, and the names of their content."""
-    model = make_hub({f"layers.{n}.weight": torch.randn(8, 6) for n in range(4)})
     caches = []
     for number in (1, 2):
         blobs = tmp_path / f"cache{number}" / "models--a--b" / "blobs"
@@ -440,9 +414,8 @@ def test_what_is_aborted_during_a_commit_is_not_said_to_be_there(
 
     def late(*args: Any) -> Any:
         monkeypatch.undo()
-        shutil.rmtree(
-            tmp_path / ".out.shardkit"
-        )  # an abort waits for a commit that has begun; somebody with rm does not
+        # An abort waits for a commit that has begun; somebody with rm does not.
+        shutil.rmtree(tmp_path / ".out.shardkit")
         return real(*args)
 
     monkeypatch.setattr(LocalOutput, step, late)
@@ -462,13 +435,7 @@ def test_a_run_of_all_files_ends_what_parts_began(
 
 
 def test_a_run_of_one_process_may_be_committed(model: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, os.strerror(28))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalOutput, "_adopt", full)
-        with pytest.raises(ResourceError, match="No space"):
-            preshard(model, tmp_path / "out", sha256=True)
+    all_but_commit(model, tmp_path / "out", sha256=True)
     (job,) = shardkit.status(tmp_path / "out").jobs
     assert (job.finished_files, job.missing, job.is_committing) == (4, (), False)
     assert not shardkit.commit(tmp_path / "out").by_another

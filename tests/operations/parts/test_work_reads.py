@@ -30,6 +30,7 @@ from shardkit.layout.layout import Layout, TensorLayout
 from shardkit.operations.consolidate import job as consolidate_job
 from shardkit.operations.preshard import job as preshard_job
 from shardkit.transfer.sources import SourceFiles
+from tests.bits import flip, flip_byte
 from tests.contents import contents
 from tests.formats.dcp.samples import save_rank_local, shard
 from tests.manifests import write_file_list
@@ -152,10 +153,8 @@ def test_a_source_with_checksums_is_compared_by_all_parts_together(
         results = [preshard(model, tmp_path / "out", f"{n}/{RANKS}") for n in range(1, RANKS + 1)]
     assert results[-1].checked_bytes == whole.checked_bytes
     assert set(bytes_of(of_all, *place(source, EXPERTS))) == {1}
-    data = bytearray(source.read_bytes())
-    data[place(source, EXPERTS)[0] + 5] ^= 1
     status = source.stat()
-    source.write_bytes(data)
+    flip_byte(source, place(source, EXPERTS)[0] + 5)
     os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
     for number in range(1, RANKS):
         preshard(model, tmp_path / "bad", f"{number}/{RANKS}")
@@ -216,31 +215,32 @@ def opened_records() -> Iterator[list[int]]:
         yield found
 
 
+OPTIONS: dict[str, Any] = {"max_shard_size": 300, "ask_class": False, "manifest": True}
+
+
+def assert_as_in_one_process(
+    last: shardkit.ConsolidateResult, out: Path, whole: shardkit.ConsolidateResult
+) -> None:
+    """The last of the parts has committed what one process wrote, and all have compared what that one did."""
+    assert last.part is not None
+    assert last.part.is_committed
+    assert contents(out) == contents(Path(whole.output))
+    assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
+
+
 @pytest.mark.usefixtures("opening")
 def test_a_part_opens_the_records_of_its_own_files(sharded: Path, tmp_path: Path) -> None:
     """And, as all do, those of the tied tensors that are compared."""
-    options: dict[str, Any] = {"max_shard_size": 300, "ask_class": False, "manifest": True}
-    whole = shardkit.consolidate(sharded, tmp_path / "whole", **options)
+    whole = shardkit.consolidate(sharded, tmp_path / "whole", **OPTIONS)
     last = None
     for number in range(1, 5):
         with opened_records() as found:
-            last = shardkit.consolidate(sharded, tmp_path / "out", part=f"{number}/4", **options)
+            last = shardkit.consolidate(sharded, tmp_path / "out", part=f"{number}/4", **OPTIONS)
         assert last.part is not None
         assert 0 < len(found) <= 8 * (last.part.num_files + 2) < 8 * 14
     assert last is not None
-    assert last.part is not None
-    assert last.part.is_committed
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
+    assert_as_in_one_process(last, tmp_path / "out", whole)
     assert whole.checked_bytes == whole.read_bytes
-
-
-def damage(directory: Path, rank: int, local: torch.Tensor) -> None:
-    """Flip a bit of what a rank has of a tensor."""
-    path = directory / f"__{rank}_0.distcp"
-    data = bytearray(path.read_bytes())
-    data[data.index(local.numpy().tobytes()) + 5] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.usefixtures("opening")
@@ -249,16 +249,14 @@ def test_a_record_that_another_part_reads_may_be_damaged(
 ) -> None:
     """Who reads it refuses it. If that one dies before it takes its note back, whoever commits refuses it."""
     with safe_open(tmp_path / "hub/model.safetensors", "pt") as hub:
-        damage(sharded, 5, hub.get_tensor("model.layers.3.mlp.up_proj.weight").half()[10:12])
+        flip(sharded / "__5_0.distcp", hub.get_tensor("model.layers.3.mlp.up_proj.weight").half()[10:12], 5)
 
     def refused(number: int, out: str) -> bool:
         return said(number, out).partition(": __5_0")[0].endswith("layers.3.mlp.up_proj.weight")
 
     def said(number: int, out: str) -> str:
         try:
-            shardkit.consolidate(
-                sharded, tmp_path / out, part=f"{number}/4", max_shard_size=300, ask_class=False
-            )
+            shardkit.consolidate(sharded, tmp_path / out, part=f"{number}/4", **OPTIONS)
         except IntegrityError as error:
             return str(error)
         return ""
@@ -299,20 +297,14 @@ def test_parts_whose_tensors_are_made_of_others(tmp_path: Path, names: tuple[str
     save_rank_local(lambda mesh: {fqn: shard(t, mesh) for fqn, t in state.items()}, 4, tmp_path / "dcp")
     text = RULES if "both" in names else RULES.replace("[[rule]]", "[[rule]]\noptional = true", 1)
     (tmp_path / "rules.toml").write_text(text)
-    options: dict[str, Any] = {
-        "keys": tmp_path / "rules.toml",
-        "max_shard_size": 300,
-        "ask_class": False,
-        "manifest": True,
-    }
+    options = {**OPTIONS, "keys": tmp_path / "rules.toml"}
     whole = shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **options)
     num_opened = []
     for number in range(1, 4):
         with opened_records() as found:
             last = shardkit.consolidate(tmp_path / "dcp", tmp_path / "out", part=f"{number}/3", **options)
         num_opened.append(len(found))
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
+    assert_as_in_one_process(last, tmp_path / "out", whole)
     assert not whole.unchecked
     num_records = 4 * len(state)
     assert max(num_opened) < num_records
@@ -332,19 +324,15 @@ def test_a_record_of_another_form_than_its_like(tmp_path: Path) -> None:
         return made
 
     save_rank_local(make, 4, tmp_path / "dcp")
-    options: dict[str, Any] = {"max_shard_size": 300, "ask_class": False, "manifest": True}
-    whole = shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **options)
+    whole = shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **OPTIONS)
     counts = []
     for order in ((1, 2, 3), (3, 2, 1)):
         out = tmp_path / f"out{order[0]}"
         for number in order:
             with opened_records() as found:
-                last = shardkit.consolidate(tmp_path / "dcp", out, part=f"{number}/3", **options)
+                last = shardkit.consolidate(tmp_path / "dcp", out, part=f"{number}/3", **OPTIONS)
             counts.append(len(found))
-        assert last.part is not None
-        assert last.part.is_committed
-        assert contents(out) == contents(tmp_path / "whole")
-        assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)
+        assert_as_in_one_process(last, out, whole)
     assert sum(counts) == 2 * 36
 
 
@@ -361,9 +349,7 @@ def test_damaged_records_are_named_all_at_once(sharded: Path, tmp_path: Path) ->
     found = set[str]()
     for number in (1, 2):
         with pytest.raises(SourceError) as caught:
-            shardkit.consolidate(
-                sharded, tmp_path / "out", part=f"{number}/2", max_shard_size=300, ask_class=False
-            )
+            shardkit.consolidate(sharded, tmp_path / "out", part=f"{number}/2", **OPTIONS)
         found |= {problem.partition(":")[0] for problem in caught.value.problems}
     assert len(found) == 6
 
@@ -388,9 +374,7 @@ def test_two_tensors_of_one_record(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.usefixtures("opening")
 def test_an_empty_tensor_among_others(tmp_path: Path) -> None:
-    state = {f"l.{n}.weight": torch.full((4, 8), float(n)) for n in range(6)} | {
-        "l.2.weight": torch.empty(0, 8)
-    }
+    state = {f"l.{n}.weight": torch.full((0 if n == 2 else 4, 8), float(n)) for n in range(6)}
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", ask_class=False)
     shardkit.consolidate(tmp_path / "dcp", tmp_path / "out", part="1/1", ask_class=False)
@@ -410,10 +394,9 @@ def test_a_rank_that_recorded_no_checksums(tmp_path: Path) -> None:
         save_rank_local(make, 4, tmp_path / "dcp")
     finally:
         set_crc32_options(before)
-    options: dict[str, Any] = {"max_shard_size": 300, "ask_class": False, "manifest": True}
-    whole = shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **options)
+    whole = shardkit.consolidate(tmp_path / "dcp", tmp_path / "whole", **OPTIONS)
     assert whole.unchecked
     for number in range(1, 4):
-        last = shardkit.consolidate(tmp_path / "dcp", tmp_path / "out", part=f"{number}/3", **options)
+        last = shardkit.consolidate(tmp_path / "dcp", tmp_path / "out", part=f"{number}/3", **OPTIONS)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert (last.checked_bytes, last.unchecked) == (whole.checked_bytes, whole.unchecked)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from shardkit.errors import LayoutError, UsageError
 from shardkit.files import manifest
 from tests.answers import answer_of
 from tests.bits import raw
+from tests.contents import edit_json, json_of
 from tests.models.architecture import Architecture
 from tests.models.quantised import (
     COMPRESSED,
@@ -32,13 +32,22 @@ from tests.models.quantised import (
 )
 from tests.models.text import DECODER
 from tests.models.zoo import ZOO, make_hub
+from tests.operations.consolidate.checkpoints import assert_bit_equal, hub, load
 from tests.operations.preshard.test_preshard import loaded
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    wrong = [n for n, x in expected.items() if found[n].dtype != x.dtype or raw(found[n]) != raw(x)]
-    assert not wrong
+def assert_written(out: Path, expected: dict[str, torch.Tensor]) -> manifest.Presharded:
+    """Compare what stock torch loads, bit for bit, and return what the manifest says."""
+    assert_bit_equal(loaded(out, expected), expected)
+    said = manifest.read(str(out))
+    assert isinstance(said, manifest.Presharded)
+    return said
+
+
+def loaded_in_bf16(
+    out: Path, quantised: dict[str, tuple[torch.Tensor, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    return loaded(out, {n: torch.empty(x.shape, dtype=torch.bfloat16) for n, (x, _) in quantised.items()})
 
 
 @pytest.mark.parametrize("architecture", QUANTISED, ids=lambda each: each.name)
@@ -53,9 +62,7 @@ def test_what_stock_torch_loads_is_what_transformers_dequantises(
     done = shardkit.preshard(source, tmp_path / "out", world_size=4, dequantize=True)
     assert done.layout == "traced"
     assert any("quantization_config" in note for note in done.notes)
-    assert_equal(loaded(tmp_path / "out", expected), expected)
-    said = manifest.read(str(tmp_path / "out"))
-    assert isinstance(said, manifest.Presharded)
+    said = assert_written(tmp_path / "out", expected)
     assert said.dequantized == ("mxfp4" if architecture is GPT_OSS else "fp8")
 
 
@@ -63,7 +70,7 @@ def test_what_is_taken_from_a_quantised_base_is_right(tmp_path: Path, fast_trace
     """The layer that foretells tokens was not trained: plain weights are made of the base's own bytes."""
     source, out, back = tmp_path / "hub", tmp_path / "out", tmp_path / "back"
     make_hub(ZOO["deepseek_v3+repo"], source)
-    stored = {name: x for path in source.glob("*.safetensors") for name, x in load_file(path).items()}
+    stored = load(source)
     expected = {
         name: (x.float() * stored[f"{name}_scale_inv"].float()).bfloat16()  # a block holds all of each
         if f"{name}_scale_inv" in stored
@@ -74,29 +81,20 @@ def test_what_is_taken_from_a_quantised_base_is_right(tmp_path: Path, fast_trace
     shardkit.preshard(source, out, world_size=2, dequantize=True)
     done = shardkit.consolidate(out, back, base=source)
     assert any(note.startswith("copied unchanged from") for note in done.notes)
-    assert_equal(
-        {name: x for path in back.glob("*.safetensors") for name, x in load_file(path).items()}, expected
-    )
+    assert_bit_equal(load(back), expected)
 
 
 def test_ragged_blocks_are_read_by_the_config_and_not_by_the_grid(tmp_path: Path, fast_trace: object) -> None:
     """192 and 320 rows in blocks of 128: transformers takes blocks of 96 rows for the first, and refuses the second."""
-    config = {
-        **DECODER,
-        "hidden_size": 192,
-        "intermediate_size": 320,
-        "num_attention_heads": 12,
-        "head_dim": 16,
-    }
+    config = {**DECODER, "hidden_size": 192, "intermediate_size": 320}
+    config |= {"num_attention_heads": 12, "head_dim": 16}
     source = tmp_path / "hub"
     make_hub(Architecture(name="qwen3", kind="text", model_class="Qwen3ForCausalLM", config=config), source)
     made = to_fp8(source)
     name = "model.layers.0.mlp.down_proj.weight"
     assert made[name][1].shape == (2, 3)
     shardkit.preshard(source, tmp_path / "out", world_size=3, dequantize=True)
-    found = loaded(
-        tmp_path / "out", {n: torch.empty(x.shape, dtype=torch.bfloat16) for n, (x, _) in made.items()}
-    )
+    found = loaded_in_bf16(tmp_path / "out", made)
     for weight, (numbers, scales) in made.items():
         whole = scales.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
         expected = numbers.float() * whole[: numbers.shape[0], : numbers.shape[1]]
@@ -107,9 +105,7 @@ def test_one_scale_for_each_weight(tmp_path: Path, fast_trace: object) -> None:
     make_hub(QWEN3, tmp_path / "hub")
     made = to_fp8(tmp_path / "hub", static=True)
     shardkit.preshard(tmp_path / "hub", tmp_path / "out", world_size=2, dequantize=True)
-    found = loaded(
-        tmp_path / "out", {n: torch.empty(x.shape, dtype=torch.bfloat16) for n, (x, _) in made.items()}
-    )
+    found = loaded_in_bf16(tmp_path / "out", made)
     for weight, (numbers, scale) in made.items():
         assert raw(found[weight]) == raw((numbers.float() * scale.float()).bfloat16()), weight
 
@@ -125,7 +121,7 @@ def test_other_dtypes_are_rounded_once(
     expected = {name: x for name, x in whole.items() if name.endswith(("_proj", "_proj.weight"))}
     assert {x.dtype for x in expected.values()} == {wanted}
     shardkit.preshard(source, tmp_path / "out", world_size=2, dequantize=True, dtype=dtype)
-    assert_equal(loaded(tmp_path / "out", expected), expected)
+    assert_written(tmp_path / "out", expected)
 
 
 def test_rules_give_some_tensors_another_dtype(tmp_path: Path, fast_trace: object) -> None:
@@ -136,9 +132,7 @@ def test_rules_give_some_tensors_another_dtype(tmp_path: Path, fast_trace: objec
     is_wide = [name for name in half if ".experts." in name or name == "model.norm.weight"]
     assert is_wide
     expected = half | {name: full[name] for name in is_wide}
-    assert_equal(loaded(tmp_path / "out", expected), expected)
-    said = manifest.read(str(tmp_path / "out"))
-    assert isinstance(said, manifest.Presharded)
+    said = assert_written(tmp_path / "out", expected)
     assert said.dtype_rules == tuple(tuple(rule.split("=")) for rule in rules)
 
 
@@ -166,10 +160,7 @@ def test_rules_that_cannot_be_meant_are_all_named(
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_other_methods_are_refused_in_one_way(method: str, dequantize: bool, tmp_path: Path) -> None:
     make_hub(QWEN3, tmp_path / "hub")
-    path = tmp_path / "hub" / "config.json"
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": method}})
-    )
+    edit_json(tmp_path / "hub" / "config.json", quantization_config={"quant_method": method})
     with pytest.raises(LayoutError, match=rf"^quantised: .*\({method}\)") as caught:
         shardkit.preshard(tmp_path / "hub", tmp_path / "out", world_size=2, dequantize=dequantize)
     assert "--dequantize" not in str(caught.value.hint)
@@ -200,20 +191,17 @@ print(kib("VmHWM") - before)
 def test_a_weight_far_larger_than_the_limit_passes_in_pieces(method: str, tmp_path: Path) -> None:
     """256 MiB of bf16 with buffers of 16 MiB; beside them each thread holds a few MiB of products in float32."""
     for name, size in (("small", 256), ("large", 4096)):
-        (tmp_path / name).mkdir()
         described: dict[str, object] = {"quant_method": method, "weight_block_size": [128, 128]}
         config = {"architectures": ["TinyForCausalLM"], "quantization_config": described}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
         if method == "fp8":
-            numbers = torch.zeros(2 * size, 4 * size, dtype=torch.uint8)[:, : 16 * 1024].view(
-                torch.float8_e4m3fn
-            )
+            numbers = torch.zeros(2 * size, 4 * size, dtype=torch.uint8)[:, : 16 * 1024]
+            numbers = numbers.view(torch.float8_e4m3fn)
             scales = torch.ones(-(-numbers.shape[0] // 128), -(-numbers.shape[1] // 128))
             tensors = {"a.weight": numbers, "a.weight_scale_inv": scales}
         else:
             blocks = torch.zeros(4, 2 * size, size // 32, 16, dtype=torch.uint8)
             tensors = {"a_blocks": blocks, "a_scales": torch.full(blocks.shape[:-1], 127, dtype=torch.uint8)}
-        save_file(tensors, tmp_path / name / "model.safetensors")
+        hub(tmp_path / name, tensors, config)
     assert answer_of(PEAK, tmp_path) < 64 << 10
 
 
@@ -221,17 +209,16 @@ def test_a_profile_says_in_its_config_that_weights_are_plain(tmp_path: Path, fas
     source = quantise(QWEN3, tmp_path / "hub")
     out = tmp_path / "transformers"
     shardkit.preshard(source, out, world_size=2, dequantize=True, profile="transformers")
-    config = json.loads((out / "config.json").read_text())
+    config = json_of(out)
     assert "quantization_config" not in config
     assert config["model_type"] == "qwen3"
     assert shardkit.verify(out, full=True).problems == ()
 
 
 def with_own_code(directory: Path) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}}
+    auto_map = {"AutoModelForCausalLM": "own.Own"}
+    edit_json(directory / "config.json", model_type="own", auto_map=auto_map)
     (directory / "own.py").write_text("")
-    (directory / "config.json").write_text(json.dumps(config))
 
 
 def to_int8(directory: Path) -> None:
@@ -271,9 +258,7 @@ def test_what_stock_torch_loads_of_nvfp4_is_what_its_writer_dequantises(
     expected = to_nvfp4(tmp_path / "hub", writer)
     done = shardkit.preshard(tmp_path / "hub", tmp_path / "out", world_size=3, dequantize=True)
     assert done.layout == "traced"
-    assert_equal(loaded(tmp_path / "out", expected), expected)
-    said = manifest.read(str(tmp_path / "out"))
-    assert isinstance(said, manifest.Presharded)
+    said = assert_written(tmp_path / "out", expected)
     assert said.dequantized == "nvfp4"
 
 
