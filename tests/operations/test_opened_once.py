@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -13,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardkit
 from shardkit import formats
@@ -23,6 +19,7 @@ from shardkit.errors import SourceError
 from shardkit.files import manifest, storage
 from shardkit.formats.dcp import directory
 from tests.manifests import write_file_list
+from tests.operations.consolidate.checkpoints import CONFIG, hub, save, weights
 
 
 @pytest.fixture
@@ -40,12 +37,24 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[Path]:
+    """How often each file was opened."""
+    seen, open_fd = Counter[Path](), storage.open_fd
+
+    def spy(path: str, *given: Any, **named: Any) -> int:
+        seen[Path(path)] += 1
+        return open_fd(path, *given, **named)
+
+    monkeypatch.setattr(storage, "open_fd", spy)
+    return seen
+
+
+@pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run's directory with one pre-sharded checkpoint, `step-2`."""
-    (tmp_path / "hub").mkdir()
-    save_file({"a.weight": torch.ones(8, 4), "b.bias": torch.arange(8.0)}, tmp_path / "hub/model.safetensors")
+    source = hub(tmp_path / "hub", {"a.weight": torch.ones(8, 4), "b.bias": torch.arange(8.0)}, None)
     (tmp_path / "run").mkdir()
-    shardkit.preshard(tmp_path / "hub", tmp_path / "run/step-2", world_size=2, wrap="none")
+    shardkit.preshard(source, tmp_path / "run/step-2", world_size=2, wrap="none")
     return tmp_path / "run"
 
 
@@ -122,19 +131,13 @@ def _described(kind: str, run: Path) -> Path:
 
 @pytest.mark.parametrize("verb", [_OF_SHARDS["consolidate"], _OF_SHARDS["reshard"]])
 def test_a_manifest_is_opened_twice(
-    verb: Callable[[Path, Path], object], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verb: Callable[[Path, Path], object], run: Path, tmp_path: Path, opened: Counter[Path]
 ) -> None:
     """For its kind in the first bytes, and for all that it says."""
     gc.collect()  # of what made it
-    seen, open_fd = list[Path](), storage.open_fd
-
-    def spy(path: str, *given: Any, **named: Any) -> int:
-        seen.append(Path(path))
-        return open_fd(path, *given, **named)
-
-    monkeypatch.setattr(storage, "open_fd", spy)
+    opened.clear()
     verb(run / "step-2", tmp_path / "out")
-    assert seen.count(run / "step-2" / manifest.NAME) == 2
+    assert opened[run / "step-2" / manifest.NAME] == 2
 
 
 @pytest.mark.parametrize(
@@ -145,21 +148,11 @@ def test_a_manifest_is_opened_twice(
     ],
 )
 def test_how_often_a_shard_is_opened(
-    verb: Callable[[Path, Path], object],
-    times: int,
-    run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    verb: Callable[[Path, Path], object], times: int, run: Path, tmp_path: Path, opened: Counter[Path]
 ) -> None:
-    seen, open_fd = Counter[str](), storage.open_fd
-
-    def spy(path: str, *given: Any, **named: Any) -> int:
-        seen[Path(path).name] += 1
-        return open_fd(path, *given, **named)
-
-    monkeypatch.setattr(storage, "open_fd", spy)
+    opened.clear()
     verb(run / "step-2", tmp_path / "out")
-    assert (seen["__0_0.distcp"], seen["__1_0.distcp"]) == (times, times)
+    assert [opened[run / "step-2" / f"__{rank}_0.distcp"] for rank in range(2)] == [times, times]
 
 
 def test_a_manifest_that_has_changed_is_read_again(run: Path) -> None:
@@ -177,23 +170,9 @@ def test_a_manifest_that_has_changed_is_read_again(run: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_prepare_parses_it_once(run: Path, parsed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the config names no dtype, the source tells it, before it is known which of its tensors are wanted."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 8,
-        "vocab_size": 16,
-    }
-    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    model = run.parent / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(config))
-    with torch.device("meta"):
-        names = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).state_dict()
-    dcp.save(
-        {name: torch.ones(each.shape).bfloat16() for name, each in names.items()},
-        checkpoint_id=run / "dcp",
-        no_dist=True,
-    )
+    config = {key: value for key, value in CONFIG.items() if key != "dtype"}
+    model = hub(run.parent / "model", None, config)
+    save(weights(torch.bfloat16), run / "dcp")
     parsed.clear()
     context = shardkit.prepare(str(model), run / "dcp")
     assert parsed == ["dcp"]

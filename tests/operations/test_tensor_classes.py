@@ -6,6 +6,7 @@ Nothing is imported but the verbs and errors that every version has: it says wha
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from shardkit.operations.diff import diff
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
 from shardkit.operations.verify import verify
+from tests.bits import flip_byte
 from tests.formats.torchsave.classes import respell, unpacked
 from tests.manifests import write_file_list
 
@@ -46,17 +48,29 @@ def copy(made: Path, tmp_path: Path) -> Path:
 
 
 def load(path: Path, name: str = "model.0.weight") -> torch.Tensor:
-    state = {name: torch.zeros(WEIGHT.shape)}
-    dcp.load(state, checkpoint_id=path)
-    return state[name]
+    return load_shape(path, name, WEIGHT.shape)
 
 
 def flip(path: Path, old: bytes) -> None:
     """Flip a bit behind some bytes that are there once."""
-    data = bytearray(path.read_bytes())
+    data = path.read_bytes()
     assert data.count(old) == 1
-    data[data.index(old) + len(old)] ^= 1
-    path.write_bytes(data)
+    flip_byte(path, data.index(old) + len(old))
+
+
+def warning_of_what_is_whole(path: Path) -> str:
+    """Return the one warning about what is no damage."""
+    found = verify(path, full=True)
+    assert found.ok
+    (warning,) = found.warnings
+    return str(warning)
+
+
+def assert_a_flip_is_found(file: Path, held: torch.Tensor, source: Path | None = None) -> None:
+    """Flip a bit of a tensor in a file, of this source if it is none itself: the CRC-32 tells."""
+    flip(file, held.numpy().tobytes()[:-1])
+    (problem,) = verify(source or file, full=True).problems
+    assert "CRC-32" in problem.message
 
 
 def test_float8_weights_are_read_like_others(made: Path, tmp_path: Path) -> None:
@@ -129,19 +143,12 @@ def test_quantised_state_is_checked_whole(copy: Path) -> None:
     assert found.ok
     assert not found.warnings
     assert found.num_checked_chunks == found.num_chunks
-    assert any(
-        note.startswith("2 tensors are of class torchao.optim.subclass_8bit.OptimState8bit")
-        for note in found.notes
-    )
+    told = "2 tensors are of class torchao.optim.subclass_8bit.OptimState8bit"
+    assert any(note.startswith(told) for note in found.notes)
     file = source / "__1_0.distcp"
-    data, at = bytearray(file.read_bytes()), 0
-    with open(file, "rb") as opened:
-        assert opened.read(2) == b"PK"
-    at = data.index(
-        torch.ones(1).numpy().tobytes(), data.index(b"OptimState8bit")
-    )  # the last number of the map
-    data[at] ^= 1
-    file.write_bytes(data)
+    data, last = file.read_bytes(), torch.ones(1).numpy().tobytes()  # the last number of the map
+    assert data.startswith(b"PK")
+    flip_byte(file, data.index(last, data.index(b"OptimState8bit")))
     (problem,) = verify(source, full=True).problems
     assert STATE[0] in problem.message
     assert "CRC-32" in problem.message
@@ -214,10 +221,7 @@ def test_save_says_what_cannot_be_read_again_and_the_hint_reads_it(tmp_path: Pat
 def test_a_file_of_an_unknown_class_is_whole_but_not_read(tmp_path: Path) -> None:
     file = tmp_path / "step.pt"
     torch.save({"model": {"up.weight": Scaled(WEIGHT, 0.5), "norm.weight": torch.ones(8)}, "step": 3}, file)
-    found = verify(file, full=True)
-    assert found.ok
-    (warning,) = found.warnings
-    assert f"{__name__}.Scaled, which is made of codes" in warning
+    assert f"{__name__}.Scaled, which is made of codes" in warning_of_what_is_whole(file)
     for attempt in (
         lambda: consolidate(file, tmp_path / "out"),
         lambda: reshard(file, tmp_path / "out", world_size=2),
@@ -225,9 +229,7 @@ def test_a_file_of_an_unknown_class_is_whole_but_not_read(tmp_path: Path) -> Non
     ):
         with pytest.raises(SourceError, match=f"up.weight: step.pt: {__name__}.Scaled"):
             attempt()
-    flip(file, WEIGHT.numpy().tobytes()[:-1])
-    (problem,) = verify(file, full=True).problems
-    assert "CRC-32" in problem.message
+    assert_a_flip_is_found(file, WEIGHT)
 
 
 def as_model(folder: Path, files: dict[str, Path]) -> Path:
@@ -237,9 +239,8 @@ def as_model(folder: Path, files: dict[str, Path]) -> Path:
     index = {}
     for name, file in files.items():
         shutil.copy(file, folder / name)
-        index.update(
-            dict.fromkeys(torch.load(file, weights_only=True) if "plain" in file.name else NAMES, name)
-        )
+        held = torch.load(file, weights_only=True) if "plain" in file.name else NAMES
+        index.update(dict.fromkeys(held, name))
     if len(files) > 1:
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
     return folder
@@ -266,10 +267,7 @@ def test_a_hub_model_that_torchao_quantised_is_whole_and_refused_by_name(
     made: Path, tmp_path: Path, name: str
 ) -> None:
     model = as_model(tmp_path / "model", {"pytorch_model.bin": made / f"torchao-{name}.bin"})
-    found = verify(model, full=True)
-    assert found.ok
-    (warning,) = found.warnings
-    assert "1 tensor is an object of a class" in warning
+    assert "1 tensor is an object of a class" in warning_of_what_is_whole(model)
     for attempt in (
         lambda: consolidate(model, tmp_path / "out"),
         lambda: preshard(model, tmp_path / "out", world_size=2),
@@ -280,28 +278,24 @@ def test_a_hub_model_that_torchao_quantised_is_whole_and_refused_by_name(
         (problem,) = caught.value.problems
         assert problem.startswith(f"0.weight: pytorch_model.bin: torchao.{BINS[name]}, which is made of ")
         assert problem.endswith(": quantised by torchao")
-        assert str(caught.value.hint).startswith(
-            "take the model that it was quantised from; or load each file"
-        )
+        hint = str(caught.value.hint)
+        assert hint.startswith("take the model that it was quantised from; or load each file")
 
 
 def test_a_flipped_bit_of_a_quantised_hub_model_is_found(made: Path, tmp_path: Path) -> None:
     """In a sharded model, of which another file has plain tensors alone."""
     torch.save({"2.weight": WEIGHT}, tmp_path / "plain.bin")
     first, second = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
-    model = as_model(
-        tmp_path / "model", {first: made / "torchao-0.18-int8.bin", second: tmp_path / "plain.bin"}
-    )
+    files = {first: made / "torchao-0.18-int8.bin", second: tmp_path / "plain.bin"}
+    model = as_model(tmp_path / "model", files)
     assert verify(model, full=True).ok
     assert verify(model, full=True).num_files == 2
     flip(model / second, WEIGHT.numpy().tobytes()[:-1])
     (problem,) = verify(model, full=True).problems
     assert (problem.file, "CRC-32" in problem.message) == (second, True)
-    data = bytearray((model / first).read_bytes())
-    data[data.index(b"data/0") + 100] ^= 1
-    (model / first).write_bytes(data)
+    flip_byte(model / first, (model / first).read_bytes().index(b"data/0") + 100)
     assert [each.file for each in verify(model, full=True).problems] == [first, second]
-    (model / first).write_bytes(bytes(data)[:-40])
+    os.truncate(model / first, (model / first).stat().st_size - 40)
     assert not verify(model).ok
     index = model / "pytorch_model.bin.index.json"
     index.write_text(index.read_text().replace("0.weight", "9.weight"))
@@ -350,15 +344,10 @@ def test_torchs_own_kinds_are_whole_but_not_read(made: Path, tmp_path: Path, kin
     (model / "config.json").write_text("{}")
     torch.save({"up.weight": values[kind](), "norm.weight": torch.ones(8)}, model / name)
     path = model if name.endswith("bin") else model / name
-    found = verify(path, full=True)
-    assert found.ok
-    (warning,) = found.warnings
-    assert "1 tensor is an object of a class" in warning
+    assert "1 tensor is an object of a class" in warning_of_what_is_whole(path)
     with pytest.raises(SourceError, match=r"up\.weight"):
         consolidate(path, tmp_path / "out")
-    flip(model / name, torch.ones(8).numpy().tobytes()[:-1])
-    (problem,) = verify(path, full=True).problems
-    assert "CRC-32" in problem.message
+    assert_a_flip_is_found(model / name, torch.ones(8), path)
 
 
 def with_attribute(data: torch.Tensor, **attributes: Any) -> nn.Parameter:
@@ -391,11 +380,8 @@ def test_a_class_that_pickles_itself_is_whole_but_not_read(tmp_path: Path) -> No
     dcp.save({"model.weight": Coded(WEIGHT, 0.5)}, checkpoint_id=source)
     found = verify(source, full=True)
     assert found.ok
-    assert any(
-        f"{name}, which is made of 2 plain tensors" in each for each in (*found.warnings, *found.notes)
-    )
+    told = f"{name}, which is made of 2 plain tensors"
+    assert any(told in each for each in (*found.warnings, *found.notes))
     with pytest.raises(SourceError, match=f"model.weight: {name}, which is made of 2 plain tensors"):
         consolidate(source, tmp_path / "out")
-    flip(source / "__0_0.distcp", WEIGHT.numpy().tobytes()[:-1])
-    (problem,) = verify(source, full=True).problems
-    assert "CRC-32" in problem.message
+    assert_a_flip_is_found(source / "__0_0.distcp", WEIGHT, source)

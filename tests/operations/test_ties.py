@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,39 +18,30 @@ from shardkit.errors import LayoutError
 from shardkit.keys import ties
 from shardkit.keys.ties import stored_ties, tied_names, ties_embeddings
 from tests.cases import but_first
+from tests.contents import json_of
 from tests.operations.consolidate.checkpoints import assert_bit_equal, load, save
 
 pytestmark = pytest.mark.usefixtures("fast_trace")
 
+_WORDS = {"vocab_size": 101, "pad_token_id": 0}
 _ENCODER = {
-    "vocab_size": 101,
-    "hidden_size": 12,
-    "embedding_size": 12,
-    "intermediate_size": 19,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 17,
-    "pad_token_id": 0,
+    **_WORDS,
+    **{"hidden_size": 12, "embedding_size": 12, "intermediate_size": 19, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "max_position_embeddings": 17},
+}
+_TWO_SIDES = {
+    **_WORDS,
+    **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
+    **{"d_model": 12, "encoder_ffn_dim": 19, "decoder_ffn_dim": 19},
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "whisper": (
         "WhisperForConditionalGeneration",
         {
-            "vocab_size": 101,
-            "d_model": 12,
-            "encoder_layers": 1,
-            "decoder_layers": 1,
-            "encoder_attention_heads": 2,
-            "decoder_attention_heads": 2,
-            "encoder_ffn_dim": 19,
-            "decoder_ffn_dim": 19,
-            "num_mel_bins": 5,
-            "max_source_positions": 11,
-            "max_target_positions": 13,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "decoder_start_token_id": 1,
+            **_TWO_SIDES,
+            **{"num_mel_bins": 5, "max_source_positions": 11, "max_target_positions": 13},
+            **{"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
         },
     ),
     "xlm-roberta": ("XLMRobertaForMaskedLM", _ENCODER),
@@ -61,25 +51,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "distilbert": (
         "DistilBertForMaskedLM",
-        {
-            "vocab_size": 101,
-            "dim": 12,
-            "hidden_dim": 19,
-            "n_layers": 2,
-            "n_heads": 2,
-            "max_position_embeddings": 17,
-        },
+        {"vocab_size": 101, "dim": 12, "hidden_dim": 19, "n_layers": 2, "n_heads": 2}
+        | {"max_position_embeddings": 17},
     ),
     "albert": ("AlbertForMaskedLM", _ENCODER),
     "electra": ("ElectraForMaskedLM", _ENCODER),
-    "bart": (
-        "BartForConditionalGeneration",
-        {
-            **{"vocab_size": 101, "d_model": 12, "encoder_layers": 1, "decoder_layers": 1},
-            **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 19},
-            **{"decoder_ffn_dim": 19, "max_position_embeddings": 17, "pad_token_id": 0},
-        },
-    ),
+    "bart": ("BartForConditionalGeneration", {**_TWO_SIDES, "max_position_embeddings": 17}),
     "t5": (
         "T5ForConditionalGeneration",
         {"vocab_size": 101, "d_model": 12, "d_kv": 4, "d_ff": 19, "num_layers": 1, "num_heads": 3},
@@ -88,15 +65,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(name: str) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
     class_name, settings = MODELS[name]
-    model: transformers.PreTrainedModel = getattr(transformers, class_name)(
-        transformers.AutoConfig.for_model(name, **settings)
-    )
+    model: transformers.PreTrainedModel = made(class_name, name, **settings)
+    return model
+
+
+def made(class_name: str, model_type: str, **settings: Any) -> Any:
+    """Return a model with random weights, of norms and biases too."""
+    torch.manual_seed(0)
+    model = getattr(transformers, class_name)(transformers.AutoConfig.for_model(model_type, **settings))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
     return model
+
+
+def copies(model: Any) -> dict[str, torch.Tensor]:
+    """Return a state dict in which no two names share their memory."""
+    return {fqn: value.clone() for fqn, value in model.state_dict().items()}
+
+
+def head_of(live: dict[str, torch.Tensor]) -> tuple[str, str]:
+    """Return the output, and the name that it is tied to."""
+    found = tied_names({name: value.shape for name, value in live.items()})
+    head, kept, _ = next(each for each in found if each[2])
+    return head, kept[0]
 
 
 @pytest.mark.parametrize("name", but_first(MODELS))
@@ -109,38 +102,28 @@ def test_every_name_of_a_live_model_goes_through_a_base(name: str, weights: str,
     stored = load(base)
     if weights == "config":
         (base / "model.safetensors").unlink()
-    live = {fqn: value.clone() for fqn, value in model.state_dict().items()}
-    config = json.loads((base / "config.json").read_text())
-    groups = stored_ties({fqn: value.shape for fqn, value in stored.items()}, config)
-    assert {
-        *stored,
-        *(fqn for group in groups for fqn in group),
-    } == live.keys()  # as a declared layout has them
+    live = copies(model)
+    groups = stored_ties({fqn: value.shape for fqn, value in stored.items()}, json_of(base))
+    # As a declared layout has them.
+    assert live.keys() == stored.keys() | {fqn for group in groups for fqn in group}
     result = shardkit.consolidate(save({"model": live}, tmp_path / "run"), tmp_path / "out", base=base)
     assert_bit_equal(load(result.output), stored)
     assert not result.warnings
     _, info = type(model).from_pretrained(result.output, output_loading_info=True)
     assert not info["missing_keys"]
-    with torch.no_grad():  # training has untied them
-        head = next(
-            other for other, _, is_head in tied_names({n: v.shape for n, v in live.items()}) if is_head
-        )
-        live[head].add_(1)
+    head, _ = head_of(live)
+    live[head].add_(1)  # training has untied them
     result = shardkit.consolidate(save({"model": live}, tmp_path / "run-2"), tmp_path / "out-2", base=base)
     found = type(model).from_pretrained(result.output).state_dict()
     assert_bit_equal(found, live)  # the config unties all names: encoder, decoder and biases too
     assert [head] == [other for _, other in result.untied]
 
 
-def tiny(class_name: str, model_type: str, **settings: Any) -> Any:
-    """Return a tiny model with random weights, of no table here."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, vocab_size=64, **settings)
-    model = getattr(transformers, class_name)(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
-    return model
+def assert_loaded(model: Any, output: str) -> None:
+    """`from_pretrained` finds all, and makes the same model of it."""
+    found, info = type(model).from_pretrained(output, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert_bit_equal(found.state_dict(), model.state_dict())
 
 
 SEQUENCES = {
@@ -157,7 +140,7 @@ SEQUENCES = {
             (
                 "LukeForMaskedLM",  # ties its entities, never its words to their output, and keeps the decoder's bias
                 "luke",
-                {**_ENCODER, "vocab_size": 64, "entity_vocab_size": 16, "entity_emb_size": 8},
+                {**_ENCODER, "entity_vocab_size": 16, "entity_emb_size": 8},
             ),
             ("ProphetNetForConditionalGeneration", "prophetnet", SEQUENCES),  # one embedding for both sides
         ]
@@ -166,27 +149,21 @@ SEQUENCES = {
 def test_what_a_base_stores_is_written_and_nothing_else(
     class_name: str, model_type: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = tiny(class_name, model_type, **{k: v for k, v in settings.items() if k != "vocab_size"})
-    base = tmp_path / "base"
+    model, base = made(class_name, model_type, **{**settings, "vocab_size": 64}), tmp_path / "base"
     model.save_pretrained(base)
-    live = {fqn: value.clone() for fqn, value in model.state_dict().items()}
+    live = copies(model)
     assert live.keys() > load(base).keys()
     result = shardkit.consolidate(save({"model": live}, tmp_path / "run"), tmp_path / "out", base=base)
     assert_bit_equal(load(result.output), load(base))
     assert not result.warnings
     assert not result.untied
     assert all(kept in load(base) for kept, _ in result.ties)
-    written = json.loads((tmp_path / "out/config.json").read_text())
-    assert written.get("tie_word_embeddings") == model.config.tie_word_embeddings
-    found, info = type(model).from_pretrained(result.output, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert_bit_equal(found.state_dict(), model.state_dict())
+    assert json_of(tmp_path / "out").get("tie_word_embeddings") == model.config.tie_word_embeddings
+    assert_loaded(model, result.output)
     (base / "model.safetensors").unlink()  # a config alone knows less, and must say nothing wrong
     result = shardkit.consolidate(tmp_path / "run", tmp_path / "out-2", base=base)
     assert not result.untied
-    found, info = type(model).from_pretrained(result.output, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert_bit_equal(found.state_dict(), model.state_dict())
+    assert_loaded(model, result.output)
 
 
 @pytest.mark.parametrize("name", ["t5", "xlm-roberta"])
@@ -195,14 +172,14 @@ def test_two_names_in_a_base(name: str, in_base: str, tmp_path: Path) -> None:
     """Two values are not tied, whatever the config says; two copies are, until training makes them differ."""
     model, base = build(name), tmp_path / "base"
     model.save_pretrained(base)
-    stored, live = load(base), {fqn: value.clone() for fqn, value in model.state_dict().items()}
-    head, kept, _ = next(found for found in tied_names({n: v.shape for n, v in live.items()}) if found[2])
+    stored, live = load(base), copies(model)
+    head, kept = head_of(live)
     live[head] = live[head] + 1
-    stored[head] = live[head] if in_base == "two values" else stored[kept[0]].clone()
+    stored[head] = live[head] if in_base == "two values" else stored[kept].clone()
     save_file(stored, base / "model.safetensors", {"format": "pt"})
     result = shardkit.consolidate(save({"model": live}, tmp_path / "run"), tmp_path / "out", base=base)
     assert torch.equal(load(result.output)[head], live[head])
-    before, after = (json.loads((where / "config.json").read_text()) for where in (base, tmp_path / "out"))
+    before, after = json_of(base), json_of(tmp_path / "out")
     if in_base == "two values":
         assert not result.warnings
         assert not result.untied
@@ -224,7 +201,7 @@ def test_what_the_class_leaves_out_of_old_files_is_not_missed(tmp_path: Path) ->
     save_file(whole, base / "model.safetensors", {"format": "pt"})
     _, info = type(model).from_pretrained(base, output_loading_info=True)
     assert not info["missing_keys"] | info["unexpected_keys"]
-    run = save({"model": {fqn: value.clone() for fqn, value in model.state_dict().items()}}, tmp_path / "run")
+    run = save({"model": copies(model)}, tmp_path / "run")
     result = shardkit.consolidate(run, tmp_path / "out", base=base)
     assert_bit_equal(load(result.output), whole)
     assert not result.warnings
@@ -236,6 +213,9 @@ def test_what_the_class_leaves_out_of_old_files_is_not_missed(tmp_path: Path) ->
     assert lost in str(caught.value)
 
 
+TIED = {"tie_word_embeddings": True}
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -245,25 +225,11 @@ def test_what_the_class_leaves_out_of_old_files_is_not_missed(tmp_path: Path) ->
         ({"model_type": "gpt2", "tie_word_embeddings": False}, False),
         ({"model_type": "xlm-roberta"}, True),
         ({"model_type": "t5", "tie_word_embeddings": False}, True),
-        (
-            {
-                "model_type": "qwen3_vl",
-                "tie_word_embeddings": False,
-                "text_config": {"tie_word_embeddings": True},
-            },
-            False,
-        ),
-        (
-            {
-                "model_type": "llava",
-                "tie_word_embeddings": False,
-                "text_config": {"tie_word_embeddings": True},
-            },
-            True,
-        ),
-        ({"model_type": "qwen2_5_vl", "text_config": {"tie_word_embeddings": True}}, True),
+        ({"model_type": "qwen3_vl", "tie_word_embeddings": False, "text_config": TIED}, False),
+        ({"model_type": "llava", "tie_word_embeddings": False, "text_config": TIED}, True),
+        ({"model_type": "qwen2_5_vl", "text_config": TIED}, True),
         ({"model_type": "blip-2", "text_config": {"model_type": "opt"}}, True),
-        ({"model_type": "nobodys", "text_config": {"tie_word_embeddings": True}}, None),
+        ({"model_type": "nobodys", "text_config": TIED}, None),
     ],
 )
 def test_what_a_config_says(config: dict[str, Any] | None, expected: bool | None) -> None:
@@ -368,9 +334,7 @@ def test_the_table_knows_what_each_type_calls_its_output() -> None:
             heads.setdefault(folder, set()).add(name.removesuffix(".weight"))
     renamed = {"data2vec": "data2vec_text", "kosmos2": "kosmos_2"}
     odd = {renamed.get(folder, folder): names for folder, names in heads.items() if names != {"lm_head"}}
-    assert {
-        folder for folder, names in odd.items() if ties._HEAD_OF.get(folder, "lm_head") not in names
-    } == set()
+    assert [kind for kind, names in odd.items() if ties._HEAD_OF.get(kind, "lm_head") not in names] == []
 
 
 def test_the_table_has_the_defaults_of_every_type_that_it_lists() -> None:
@@ -390,18 +354,11 @@ def test_the_table_ties_no_output_that_the_class_does_not() -> None:
     for folder, name, _ in declared_ties():
         declared.setdefault(folder, set()).add(name)
     listed = ties._TIED_BY_DEFAULT | ties._ALWAYS_TIED
-    assert {
-        kind
-        for kind in listed & declared.keys()
-        if f"{ties._HEAD_OF.get(kind, 'lm_head')}.weight" not in declared[kind]
-    } == set()
-    assert {
-        kind
-        for kind in ties._NEVER_TIED
-        if f"{ties._HEAD_OF.get(kind, 'lm_head')}.weight" in declared.get(kind, set())
-    } == set()
-    assert {
-        kind
-        for kind in ties._TIE_OTHER_NAMES
-        if f"{ties._HEAD_OF.get(kind, 'lm_head')}.weight" in declared[kind]
-    } == set()
+
+    def ties_its_output(kind: str) -> bool:
+        return f"{ties._HEAD_OF.get(kind, 'lm_head')}.weight" in declared.get(kind, set())
+
+    assert [kind for kind in listed & declared.keys() if not ties_its_output(kind)] == []
+    assert [kind for kind in ties._NEVER_TIED if ties_its_output(kind)] == []
+    assert declared.keys() >= ties._TIE_OTHER_NAMES
+    assert [kind for kind in ties._TIE_OTHER_NAMES if ties_its_output(kind)] == []

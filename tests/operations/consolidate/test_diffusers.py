@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,8 @@ from shardkit.operations.inspect import inspect
 from shardkit.operations.preshard import preshard
 from shardkit.operations.reshard import reshard
 from shardkit.operations.verify import verify
-from tests.operations.consolidate.checkpoints import CONFIG, hub, save, weights
+from tests.contents import json_of
+from tests.operations.consolidate.checkpoints import CONFIG, assert_bit_equal, hub, load, save, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 
@@ -31,11 +32,6 @@ LOAD = "diffusers.UNet2DConditionModel.from_pretrained("
 
 def trained() -> dict[str, torch.Tensor]:
     return {name: value + 1 for name, value in load_file(WHOLE / f"{STEM}.safetensors").items()}
-
-
-def stored(directory: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    files = [load_file(file) for file in sorted(Path(directory).glob("*.safetensors"))]
-    return {name: value for file in files for name, value in file.items()}
 
 
 def variant(directory: Path) -> Path:
@@ -58,19 +54,13 @@ def test_the_output_has_the_files_of_the_base(tmp_path: Path, kind: str) -> None
     result = consolidate(checkpoint, tmp_path / "out", base=base, dtype="keep")
     weights = {f"{STEM}.safetensors"} if kind == "config alone" else set()
     assert {*os.listdir(result.output)} == {*os.listdir(base)} | weights
-    assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads(
-        (base / "config.json").read_text()
-    )
-    values = stored(result.output)
-    assert values.keys() == trained().keys()
-    assert all(torch.equal(values[name], value) for name, value in trained().items())
+    assert json_of(tmp_path / "out") == json_of(base)
+    assert_bit_equal(load(result.output), trained())
     said = "" if kind not in ("variant", "sharded-fp16") else ", variant='fp16'"
     assert f"  {LOAD}{result.output!r}{said})" in render(result)
     if kind == "whole":
-        assert (
-            consolidate(checkpoint, tmp_path / "out", base=base, overwrite=True).file_names
-            == result.file_names
-        )
+        again = consolidate(checkpoint, tmp_path / "out", base=base, overwrite=True)
+        assert again.file_names == result.file_names
     other = consolidate(checkpoint, tmp_path / "fp32", base=base, dtype="fp32")  # no variant is of this dtype
     assert other.file_names == (f"{STEM}.safetensors",)
     assert f"  {LOAD}{other.output!r})" in render(other)
@@ -114,22 +104,14 @@ def test_there_and_back(tmp_path: Path) -> None:
 )
 def test_a_config_of_no_library(tmp_path: Path, config: dict[str, object]) -> None:
     """PyTorchModelHubMixin hands each key to the class, and timm has keys of its own: nothing is added to either."""
-    base, model = tmp_path / "hub", {"layers.0.weight": torch.ones(2, 2), "b": torch.zeros(3)}
-    base.mkdir()
-    save_file(model, base / "model.safetensors", {"format": "pt"})
-    (base / "config.json").write_text(json.dumps(config))
+    model = {"layers.0.weight": torch.ones(2, 2), "b": torch.zeros(3)}
+    base = hub(tmp_path / "hub", model, config)
     checkpoint = save({"model": model}, tmp_path / "step-1")
     shards = preshard(base, tmp_path / "shards", world_size=2, layout="declared").output
-    for number, (source, options) in enumerate(
-        [
-            (checkpoint, {"base": base}),
-            (checkpoint, {"base": base, "dtype": "bf16"}),
-            (base, {}),
-            (shards, {}),
-        ]
-    ):
+    ways = [(checkpoint, {"base": base}), (checkpoint, {"base": base, "dtype": "bf16"})]
+    for number, (source, options) in enumerate([*ways, (base, {}), (shards, {})]):
         result = consolidate(source, tmp_path / f"out{number}", **options)
-        assert json.loads((Path(result.output) / "config.json").read_text()) == config
+        assert json_of(result.output) == config
         assert result.warnings == ()
         assert "  safetensors.torch.load_file(" in "\n".join(render(result))
 
@@ -138,10 +120,7 @@ def test_a_model_with_code_of_its_own(tmp_path: Path) -> None:
     """transformers has no such class; an `AutoModel...` loads it, and runs the code."""
     code = {"AutoConfig": "own.NetConfig", "AutoModelForCausalLM": "own.Net"}
     config = {"architectures": ["Net"], "auto_map": code}
-    source = tmp_path / "source"
-    source.mkdir()
-    save_file({"weight": torch.ones(2)}, source / "model.safetensors", {"format": "pt"})
-    (source / "config.json").write_text(json.dumps(config))
+    source = hub(tmp_path / "source", {"weight": torch.ones(2)}, config)
     result = consolidate(source, tmp_path / "out", ask_class=False)
     line = f"transformers.AutoModelForCausalLM.from_pretrained({result.output!r}, trust_remote_code=True)"
     assert f"  {line}" in render(result)
@@ -149,15 +128,7 @@ def test_a_model_with_code_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "open_clip_model.safetensors",
-        "weights.safetensors",
-        "tf_model.h5",
-        "flax_model.msgpack",
-        "q4.gguf",
-        "net.onnx",
-        "net.keras",
-    ],
+    "open_clip_model.safetensors weights.safetensors tf_model.h5 flax_model.msgpack q4.gguf net.onnx net.keras".split(),
 )
 def test_weights_of_an_unknown_name(tmp_path: Path, name: str) -> None:
     """By its ending it holds weights, so that silence would say that they had been compared."""
@@ -205,36 +176,28 @@ def test_files_of_a_policy(tmp_path: Path) -> None:
 def test_strict_before_the_output_appears(tmp_path: Path) -> None:
     """What a cast makes infinite is known only while bytes move, and what a checkpoint lacks before."""
     wide = {"layers.0.weight": torch.full((2, 2), 1e6)}
-    (tmp_path / "base").mkdir()
-    save_file(wide, tmp_path / "base/model.safetensors")
-    (tmp_path / "base/config.json").write_text("{}")
+    base = hub(tmp_path / "base", wide, {})
     checkpoint = save({"model": wide}, tmp_path / "step-1")
-    calls = [
-        lambda **options: consolidate(
-            checkpoint, tmp_path / "out", base=tmp_path / "base", dtype="fp16", **options
-        ),
-        lambda **options: reshard(checkpoint, tmp_path / "out", world_size=2, dtype="fp16", **options),
-    ]
-    for call in calls:
+    for call in (
+        partial(consolidate, checkpoint, tmp_path / "out", base=base, dtype="fp16"),
+        partial(reshard, checkpoint, tmp_path / "out", world_size=2, dtype="fp16"),
+    ):
         with pytest.raises(SourceError, match="makes each an error"):
             call(strict=True)
         assert not (tmp_path / "out").exists()
         assert call(overwrite=True).warnings
         shutil.rmtree(tmp_path / "out")
     model = hub(tmp_path / "model", weights(), CONFIG)
-    shutil.copy(
-        model / "model.safetensors", model / "consolidated.safetensors"
-    )  # not among the model's weight files
+    # Not among the model's weight files.
+    shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
     assert verify(model).warnings
     with pytest.raises(SourceError, match="makes each an error"):
         verify(model, strict=True)
 
 
 def test_one_shard_alone(tmp_path: Path) -> None:
-    for kind, name in (
-        ("sharded", f"{STEM}-00001-of-00002"),
-        ("sharded-fp16", f"{STEM}.fp16-00002-of-00002"),
-    ):
+    fp16 = f"{STEM}.fp16-00002-of-00002"
+    for kind, name in (("sharded", f"{STEM}-00001-of-00002"), ("sharded-fp16", fp16)):
         shard = DATA / kind / f"{name}.safetensors"
         for call in (
             lambda shard=shard: preshard(shard, tmp_path / "out", world_size=2, layout="declared"),

@@ -18,6 +18,7 @@ from shardkit.operations.consolidate import consolidate
 from shardkit.operations.inspect import inspect
 from shardkit.operations.preshard import preshard
 from shardkit.operations.verify import verify
+from tests.bits import flip_byte
 from tests.operations.consolidate.checkpoints import hub, save, weights
 
 pytestmark = [
@@ -66,9 +67,7 @@ def test_modules_are_carried_along(tmp_path: Path) -> None:
         for name in (DENSE, "late/norm/pytorch_model.bin", "modules.json"):
             assert (Path(result.output) / name).read_bytes() == (model / name).read_bytes()
     assert verify(made.output, full=True).ok
-    data = bytearray((tmp_path / "one" / DENSE).read_bytes())
-    data[-1] ^= 1
-    (tmp_path / "one" / DENSE).write_bytes(data)
+    flip_byte(tmp_path / "one" / DENSE, -1)
     (problem,) = verify(made.output, full=True).problems
     assert problem.file == DENSE
 
@@ -128,18 +127,20 @@ BESIDE: Mapping[str, str] = {
     **dict.fromkeys(
         [
             *("x.PT", "x.pkl", "extra.pickle", "e.npy", "e.npz", "a.dduf", "y.mlmodel", "z.tar", "w.bin.gz"),
-            *(
-                "model.safetensors.bak",
-                "q.safetensors.part",
-                "__0_0.distcp",
-                "lora.pt2",
-                "checkpoint",
-                ".w.bin",
-            ),
+            *("model.safetensors.bak", "q.safetensors.part", "__0_0.distcp", "lora.pt2"),
+            *("checkpoint", ".w.bin"),
         ],
         "not among the model's weight files",
     ),
 }
+
+
+def put_all(directory: Path, names: list[str]) -> None:
+    """Write files of one byte; a name of a directory stands for those below it that are listed too."""
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            (directory / name).write_bytes(b"x")
 
 
 def test_every_other_file_with_weights_is_named(tmp_path: Path) -> None:
@@ -148,10 +149,7 @@ def test_every_other_file_with_weights_is_named(tmp_path: Path) -> None:
     files += ["original/consolidated.00.pth", "vae/diffusion_pytorch_model.safetensors", "vae/config.json"]
     files += [".cache/huggingface/x.bin", ".git/objects/pack/p.pack", ".gitattributes", "vocab.txt", "a.PNG"]
     files += [".hidden/w.bin", "tokenizer.model", "LICENSE", "runs/events.out.tfevents.1.host"]
-    for name in files:
-        (model / name).parent.mkdir(parents=True, exist_ok=True)
-        if not name.endswith("/"):
-            (model / name).write_bytes(b"x")
+    put_all(model, files)
     result = consolidate(model, tmp_path / "one")
     based = consolidate(save({"model": weights()}, tmp_path / "step-3"), tmp_path / "two", base=model)
     sharded = preshard(model, tmp_path / "three", world_size=2, wrap="none")
@@ -207,9 +205,8 @@ def test_no_name_of_a_module_is_our_fault(name: str, path: str, tmp_path: Path) 
 
 
 def test_modules_outside_of_the_model(tmp_path: Path) -> None:
-    model = hub(
-        tmp_path / "model", weights(), modules__json=json.dumps([{"path": "../elsewhere", "name": "1"}])
-    )
+    listed = json.dumps([{"path": "../elsewhere", "name": "1"}])
+    model = hub(tmp_path / "model", weights(), modules__json=listed)
     save_file(dense(), tmp_path / "model.safetensors")
     with pytest.raises(SourceError, match="cannot be in the model's"):
         consolidate(model, tmp_path / "out")
@@ -228,9 +225,8 @@ def test_sentence_transformers_loads_it(tmp_path: Path) -> None:
 
     modules = pytest.importorskip("sentence_transformers.models")
     source = tmp_path / "bert"
-    config = BertConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24
-    )
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(**sizes, intermediate_size=24)
     BertModel(config).save_pretrained(source)
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefgh"]
     (source / "vocab.txt").write_text("\n".join(tokens))
@@ -246,10 +242,8 @@ def test_sentence_transformers_loads_it(tmp_path: Path) -> None:
     assert not np.allclose(trained, expected)
     checkpoint = save(model.state_dict(), tmp_path / "step-3")
     root = next(iter(model.state_dict())).partition(".embeddings.")[0]
-    for output, place in (("two", root), ("alone", "2")):
-        consolidate(
-            checkpoint, tmp_path / output, base=None if place == "2" else tmp_path / "model", root=place
-        )
+    consolidate(checkpoint, tmp_path / "two", base=tmp_path / "model", root=root)
+    consolidate(checkpoint, tmp_path / "alone", root="2")
     shutil.copy(tmp_path / "alone/model.safetensors", tmp_path / "two" / DENSE)
     consolidate(tmp_path / "model", tmp_path / "one")
     for output, answer in (("one", expected), ("two", trained)):
@@ -274,10 +268,7 @@ def test_what_lies_beside_a_trainers_checkpoint_is_named(tmp_path: Path) -> None
         "head/": "head.bin: not among",
         "parts/": "2 files: not among",
     }
-    for name in [*stray, "head/head.bin", "parts/a.pt", "parts/b.pt", "notes.txt"]:
-        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
-        if not name.endswith("/"):
-            (checkpoint / name).write_bytes(b"x")
+    put_all(checkpoint, [*stray, "head/head.bin", "parts/a.pt", "parts/b.pt", "notes.txt"])
     result = consolidate(checkpoint, tmp_path / "out")
     assert DENSE in result.assets
     assert skipped(result).keys() == stray.keys()

@@ -5,27 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 
 import shardkit
 from shardkit.core.text import format_size
 from shardkit.errors import IntegrityError, SourceError
 from shardkit.files import manifest
 from tests.manifests import change_manifest
+from tests.operations.consolidate.checkpoints import hub, save
 
 
 @pytest.fixture
 def model(tmp_path):
     tensors = {f"layers.{n}.w": torch.zeros(4, 2, dtype=torch.bfloat16) for n in range(3)}
     tensors |= {"embed.weight": torch.zeros(6, 2), "mask": torch.zeros(3, dtype=torch.bool)}
-    (tmp_path / "model").mkdir()
-    save_file(tensors, str(tmp_path / "model" / "model.safetensors"))
-    return tmp_path / "model"
+    return hub(tmp_path / "model", tensors, None)
 
 
 @pytest.fixture
@@ -40,11 +36,8 @@ def test_hub(model):
     found = shardkit.inspect(str(model))
     assert (found.kind, found.format, found.model_class) == ("hub", "safetensors", "TinyForCausalLM")
     assert (found.num_tensors, found.tensor_bytes) == (5, 48 + 48 + 3)
-    assert [(d.dtype, d.num_tensors, d.tensor_bytes) for d in found.dtypes] == [
-        ("bfloat16", 3, 48),
-        ("float32", 1, 48),
-        ("bool", 1, 3),
-    ]
+    dtypes = [(d.dtype, d.num_tensors, d.tensor_bytes) for d in found.dtypes]
+    assert dtypes == [("bfloat16", 3, 48), ("float32", 1, 48), ("bool", 1, 3)]
     (file,) = found.files
     assert (file.file_bytes, file.tensor_bytes) == (os.path.getsize(model / "model.safetensors"), 99)
     assert "ties the word embeddings" in found.notes[-1]
@@ -67,21 +60,16 @@ def test_legacy_file_is_one_file(tmp_path):
 
 def test_presharded(sharded):
     found = shardkit.inspect(str(sharded))
-    assert (found.kind, found.world_size, found.mesh, found.layout) == (
-        "presharded",
-        2,
-        "dp_shard=2",
-        "declared",
-    )
+    assert (found.kind, found.world_size) == ("presharded", 2)
+    assert (found.mesh, found.layout) == ("dp_shard=2", "declared")
     assert (found.policy, found.source) == ("none", "model.safetensors")
     assert {(t.name, t.count, t.placements) for t in found.tensors} == {
         ("layers.{0..2}.w", 3, "S(0)"),
         ("embed.weight", 1, "S(0)"),
         ("mask", 1, "R"),
     }
-    assert [file.file_bytes for file in found.files] == [
-        os.path.getsize(sharded / f"__{n}_0.distcp") for n in range(2)
-    ]
+    sizes = [os.path.getsize(sharded / f"__{n}_0.distcp") for n in range(2)]
+    assert [file.file_bytes for file in found.files] == sizes
     assert (found.num_tensors, found.tensor_bytes, found.warnings) == (5, 99, ())
 
 
@@ -121,10 +109,8 @@ def test_a_missing_file_is_shown_as_missing(sharded):
 def test_ties_and_units_of_a_manifest(sharded):
     def change(content):
         content["ties"] = [["embed.weight", "head.weight"]]
-        content["units"] = [
-            {"path": "", "class": None},
-            *({"path": f"l.{n}", "class": "L"} for n in range(4)),
-        ]
+        layers = [{"path": f"l.{n}", "class": "L"} for n in range(4)]
+        content["units"] = [{"path": "", "class": None}, *layers]
 
     change_manifest(sharded, change)
     found = shardkit.inspect(str(sharded))
@@ -156,10 +142,7 @@ def test_changed_manifest(sharded):
 
 def test_dcp_of_torch(tmp_path):
     state = {"w": torch.zeros(3, 2), "layers": {"0": torch.zeros(4), "1": torch.zeros(4)}, "step": 5}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it saves in a single process, as it is told to
-        dcp.save(state, checkpoint_id=str(tmp_path / "ckpt"), no_dist=True)
-    found = shardkit.inspect(str(tmp_path / "ckpt"))
+    found = shardkit.inspect(str(save(state, tmp_path / "ckpt")))
     assert (found.kind, found.mesh, found.world_size) == ("dcp", None, None)
     assert {(t.name, t.count) for t in found.tensors} == {("w", 1), ("layers.{0,1}", 2)}
     assert found.objects == ("step",)
@@ -184,9 +167,7 @@ def test_ties_of_a_dcp(tmp_path):
 
 
 def test_byte_entries_of_a_resharded_checkpoint(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"w": torch.zeros(4, 2), "step": 7}, checkpoint_id=str(tmp_path / "in"), no_dist=True)
+    save({"w": torch.zeros(4, 2), "step": 7}, tmp_path / "in")
     shardkit.reshard(str(tmp_path / "in"), str(tmp_path / "out"), world_size=2)
     found = shardkit.inspect(str(tmp_path / "out"))
     assert (found.kind, found.objects, found.num_tensors, found.warnings) == ("presharded", ("step",), 1, ())
@@ -197,10 +178,8 @@ def trained(tmp_path):
     """What a trainer leaves: accelerate's model and optimizer, each in a directory of its own."""
     home = tmp_path / "checkpoint-2"
     state = {"model": {f"layers.{n}.w": torch.zeros(4, 2) for n in range(3)}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=str(home / "pytorch_model_fsdp_0"), no_dist=True)
-        dcp.save({"optimizer": {"x": torch.zeros(2)}}, checkpoint_id=str(home / "optimizer_0"), no_dist=True)
+    save(state, home / "pytorch_model_fsdp_0")
+    save({"optimizer": {"x": torch.zeros(2)}}, home / "optimizer_0")
     (home / "tokenizer.json").write_text("{}")
     return home
 
@@ -216,9 +195,7 @@ def test_checkpoint_of_a_trainer(trained):
 
 
 def test_weights_that_are_refused(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"model": {"w": torch.zeros(2)}}, checkpoint_id=str(tmp_path), no_dist=True)
+    save({"model": {"w": torch.zeros(2)}}, tmp_path)
     torch.save({"epoch": 0, "callbacks": {"EMA": {"w": torch.zeros(2)}}}, tmp_path / "meta.pt")
     found = shardkit.inspect(str(tmp_path))
     assert found.format == "lightning"
@@ -240,9 +217,8 @@ def test_files_of_rank_tensors_are_counted_once():
     region = full_region((2,))
     catalog.add_tensor("a", BY_NAME["float32"], (2,), iter([(0, 10, 8, region)]))
     catalog.add_tensor("b", BY_NAME["float32"], (2,), iter([(1, 0, 8, region)]))
-    assert [(file.name, file.file_bytes, file.tensor_bytes) for file in _files(catalog, set())] == [
-        ("r0.pt", 100, 16)
-    ]
+    (file,) = _files(catalog, set())
+    assert (file.name, file.file_bytes, file.tensor_bytes) == ("r0.pt", 100, 16)
 
 
 def test_unfinished_save(sharded):
