@@ -13,51 +13,39 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import shardkit
 from shardkit.cli import main
 from shardkit.errors import LayoutError, UsageError
 from shardkit.keys.rule_sets import find_shipped
 from shardkit.keys.rules import bind_names
+from tests.contents import edit_json, json_of
 from tests.keys.test_expressions import evaluate
 from tests.keys.trainers import SETS, config, numbered
-from tests.operations.consolidate.checkpoints import save, training_state, weights
+from tests.operations.consolidate.checkpoints import assert_bit_equal, load, save, training_state, weights
+from tests.operations.consolidate.checkpoints import hub as make_model
 from tests.osft.factored import K, Q, factored
 from tests.worlds.processes import ROOT
 
 tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-NAMES = [
-    "torchtitan-llama3",
-    "torchtitan-qwen3",
-    "torchtune-llama",
-    "fms-llama",
-    "megatron-llama",
-    "megatron-mixtral",
-]
+NAMES = ["torchtitan-llama3", "torchtitan-qwen3", "torchtune-llama"]
+NAMES += ["fms-llama", "megatron-llama", "megatron-mixtral"]
 
 
 def make(name: str, place: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     """Write a small model as on the Hub; return its directory, and its tensors in the trainer's model."""
     model_type, shapes = SETS[name]
     values = numbered(shapes)
-    hub = place / "hub"
-    hub.mkdir()
-    save_file(
-        {key: torch.from_numpy(value).to(torch.int32) for key, value in values.items()},
-        hub / "model.safetensors",
-        {"format": "pt"},
-    )
-    (hub / "config.json").write_text(json.dumps({**config(model_type), "tie_word_embeddings": False}))
+    tensors = {key: torch.from_numpy(value).to(torch.int32) for key, value in values.items()}
+    hub = make_model(place / "hub", tensors, {**config(model_type), "tie_word_embeddings": False})
     rules = find_shipped(name)
     assert rules is not None
     made = bind_names(rules, shapes, config(model_type), side="hub").expressions
-    theirs = {
-        key: torch.from_numpy(np.ascontiguousarray(evaluate(each, values))) for key, each in made.items()
-    }
-    return hub, {key: value.to(torch.int32) for key, value in theirs.items()}
+    theirs = {key: np.ascontiguousarray(evaluate(each, values)) for key, each in made.items()}
+    return hub, {key: torch.from_numpy(value).to(torch.int32) for key, value in theirs.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -87,19 +75,11 @@ def test_globs_are_about_the_names_that_rules_give(named: bool, tmp_path: Path) 
     hub, theirs = make("megatron-mixtral", tmp_path)
     stray = {"decoder.layers.rotary": torch.zeros(3)} if named else {}
     dcp.save({**theirs, **stray}, checkpoint_id=tmp_path / "trained")
-    options = {"keys": "megatron-mixtral"} if named else {}
+    options: dict[str, Any] = {"keys": "megatron-mixtral"} if named else {}
     expected = load_file(hub / "model.safetensors")
-    for include, exclude, part in ((["*.experts.1.*"], [], ".experts.1."), (["lm_head*"], [], "lm_head")):
-        shardkit.consolidate(
-            tmp_path / "trained",
-            tmp_path / "some",
-            base=hub,
-            include=include,
-            exclude=[*exclude, *stray],
-            allow_missing=True,
-            overwrite=True,
-            **options,  # type: ignore[arg-type]
-        )
+    options |= {"base": hub, "exclude": list(stray), "allow_missing": True, "overwrite": True}
+    for include, part in (("*.experts.1.*", ".experts.1."), ("lm_head*", "lm_head")):
+        shardkit.consolidate(tmp_path / "trained", tmp_path / "some", include=[include], **options)
         found = load_file(tmp_path / "some" / "model.safetensors")
         assert found.keys() == {name for name in expected if part in name}
         assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -114,22 +94,12 @@ def test_a_language_model_is_known_in_the_config_of_a_larger_one(
     hub, theirs = make(name, tmp_path)
     whole = {f"language_model.{key}": value for key, value in load_file(hub / "model.safetensors").items()}
     whole["vision_tower.proj.weight"] = torch.ones(2, 3, dtype=torch.int32)
-    text = json.loads((hub / "config.json").read_text())
-    (base := tmp_path / "base").mkdir()
-    save_file(whole, base / "model.safetensors", {"format": "pt"})
-    (base / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
+    base = make_model(tmp_path / "base", whole, {"model_type": "llava", "text_config": json_of(hub)})
     dcp.save({"model": theirs}, checkpoint_id=tmp_path / "trained")
-    done = shardkit.consolidate(
-        tmp_path / "trained",
-        tmp_path / "out",
-        base=base,
-        keys=keys or name,
-        fill_from_base=["vision_tower.*"],
-    )
+    options = {"base": base, "keys": keys or name, "fill_from_base": ["vision_tower.*"]}
+    done = shardkit.consolidate(tmp_path / "trained", tmp_path / "out", **options)
     assert (done.warnings, done.from_base) == ((), ("vision_tower.proj.weight",))
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[key], value) for key, value in whole.items())
+    assert_bit_equal(load(tmp_path / "out"), whole)
 
 
 @pytest.mark.parametrize("name", ["torchtitan-llama3", "megatron-mixtral"])
@@ -137,8 +107,8 @@ def test_all_verbs_find_the_numbers_of_a_language_model_in_the_config_of_a_large
     name: str, tmp_path: Path
 ) -> None:
     hub, theirs = make(name, tmp_path)
-    text = json.loads((hub / "config.json").read_text())
-    (hub / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
+    larger = {"model_type": "llava", "text_config": json_of(hub)}
+    (hub / "config.json").write_text(json.dumps(larger))
     done = shardkit.preshard(hub, tmp_path / "sharded", world_size=1, keys=name, wrap="none", layout="auto")
     assert not any(title(name) in warning for warning in done.warnings)
     read = {key: torch.zeros_like(value) for key, value in theirs.items()}
@@ -152,8 +122,7 @@ def test_all_verbs_find_the_numbers_of_a_language_model_in_the_config_of_a_large
 
 def test_all_verbs_say_that_rules_are_for_another_architecture(tmp_path: Path) -> None:
     hub, theirs = make("torchtitan-llama3", tmp_path)
-    values = json.loads((hub / "config.json").read_text())
-    (hub / "config.json").write_text(json.dumps({**values, "model_type": "phi3"}))
+    edit_json(hub / "config.json", model_type="phi3")
     dcp.save({"model": theirs}, checkpoint_id=tmp_path / "trained", no_dist=True)
     keys, out = "torchtitan-llama3", str(tmp_path / "out")
     context = shardkit.prepare(lambda: Tree(theirs), hub, keys=keys)
@@ -206,17 +175,19 @@ class Tree(torch.nn.Module):
 def test_options_that_rules_would_undo_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
     hub, theirs = make("torchtitan-llama3", tmp_path)
     dcp.save(theirs, checkpoint_id=tmp_path / "trained")
+    options |= {"base": hub, "keys": "torchtitan-llama3"}
     with pytest.raises(UsageError, match="would have no effect"):
-        shardkit.consolidate(
-            tmp_path / "trained", tmp_path / "back", base=hub, keys="torchtitan-llama3", **options
-        )
+        shardkit.consolidate(tmp_path / "trained", tmp_path / "back", **options)
     assert not (tmp_path / "back").exists()
 
 
 def test_without_a_config_the_reason_is_said_and_nothing_is_permuted(tmp_path: Path) -> None:
+    """One true statement: not that no rule set has the names."""
     _, theirs = make("torchtitan-llama3", tmp_path)
     dcp.save(theirs, checkpoint_id=tmp_path / "trained")
+    planned = shardkit.consolidate(tmp_path / "trained", tmp_path / "back", dry_run=True)
     done = shardkit.consolidate(tmp_path / "trained", tmp_path / "back")
+    assert planned.warnings == done.warnings
     (said,) = done.warnings
     assert said.startswith("the names are torchtitan's own")
     assert said.endswith("; add --base MODEL")
@@ -287,11 +258,8 @@ def test_numbers_of_both_sides_are_folded_alike(tmp_path: Path) -> None:
     said = CliRunner().invoke(main, words).output
     router = "model.layers.{0,1}.mlp.gate.weight = layers.{0,1}.moe.router.gate.weight (shipped rules)\n"
     assert router in said
-    experts = (
-        "model.layers.{0,1}.mlp.experts.{0..2}.up_proj.weight = "
-        "layers.{0,1}.moe.routed_experts.inner_experts.w3_EFD (shipped rules)"
-    )
-    assert experts in said
+    of_experts = "layers.{0,1}.moe.routed_experts.inner_experts.w3_EFD (shipped rules)"
+    assert f"model.layers.{{0,1}}.mlp.experts.{{0..2}}.up_proj.weight = {of_experts}" in said
     whole = CliRunner().invoke(main, [*words, "-v"]).output
     assert "model.layers.1.mlp.gate.weight = layers.1.moe.router.gate.weight (shipped rules)\n" in whole
 
@@ -311,14 +279,6 @@ def test_rules_that_match_nothing_are_a_mistake_of_the_command(tmp_path: Path) -
         assert (answer.exit_code, "(a.{i} = b.{i}): matches nothing" in answer.output) == (2, True)
     with pytest.raises(UsageError, match="do not fit"):
         shardkit.load_into(Tree(theirs), hub, keys=rules)
-
-
-def test_names_that_lack_a_config_are_said_to_lack_it(tmp_path: Path) -> None:
-    """One true statement: not that no rule set has the names."""
-    _, theirs = make("torchtitan-llama3", tmp_path)
-    dcp.save(theirs, checkpoint_id=tmp_path / "trained")
-    (warning,) = shardkit.consolidate(tmp_path / "trained", tmp_path / "out", dry_run=True).warnings
-    assert warning.startswith("the names are torchtitan's own")
 
 
 def test_factors_are_named_as_the_weights_that_they_are(tmp_path: Path) -> None:

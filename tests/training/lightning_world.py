@@ -112,6 +112,15 @@ class Plain(Module):
         self.seen["saved"] = [name for name, value in wanted.items() if torch.equal(found[name], value)]
 
 
+def fit(module: Module, out: Path, callback: FSDPDiagnosticsCallback, **options: Any) -> None:
+    """Train as Lightning does, and let it write nothing of its own."""
+    options |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=SIZE, callbacks=[callback], default_root_dir=out, **options
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(16, 8), batch_size=2))
+
+
 def fsdp1(out: Path, lines: Lines) -> dict[str, Any]:
     """With both mixed precisions and a logger: then with the Trainer's alone."""
     let_fsdp_use_cpu()
@@ -126,21 +135,9 @@ def fsdp1(out: Path, lines: Lines) -> dict[str, Any]:
             state_dict_type="sharded",
             cpu_offload=False,
         )
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=SIZE,
-            strategy=strategy,
-            precision="bf16-mixed",
-            max_steps=2,
-            callbacks=[callback],
-            logger=CSVLogger(out, name=name, version="0", flush_logs_every_n_steps=1),
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=out,
-        )
         module = Plain()
-        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(16, 8), batch_size=2))
+        logger = CSVLogger(out, name=name, version="0", flush_logs_every_n_steps=1)
+        fit(module, out, callback, strategy=strategy, precision="bf16-mixed", max_steps=2, logger=logger)
         found[name] = {"settings": callback.settings, "lines": list(lines.lines), "seen": module.seen}
     return found
 
@@ -153,19 +150,8 @@ def rank(out: Path, number: int) -> None:
     lines = Lines()
     logging.getLogger("lightning.pytorch.shardkit").addHandler(lines)
     callback = FSDPDiagnosticsCallback(num_logged_batches=2, log_module_tree_top_k=2)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=SIZE,
-        strategy=ModelParallelStrategy(data_parallel_size=SIZE, tensor_parallel_size=1),
-        max_steps=4,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=out,
-    )
-    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(16, 8), batch_size=2))
+    strategy = ModelParallelStrategy(data_parallel_size=SIZE, tensor_parallel_size=1)
+    fit(Module(), out, callback, strategy=strategy, max_steps=4, logger=False)
     own = list(lines.lines)
     first = fsdp1(out, lines)
     again = pickle.loads(pickle.dumps(callback))
@@ -178,10 +164,8 @@ def rank(out: Path, number: int) -> None:
         "fsdp1": first,
         "is_callback": isinstance(callback, pl.Callback) and isinstance(callback, FSDPDiagnosticsCallback),
         "pickled": [
-            type(again).__name__,
-            again.num_logged_batches,
-            again.log_module_tree_top_k,
-            again.log_to_logger,
+            *(type(again).__name__, again.num_logged_batches),
+            *(again.log_module_tree_top_k, again.log_to_logger),
         ],
     }
     (out / f"{number}.json").write_text(json.dumps(found))

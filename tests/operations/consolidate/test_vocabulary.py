@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from shardkit.cli import main
 from shardkit.errors import LayoutError, SourceError
 from shardkit.operations.consolidate import ConsolidateResult, consolidate
+from tests.contents import json_of
 from tests.operations.consolidate.checkpoints import CONFIG as OF_LLAMA
 from tests.operations.consolidate.checkpoints import (
     EMBED,
@@ -41,20 +42,15 @@ def resized(
     return {name: more[:rows].clone() if name in names else value for name, value in state.items()}
 
 
-def written(out: str) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((Path(out) / "config.json").read_text())
-    return config
-
-
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_grown_vocabulary_is_written(tied: bool, tmp_path: Path) -> None:
+def test_a_grown_vocabulary_is_json_of(tied: bool, tmp_path: Path) -> None:
     """Every row as trained, vocab_size with it, the base's files kept, and a warning about the tokenizer."""
     config = {**CONFIG, "tie_word_embeddings": tied}
     stored = {name: value for name, value in weights(tied=tied).items() if not tied or name != HEAD}
     base = hub(tmp_path / "base", stored, config, tokenizer__json="{}")
     state = resized(42, tied=tied)
     made = consolidate(save({"model": state}, tmp_path / "ck"), tmp_path / "out", base=base)
-    assert written(made.output) == {**config, "vocab_size": 42}
+    assert json_of(made.output) == {**config, "vocab_size": 42}
     assert_bit_equal(load(made.output), {name: state[name] for name in stored})
     (warning,) = (line for line in made.warnings if "vocabulary" in line)
     assert f"42 rows, in {base} 37" in warning
@@ -64,18 +60,14 @@ def test_a_grown_vocabulary_is_written(tied: bool, tmp_path: Path) -> None:
 
 def test_the_text_part_of_a_vision_model_is_found_below_its_own_name(tmp_path: Path) -> None:
     """In memory it stands below `language_model`; names and shapes tell, although rows differ."""
-    config = {
-        **CONFIG,
-        "model_type": "x_vl",
-        "text_config": {"vocab_size": OLD},
-        "vision_config": {"vocab_size": OLD},
-    }
+    parts = {part: {"vocab_size": OLD} for part in ("text_config", "vision_config")}
+    config = {**CONFIG, "model_type": "x_vl", **parts}
     base = hub(tmp_path / "base", weights(), config)
     state = resized(40)
     inner = {name.replace("model.", "model.language_model."): value for name, value in state.items()}
     made = consolidate(save({"model": inner}, tmp_path / "ck"), tmp_path / "out", base=base)
     assert_bit_equal(load(made.output), state)
-    said = written(made.output)
+    said = json_of(made.output)
     assert (said["vocab_size"], said["text_config"]["vocab_size"]) == (40, 40)
     assert said["vision_config"]["vocab_size"] == OLD
 
@@ -85,11 +77,10 @@ def test_all_parts_decide_alike(tmp_path: Path) -> None:
     state = resized(42)
     checkpoint = save({"model": state}, tmp_path / "ck")
     directory = tokenizer(tmp_path / "tokenizer", 42)
+    options: dict[str, Any] = {"base": base, "tokenizer": directory, "max_shard_size": 3000}
     for part in ("1/2", "2/2"):
-        made = consolidate(
-            checkpoint, tmp_path / "out", base=base, tokenizer=directory, part=part, max_shard_size=3000
-        )
-    assert written(made.output)["vocab_size"] == 42
+        made = consolidate(checkpoint, tmp_path / "out", part=part, **options)
+    assert json_of(made.output)["vocab_size"] == 42
     assert (Path(made.output) / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
     assert_bit_equal(load(made.output), state)
 
@@ -115,9 +106,9 @@ def test_a_cut_vocabulary_needs_a_word_for_it(tmp_path: Path) -> None:
         directory = tokenizer(tmp_path / f"tokens-{tokens}", tokens)
         if tokens == 30:
             made = cut(tmp_path, 30, tokenizer=directory)
-            assert written(made.output)["vocab_size"] == 30
+            assert json_of(made.output)["vocab_size"] == 30
             assert load(made.output)[EMBED].shape == (30, 16)
-            assert len(json.loads((Path(made.output) / "tokenizer.json").read_text())["model"]["vocab"]) == 29
+            assert len(json_of(made.output, "tokenizer.json")["model"]["vocab"]) == 29
         else:
             with pytest.raises(LayoutError, match="does not fit"):
                 cut(tmp_path, 30, tokenizer=directory)
@@ -154,13 +145,10 @@ def test_input_and_output_have_to_have_the_same_rows(tmp_path: Path) -> None:
 
 def test_another_width_is_another_model(tmp_path: Path) -> None:
     """The hint leads to the base, not to options that accept no shape."""
-    state = {
-        name: value[:, :8].clone() if name in (EMBED, HEAD) else value for name, value in weights().items()
-    }
+    state = weights() | {name: weights()[name][:, :8].clone() for name in (EMBED, HEAD)}
     base = hub(tmp_path / "base", weights(), CONFIG)
-    result = CliRunner().invoke(
-        main, ["consolidate", str(save({"model": state}, tmp_path / "ck")), "--base", str(base)]
-    )
+    checkpoint = save({"model": state}, tmp_path / "ck")
+    result = CliRunner().invoke(main, ["consolidate", str(checkpoint), "--base", str(base)])
     assert result.exit_code == 3
     assert "hint: give as --base the model that it was trained from" in result.stderr
     assert "--allow-missing" not in result.stderr
@@ -168,9 +156,8 @@ def test_another_width_is_another_model(tmp_path: Path) -> None:
 
 def test_a_tokenizer_takes_the_place_of_the_bases(tmp_path: Path) -> None:
     """All of its files; it may have fewer tokens than there are rows, and never more."""
-    base = hub(
-        tmp_path / "base", weights(), CONFIG, vocab__json="{}", merges__txt="", special_tokens_map__json="{}"
-    )
+    files = {"vocab__json": "{}", "merges__txt": "", "special_tokens_map__json": "{}"}
+    base = hub(tmp_path / "base", weights(), CONFIG, **files)
     checkpoint = save({"model": weights()}, tmp_path / "ck")
     made = consolidate(checkpoint, tmp_path / "out", base=base, tokenizer=tokenizer(tmp_path / "a", 30))
     assert made.assets == ("config.json", "tokenizer.json")
@@ -205,9 +192,8 @@ def test_a_config_without_weights_counts_the_rows_too(is_given: bool, tmp_path: 
     for rows, count in ((42, 42), (30, OLD)):
         checkpoint = save({"model": resized(rows)}, tmp_path / f"ck-{rows}")
         base = hub(tmp_path / f"base-{rows}" if is_given else checkpoint / "hf", None, CONFIG)
-        made = consolidate(
-            checkpoint, tmp_path / f"out-{rows}", base=base if is_given else None, ask_class=False
-        )
-        assert written(made.output)["vocab_size"] == count
+        given = {"base": base} if is_given else {}
+        made = consolidate(checkpoint, tmp_path / f"out-{rows}", ask_class=False, **given)
+        assert json_of(made.output)["vocab_size"] == count
         told = "\n".join((*made.warnings, *made.notes))
         assert ("the vocabulary has 42 rows" in told) == (rows == 42)

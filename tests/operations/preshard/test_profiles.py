@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardkit
 from shardkit.cli.preshard import render
-from shardkit.core.threads import NoProgress
 from shardkit.errors import Interrupted, SourceError, UsageError
 from shardkit.operations import environment
-from tests.bits import raw
 from tests.cases import but_first
+from tests.contents import contents, json_of
 from tests.models.zoo import ZOO, from_pretrained, make_hub
+from tests.operations.consolidate.checkpoints import assert_bit_equal, load
+from tests.operations.stops import InterruptAfter
 
 MakeHub = Callable[..., Path]
-FOLDER = {
-    "accelerate": "pytorch_model_fsdp_0",
-    "lightning": "",
-    "lightning-mp": "",
-    "transformers": "",
-}
+FOLDER = {"accelerate": "pytorch_model_fsdp_0", "lightning": "", "lightning-mp": "", "transformers": ""}
 CAUSAL = {"architectures": ["TinyForCausalLM"]}  # no model_type: declared, without a child process
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:torch.distributed is disabled"
-    ),  # torch saves in one process, as asked
-]
+# torch saves in one process, as asked.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:torch.distributed is disabled")
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +56,7 @@ def test_renamed_and_fused_experts_come_back_byte_for_byte(
     for source in dict.fromkeys(sources):
         back = tmp_path / f"back-{source.name}"
         shardkit.consolidate(source, back)
-        expected, found = (load_file(each / "model.safetensors") for each in (mixtral, back))
-        assert {name: raw(each) for name, each in found.items()} == {
-            name: raw(each) for name, each in expected.items()
-        }
+        assert_bit_equal(load(back), load(mixtral))
 
 
 @pytest.mark.parametrize("profile", but_first(FOLDER))
@@ -84,9 +71,7 @@ def test_a_model_is_loaded_from_it_and_saved_under_the_names_of_the_hub(
         for parameter in model.parameters():
             torch.nn.init.zeros_(parameter)
         shardkit.load_into(model, source)
-        assert {name: raw(each) for name, each in model.state_dict().items()} == {
-            name: raw(each) for name, each in expected.items()
-        }
+        assert_bit_equal(model.state_dict(), expected)
         saved = tmp_path / f"saved-{source.name}"
         shardkit.save(model, saved)
         shardkit.consolidate(saved, tmp_path / f"back-{source.name}")
@@ -120,9 +105,7 @@ def test_the_attribute_of_a_lightning_module_is_a_part_of_the_names(
 ) -> None:
     model = make_hub({"layers.0.weight": torch.randn(5, 3)}, config=CAUSAL)
     shardkit.preshard(model, tmp_path / "out", world_size=2, profile="lightning", attribute=attribute)
-    assert list(json.loads((tmp_path / "out" / "shardkit.json").read_text())["tensors"]) == [
-        f"{before}layers.0.weight"
-    ]
+    assert list(manifest_of(tmp_path / "out")["tensors"]) == [f"{before}layers.0.weight"]
     meta = torch.load(tmp_path / "out" / "meta.pt", weights_only=True)
     assert meta == {"epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.6.6"}
     assert shardkit.diff(tmp_path / "out", model).is_equal
@@ -144,49 +127,30 @@ def test_it_replaces_itself_alone(profile: str, make_hub: MakeHub, tmp_path: Pat
 @pytest.mark.parametrize("profile", ["accelerate", "transformers"])
 def test_an_interrupted_run_goes_on(profile: str, make_hub: MakeHub, tmp_path: Path) -> None:
     model = make_hub({f"layers.{n}.weight": torch.randn(5, 3) for n in range(30)}, config=CAUSAL)
-
-    class Impatient(NoProgress):
-        def __init__(self) -> None:
-            self.seen = 0
-
-        def advance(self, num_bytes: int) -> None:
-            self.seen += 1
-            if self.seen == 40:
-                raise KeyboardInterrupt
-
+    stop = InterruptAfter(40)
     with pytest.raises(Interrupted):
-        shardkit.preshard(
-            model, tmp_path / "out", world_size=3, profile=profile, jobs=1, progress=Impatient()
-        )
+        shardkit.preshard(model, tmp_path / "out", world_size=3, profile=profile, jobs=1, progress=stop)
     assert not (tmp_path / "out").exists()
     result = shardkit.preshard(model, tmp_path / "out", world_size=3, profile=profile)
     assert result.resumed_files > 0
     shardkit.preshard(model, tmp_path / "whole", world_size=3, profile=profile)
-    files, whole = (
-        {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
-        for out in (tmp_path / "out", tmp_path / "whole")
-    )
-    assert files == whole
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_the_manifest_lists_tied_names(tmp_path: Path, fast_trace: object) -> None:
     make_hub(ZOO["llama+tied"], tmp_path / "hub")
     out = tmp_path / "out"
     shardkit.preshard(tmp_path / "hub", out, world_size=2, profile="transformers")
-    assert {"lm_head.weight", "model.embed_tokens.weight"} <= json.loads((out / "shardkit.json").read_text())[
-        "tensors"
-    ].keys()
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= manifest_of(out)["tensors"].keys()
     assert shardkit.verify(out, full=True).problems == ()
     assert shardkit.diff(out, tmp_path / "hub").is_equal
 
 
 def test_torchtitan_has_its_own_names(hub: Path, tmp_path: Path) -> None:
     shardkit.preshard(hub, tmp_path / "out", world_size=2, profile="torchtitan")
-    names = json.loads((tmp_path / "out" / "shardkit.json").read_text())["tensors"]
-    assert "layers.0.attention.qkv_linear.wq.weight" in names
+    assert "layers.0.attention.qkv_linear.wq.weight" in manifest_of(tmp_path / "out")["tensors"]
     shardkit.preshard(hub, tmp_path / "old", world_size=2, profile="torchtitan", keys="torchtitan-qwen3-0.2")
-    names = json.loads((tmp_path / "old" / "shardkit.json").read_text())["tensors"]
-    assert "layers.0.attention.wq.weight" in names
+    assert "layers.0.attention.wq.weight" in manifest_of(tmp_path / "old")["tensors"]
 
 
 def test_what_stock_torch_fills_wrong_is_refused(hub: Path, tmp_path: Path, fast_trace: object) -> None:
@@ -215,9 +179,8 @@ def test_what_a_profile_cannot_have_is_refused(make_hub: MakeHub, tmp_path: Path
     unknown = refused(plain, profile="torchtitan")
     assert "without a model_type" in unknown.message
     assert len(unknown.problems) > 5
-    assert [each.split(":")[0] for each in refused(old, profile="torchtitan").problems] == [
-        "torchtitan-llama4-0.2"
-    ]
+    (problem,) = refused(old, profile="torchtitan").problems
+    assert problem.split(":")[0] == "torchtitan-llama4-0.2"
 
 
 @pytest.mark.parametrize(
@@ -259,4 +222,4 @@ def test_versions_of_a_traced_layout_are_recorded(
 
 
 def manifest_of(directory: Path) -> Any:
-    return json.loads((directory / "shardkit.json").read_text())
+    return json_of(directory, "shardkit.json")
