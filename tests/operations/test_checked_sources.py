@@ -8,13 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.serialization import get_crc32_options, set_crc32_options
 
@@ -24,20 +23,23 @@ from shardkit.files import manifest, storage
 from shardkit.files.digest import crc32
 from shardkit.operations.consolidate import ConsolidateResult
 from shardkit.transfer import checks, fill, sources, stream
-from tests.bits import flip
+from tests.bits import flip, flip_byte
 from tests.corruption.outputs import columns
 from tests.formats.deepspeed.samples import write_joined, write_partitioned
 from tests.manifests import write_file_list
+from tests.operations.consolidate.checkpoints import load, save
 
 TENSORS = {f"layers.{n}.weight": torch.arange(n, n + 6000.0).reshape(60, 100) for n in range(3)}
 NAME = "layers.1.weight"
 
 
-def save_dcp(directory: Path, state: dict[str, torch.Tensor] = TENSORS) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it saves in a single process, as asked
-        dcp.save(state, checkpoint_id=directory, no_dist=True)
-    return directory
+def save_dcp(directory: Path, state: dict[str, torch.Tensor] = TENSORS, *, has_sums: bool = True) -> Path:
+    assert get_crc32_options()
+    set_crc32_options(has_sums)
+    try:
+        return save(state, directory)
+    finally:
+        set_crc32_options(True)
 
 
 def unchecked(result: ConsolidateResult) -> dict[str, tuple[int, int]]:
@@ -76,10 +78,8 @@ def test_reshard(tmp_path: Path, options: dict[str, object]) -> None:
     first = shardkit.reshard(saved, tmp_path / "first", world_size=4, **options)
     assert (first.checked_bytes, first.unchecked) == (3 * 24_000, ())
     back = shardkit.reshard(tmp_path / "first", tmp_path / "back", world_size=3)
-    assert (back.checked_bytes, back.unchecked) == (
-        first.checked_bytes // (2 if "dtype" in options else 1),
-        (),
-    )
+    assert back.checked_bytes == first.checked_bytes // (2 if "dtype" in options else 1)
+    assert back.unchecked == ()
     flip(saved / "__0_0.distcp", TENSORS[NAME])
     with pytest.raises(IntegrityError, match="1 byte range fails its CRC-32"):
         shardkit.reshard(saved, tmp_path / "out", world_size=4, **options)
@@ -95,24 +95,19 @@ def test_byte_entries_move_checked(tmp_path: Path) -> None:
     assert result.checked_bytes > 3 * 24_000 + len(text)
     assert not result.unchecked
     file = tmp_path / "c" / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[content.index(text.encode()) + 10] ^= 1
-    file.write_bytes(content)
+    flip_byte(file, file.read_bytes().index(text.encode()) + 10)
     with pytest.raises(IntegrityError, match=r"scheduler.text: __0_0.distcp: "):
         shardkit.reshard(tmp_path / "c", tmp_path / "other", world_size=2)
-    assert (
-        shardkit.reshard(tmp_path / "c", tmp_path / "other", world_size=2, check_source=False).num_objects
-        == 1
-    )
+    result = shardkit.reshard(tmp_path / "c", tmp_path / "other", world_size=2, check_source=False)
+    assert result.num_objects == 1
 
 
 def test_a_byte_entry_that_is_no_zip_any_more_is_refused(tmp_path: Path) -> None:
     """Damage in what says where its CRC-32s are is not "none is recorded"."""
     save_dcp(tmp_path / "c", {**TENSORS, "scheduler": {"text": "a scheduler's state"}})  # type: ignore[dict-item]
     file = tmp_path / "c" / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[content.index(b"PK\1\2", content.index(b"a scheduler's state"))] ^= 1
-    file.write_bytes(content)
+    content = file.read_bytes()
+    flip_byte(file, content.index(b"PK\1\2", content.index(b"a scheduler's state")))
     with pytest.raises(SourceError, match="1 byte entry is damaged") as caught:
         shardkit.reshard(tmp_path / "c", tmp_path / "out", world_size=2)
     assert caught.value.problems[0].startswith("scheduler.text: ")
@@ -122,11 +117,8 @@ def test_a_byte_entry_that_is_no_zip_any_more_is_refused(tmp_path: Path) -> None
 
 def test_columns_are_put_together_and_cut_again(tmp_path: Path) -> None:
     """Gathered and scattered: the ways of tensors that are cut along a later dim."""
-    hub = tmp_path / "hub"
-    hub.mkdir()
-    save_file(TENSORS, hub / "model.safetensors", metadata={"format": "pt"})
     with columns():
-        shardkit.preshard(hub, tmp_path / "cut", world_size=3, wrap="none")
+        shardkit.preshard(save_hub(tmp_path / "hub"), tmp_path / "cut", world_size=3, wrap="none")
     result = shardkit.consolidate(tmp_path / "cut", tmp_path / "out")
     assert (result.checked_bytes, result.unchecked) == (3 * 24_000, ())
     flip(tmp_path / "cut" / "__1_0.distcp", TENSORS[NAME][:, 34:68], 5000)
@@ -136,10 +128,8 @@ def test_columns_are_put_together_and_cut_again(tmp_path: Path) -> None:
     assert problem.startswith(f"{NAME}: __1_0.distcp: ")
     torch.save(TENSORS, tmp_path / "pytorch_model.bin")
     with columns():
-        assert (
-            shardkit.preshard(tmp_path / "pytorch_model.bin", tmp_path / "p", world_size=3).checked_bytes
-            == 72_000
-        )
+        result = shardkit.preshard(tmp_path / "pytorch_model.bin", tmp_path / "p", world_size=3)
+    assert result.checked_bytes == 72_000
     flip(tmp_path / "pytorch_model.bin", TENSORS[NAME])
     with columns(), pytest.raises(IntegrityError, match=NAME):
         shardkit.preshard(tmp_path / "pytorch_model.bin", tmp_path / "q", world_size=3)
@@ -160,13 +150,7 @@ def test_a_legacy_model(tmp_path: Path) -> None:
 
 
 def test_without_recorded_checksums(tmp_path: Path) -> None:
-    assert get_crc32_options()
-    set_crc32_options(False)
-    try:
-        save_dcp(tmp_path / "c")
-    finally:
-        set_crc32_options(True)
-    result = shardkit.consolidate(tmp_path / "c", tmp_path / "out")
+    result = shardkit.consolidate(save_dcp(tmp_path / "c", has_sums=False), tmp_path / "out")
     assert result.checked_bytes == 0
     assert unchecked(result) == {"no CRC-32 is recorded": (3, 72_000)}
     result = shardkit.consolidate(tmp_path / "out", tmp_path / "again")
@@ -183,12 +167,10 @@ def save_hub(directory: Path, state: dict[str, torch.Tensor] = TENSORS) -> Path:
 
 
 MOVES = {
-    "preshard": lambda source, out, **options: shardkit.preshard(
-        source, out, world_size=2, wrap="none", **options
-    ),
-    "reshard": lambda source, out, **options: shardkit.reshard(source, out, world_size=2, **options),
-    "consolidate": lambda source, out, **options: shardkit.consolidate(source, out, **options),
-    "cast": lambda source, out, **options: shardkit.consolidate(source, out, dtype="bf16", **options),
+    "preshard": partial(shardkit.preshard, world_size=2, wrap="none"),
+    "reshard": partial(shardkit.reshard, world_size=2),
+    "consolidate": shardkit.consolidate,
+    "cast": partial(shardkit.consolidate, dtype="bf16"),
 }
 
 
@@ -289,11 +271,7 @@ def test_a_header_that_names_other_tensors_is_refused(tmp_path: Path, where: str
 
 def test_a_manifest_of_what_records_no_checksum(tmp_path: Path) -> None:
     """Storages with a CRC-32 of 0, in torch's own files: what a manifest says stands in for it."""
-    set_crc32_options(False)
-    try:
-        saved = save_dcp(tmp_path / "c")
-    finally:
-        set_crc32_options(True)
+    saved = save_dcp(tmp_path / "c", has_sums=False)
     write_file_list(saved)
     for name in ("reshard", "consolidate", "cast"):
         result = MOVES[name](saved, tmp_path / name)
@@ -393,9 +371,8 @@ def test_views_of_one_storage(tmp_path: Path) -> None:
         (problem,) = caught.value.problems
         assert problem.startswith("a.weight, b.weight: model.pt: bytes ")
         torch.save(model, tmp_path / "model.pt")
-    torch.save(
-        {**model, "b.weight": whole[50_000:99_999]}, tmp_path / "model.pt"
-    )  # no view of the last element
+    # No view of the last element.
+    torch.save({**model, "b.weight": whole[50_000:99_999]}, tmp_path / "model.pt")
     result = shardkit.consolidate(tmp_path / "model.pt", tmp_path / "other")
     assert (result.checked_bytes, unchecked(result)) == (0, {"only a part was needed": (1, 399_996)})
 
@@ -407,11 +384,7 @@ def test_views_that_overlap(tmp_path: Path) -> None:
     model = dict(zip(("a.weight", "b.weight", "c.weight"), parts, strict=True))
     torch.save(model, tmp_path / "model.pt")
     result = shardkit.consolidate(tmp_path / "model.pt", tmp_path / "out", max_shard_size="200KB")
-    stored = {
-        name: tensor
-        for file in result.file_names
-        for name, tensor in load_file(tmp_path / "out" / file).items()
-    }
+    stored = load(tmp_path / "out")
     assert all(torch.equal(stored[name], value) for name, value in model.items())
     assert result.checked_bytes == 0
     assert unchecked(result) == {"read in parts that overlap": (1, 400_000)}
@@ -446,8 +419,14 @@ class Kill(NoProgress):
                 os.sched_yield()
             os.kill(os.getpid(), signal.SIGKILL)
 
-shardkit.consolidate(sys.argv[1], sys.argv[2] + "/out", max_shard_size="400KB", jobs=1, progress=Kill())
+shardkit.consolidate(sys.argv[1], sys.argv[2] + "/out", max_shard_size="400KB", jobs=1, progress=Kill(), OPTIONS)
 """
+
+
+def consolidate_until_killed(source: Path, home: Path, options: str = "") -> None:
+    command = [sys.executable, "-c", _KILLED.replace("OPTIONS", options), str(source), str(home)]
+    done = subprocess.run(command, check=False, timeout=600)
+    assert done.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -457,16 +436,12 @@ def test_what_an_interrupted_run_read_is_still_compared(tmp_path: Path, damaged:
     What notes have not kept of it would be far more than is read again for the check.
     """
     whole = torch.arange(400_000.0)
-    model = {
-        f"t{n}.weight": whole[n * 100_000 : (n + 1) * 100_000] for n in range(4)
-    }  # of one storage: partial CRCs
+    # Of one storage: partial CRCs.
+    model = {f"t{n}.weight": part for n, part in enumerate(whole.chunk(4))}
     torch.save(model, tmp_path / "model.pt")
     if damaged:
         flip(tmp_path / "model.pt", whole)
-    done = subprocess.run(
-        [sys.executable, "-c", _KILLED, str(tmp_path / "model.pt"), str(tmp_path)], check=False, timeout=600
-    )
-    assert done.returncode == -signal.SIGKILL
+    consolidate_until_killed(tmp_path / "model.pt", tmp_path)
     if damaged:
         with pytest.raises(IntegrityError, match=r"t0.weight, t1.weight, t2.weight and 1 more: model.pt"):
             shardkit.consolidate(tmp_path / "model.pt", tmp_path / "out", max_shard_size="400KB")
@@ -495,8 +470,7 @@ def test_each_reading_of_an_interrupted_run_is_compared(tmp_path: Path, way: str
     if way == "turned":
         content = file.read_bytes()
         flip_unseen()
-    done = subprocess.run([sys.executable, "-c", _KILLED, str(file), str(tmp_path)], check=False, timeout=600)
-    assert done.returncode == -signal.SIGKILL
+    consolidate_until_killed(file, tmp_path)
     if way == "turned":
         times = file.stat()
         with open(file, "r+b") as opened:
@@ -505,9 +479,8 @@ def test_each_reading_of_an_interrupted_run_is_compared(tmp_path: Path, way: str
         # Files are finished in any order: where that of `a` was not, what was read for it is read anew.
         if not list(tmp_path.glob(".out.shardkit/done/0.json")):
             result = shardkit.consolidate(file, tmp_path / "out", max_shard_size="400KB")
-            assert torch.equal(
-                load_file(tmp_path / "out" / result.file_names[0])["a.weight"], model["a.weight"]
-            )
+            first = load_file(tmp_path / "out" / result.file_names[0])
+            assert torch.equal(first["a.weight"], model["a.weight"])
             return
     else:
         flip_unseen()
@@ -517,9 +490,8 @@ def test_each_reading_of_an_interrupted_run_is_compared(tmp_path: Path, way: str
 
 
 def test_a_run_that_did_not_compare_is_not_gone_on_with(tmp_path: Path) -> None:
-    script = _KILLED.replace("jobs=1,", "jobs=1, check_source=False,")
     saved = save_dcp(tmp_path / "c", {f"t{n}.weight": torch.arange(100_000.0) + n for n in range(4)})
-    subprocess.run([sys.executable, "-c", script, str(saved), str(tmp_path)], check=False, timeout=600)
+    consolidate_until_killed(saved, tmp_path, "check_source=False")
     with pytest.raises(UsageError, match="another job is under way"):
         shardkit.consolidate(saved, tmp_path / "out", max_shard_size="400KB")
     result = shardkit.consolidate(saved, tmp_path / "out", max_shard_size="400KB", overwrite=True)
@@ -531,15 +503,8 @@ def test_the_command(tmp_path: Path) -> None:
     flip(saved / "__0_0.distcp", TENSORS[NAME])
 
     def shardkit_cli(*options: str) -> subprocess.CompletedProcess[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "shardkit",
-            "consolidate",
-            str(saved),
-            str(tmp_path / "out"),
-            *options,
-        ]
+        command = [sys.executable, "-m", "shardkit", "consolidate", str(saved), str(tmp_path / "out")]
+        command += options
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
     refused = shardkit_cli()

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardkit
 from shardkit.errors import ShardkitError, UsageError
+from tests.operations.consolidate.checkpoints import assert_bit_equal, load, save
 from tests.worlds.ranks import Ranks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -51,17 +52,10 @@ def halves(weights: Tensors) -> Tensors:
     return {name: tensor * 0.5 for name, tensor in weights.items()}
 
 
-def saved(tree: dict[str, Any], path: Path) -> Path:
-    dcp.save(tree, checkpoint_id=path, no_dist=True)
-    return path
-
-
 def assert_averaged(path: Path, out: Path, expected: Tensors) -> shardkit.ConsolidateResult:
     result = shardkit.consolidate(path, out, weights="ema")
     assert result.weights == "ema"
-    written = load_file(out / "model.safetensors")
-    assert written.keys() == expected.keys()
-    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    assert_bit_equal(load(out), expected)
     return result
 
 
@@ -83,7 +77,7 @@ def weights() -> Tensors:
 
 @pytest.mark.parametrize("leaf", ["ema_params", "param_ema", "averaged_weights", "shadow_params"])
 def test_in_a_state_that_names_them(leaf: str, tmp_path: Path) -> None:
-    path = saved(flat_with(leaf, halves(weights())), tmp_path / "step-3")
+    path = save(flat_with(leaf, halves(weights())), tmp_path / "step-3")
     result = assert_averaged(path, tmp_path / "out", halves(weights()))
     assert (
         f"averaged weights taken from the optimizer's state, optimizer.state.*.{leaf}: 5 tensors"
@@ -97,7 +91,7 @@ def test_in_a_state_that_names_them(leaf: str, tmp_path: Path) -> None:
 def test_torchs_averaged_sgd(tmp_path: Path) -> None:
     model, optimizer = trained(lambda params, lr: torch.optim.ASGD(params, lr=lr, t0=0))
     state, optim = get_state_dict(model, optimizer)
-    path = saved({"model": state, "optim": optim}, tmp_path / "saved")
+    path = save({"model": state, "optim": optim}, tmp_path / "saved")
     truth = {name: leaves["ax"] for name, leaves in optim["state"].items()}
     assert any(not torch.equal(truth[name], tensor) for name, tensor in state.items())
     assert_averaged(path, tmp_path / "out", truth)
@@ -111,21 +105,21 @@ def test_one_file_and_an_attribute_above_the_model(tmp_path: Path) -> None:
             "param_groups": [{"lr": 0.1, "params": [f"net.{name}" for name in weights()]}],
         },
     }
-    assert_averaged(saved(tree, tmp_path / "saved"), tmp_path / "out", halves(weights()))
+    assert_averaged(save(tree, tmp_path / "saved"), tmp_path / "out", halves(weights()))
     torch.save(tree, tmp_path / "a.pt")
     assert_averaged(tmp_path / "a.pt", tmp_path / "of-file", halves(weights()))
 
 
 def test_what_has_no_average_is_named(tmp_path: Path) -> None:
     some = {name: tensor for name, tensor in halves(weights()).items() if name != "lm_head.weight"}
-    path = saved(flat_with("ema_params", some), tmp_path / "step-3")
+    path = save(flat_with("ema_params", some), tmp_path / "step-3")
     result = assert_averaged(path, tmp_path / "out", some)
     assert any("no average of 1 tensor of the model" in line for line in result.warnings)
 
 
 def test_a_moment_with_such_a_name_is_not_taken(tmp_path: Path) -> None:
     """The command in the hint takes it, if a person says so."""
-    path = saved(flat_with("grad_ema", halves(weights())), tmp_path / "step-3")
+    path = save(flat_with("grad_ema", halves(weights())), tmp_path / "step-3")
     with pytest.raises(UsageError, match="no averaged weights that can be recognised") as caught:
         shardkit.consolidate(path, tmp_path / "out", weights="ema")
     assert caught.value.problems == ("optimizer.state.*.grad_ema: 5 tensors",)
@@ -154,14 +148,14 @@ def test_one_of_several_has_to_be_chosen(tmp_path: Path) -> None:
     tree = flat_with("ema_params", halves(weights()))
     tree = {"model": weights(), "ema": halves(weights()), "optimizer": tree["optimizer"]}
     with pytest.raises(UsageError, match="2 sets of averaged weights"):
-        shardkit.consolidate(saved(tree, tmp_path / "saved"), tmp_path / "out", weights="ema")
+        shardkit.consolidate(save(tree, tmp_path / "saved"), tmp_path / "out", weights="ema")
 
 
 BESIDE: dict[str, tuple[str, str, Callable[[Tensors, Path], object]]] = {
-    "SimpleTuner": ("pytorch_model_fsdp_0", "ema/ema_model_fsdp", saved),
-    "a folder": ("model", "ema", saved),
-    "of the same name": ("unet", "unet_ema", saved),
-    "in the step": ("", "ema_model", saved),
+    "SimpleTuner": ("pytorch_model_fsdp_0", "ema/ema_model_fsdp", save),
+    "a folder": ("model", "ema", save),
+    "of the same name": ("unet", "unet_ema", save),
+    "in the step": ("", "ema_model", save),
     "safetensors": ("pytorch_model_fsdp_0", "ema", lambda state, path: in_hub(state, path)),
     "a file": ("", "ema_weights.pt", lambda state, path: torch.save(state, path)),
 }
@@ -174,23 +168,21 @@ def in_hub(state: Tensors, path: Path) -> None:
 
 @pytest.mark.parametrize("where", BESIDE)
 def test_beside_the_models_folder(where: str, tmp_path: Path) -> None:
-    model, averages, save = BESIDE[where]
+    model, averages, save_averages = BESIDE[where]
     step = tmp_path / "step-3"
-    saved({"model": weights()} if "fsdp" in model else weights(), step / model)
+    save({"model": weights()} if "fsdp" in model else weights(), step / model)
     (step / averages).parent.mkdir(exist_ok=True)
-    save(halves(weights()), step / averages)
+    save_averages(halves(weights()), step / averages)
     result = assert_averaged(step / model, tmp_path / "out", halves(weights()))
     assert any("beside the model's" in note for note in result.notes)
     plain = shardkit.consolidate(step / model, tmp_path / "plain")
-    assert torch.equal(
-        load_file(tmp_path / "plain" / "model.safetensors")["lm_head.weight"], weights()["lm_head.weight"]
-    )
+    assert torch.equal(load(tmp_path / "plain")["lm_head.weight"], weights()["lm_head.weight"])
     assert not [note for note in plain.notes if "averaged weights taken" in note]
 
 
 def test_averages_of_another_step_are_not_taken(tmp_path: Path) -> None:
     for name in ("step-3", "step-4", "ema"):
-        saved(weights(), tmp_path / "run" / name)
+        save(weights(), tmp_path / "run" / name)
     for name in ("step-3", "step-4-ema"):
         torch.save(weights(), tmp_path / f"{name}.pt")
     for path in (tmp_path / "run" / "step-3", tmp_path / "step-3.pt"):
@@ -200,9 +192,9 @@ def test_averages_of_another_step_are_not_taken(tmp_path: Path) -> None:
 
 def test_several_beside(tmp_path: Path) -> None:
     step = tmp_path / "step-3"
-    saved({"model": weights()}, step / "pytorch_model_fsdp_0")
+    save({"model": weights()}, step / "pytorch_model_fsdp_0")
     for name in ("ema_0", "ema_1"):
-        saved(weights(), step / name)
+        save(weights(), step / name)
     with pytest.raises(UsageError, match="2 sets of averaged weights found beside") as caught:
         shardkit.consolidate(step, tmp_path / "out", weights="ema")
     assert [line.rpartition("/")[2] for line in caught.value.problems] == ["ema_0", "ema_1"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,8 @@ from shardkit.errors import IncompleteError, IntegrityError, ResourceError, Sour
 from shardkit.files import storage
 from shardkit.files.output.bucket import BucketOutput
 from shardkit.files.remote.objects import Objects
+from tests.bits import flip_byte
+from tests.operations.consolidate.checkpoints import load
 from tests.operations.stored.conftest import LARGE, MIB, WRITES, fetch, objects, put
 from tests.torture.stores import Runs
 from tests.worlds import stores as servers
@@ -459,18 +462,14 @@ def test_what_was_not_trained_comes_from_a_base_in_the_store(
             part=f"{number}/2",
         )
     made = fetch(f"{out}/made", tmp_path / "made")
-    found = {name: value for file in made.glob("*.safetensors") for name, value in load_file(file).items()}
+    found = load(made)
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
 def test_a_damaged_source_is_refused(served: servers.Served, tmp_path: Path, out: str) -> None:
-    (tmp_path / "dcp").mkdir()
-    for path in (served.home / "dcp").iterdir():
-        data = bytearray(path.read_bytes())
-        if path.name == "__1_0.distcp":
-            data[MIB] ^= 1
-        (tmp_path / "dcp" / path.name).write_bytes(data)
+    shutil.copytree(served.home / "dcp", tmp_path / "dcp")
+    flip_byte(tmp_path / "dcp" / "__1_0.distcp", MIB)
     said = []
     for number in (1, 2):
         try:
