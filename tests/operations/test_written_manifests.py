@@ -22,10 +22,12 @@ from shardkit.operations import describe_dcp
 from shardkit.operations.companions import FileToCopy, copy_file
 from shardkit.operations.consolidate import run
 from shardkit.operations.verify import verify
+from tests.bits import flip_byte
 from tests.formats.reading import chunk_list_of
 from tests.operations.consolidate.checkpoints import hub, save, training_state, weights
 from tests.operations.reshard.test_reshard import trainer_directory
-from tests.operations.verify.test_verify import flip, flipped
+from tests.operations.stops import interrupt
+from tests.operations.verify.test_verify import flipped
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 
@@ -162,7 +164,7 @@ def test_sha256_without_crc32(plain: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shardkit.preshard(plain, out, world_size=2, wrap="none", digest="none", sha256=True)
     assert verify(out, full=True).num_unrecorded_chunks == 0
-    flip(out / "__1_0.distcp", chunk_list_of(str(out), "__1_0.distcp").chunks[0].data_start)
+    flip_byte(out / "__1_0.distcp", chunk_list_of(str(out), "__1_0.distcp").chunks[0].data_start)
     (problem,) = verify(out, full=True).problems
     assert (problem.file, problem.message) == ("__1_0.distcp", "sha256 of the file")
 
@@ -192,12 +194,8 @@ def test_resumed_with_the_same_manifest(
 
     write(tmp_path / "whole")
     described = describe_dcp.DcpDescriptions if job == "preshard" else run.HubDescriptions
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(described, "finish", interrupted)
+        patch.setattr(described, "finish", interrupt)
         with pytest.raises(Interrupted):
             write(tmp_path / "out")
     assert write(tmp_path / "out").resumed_files > 1

@@ -22,10 +22,11 @@ from shardkit.files import manifest, storage
 from shardkit.operations.preshard import preshard
 from shardkit.operations.verify import verify
 from shardkit.operations.verify.result import VerifyResult
+from tests.bits import flip, flip_byte
 from tests.formats.dcp.samples import open_catalog
 from tests.formats.reading import chunk_list_of
 from tests.manifests import write_file_list
-from tests.operations.verify.test_verify import flip, flipped, state, tensors
+from tests.operations.verify.test_verify import flipped, state, tensors
 
 # torch's own: a save without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
@@ -121,8 +122,7 @@ def test_what_has_no_checksum_of_its_own_is_named_too(tmp_path: Path) -> None:
     dcp.save({"a": torch.arange(300.0), "b": torch.ones(50)}, storage_writer=writer, no_dist=True)
     write_file_list(tmp_path / "out")
     (name,) = (name for name in files_of(tmp_path / "out") if name.endswith(".safetensors"))
-    data = (tmp_path / "out" / name).read_bytes()
-    flip(tmp_path / "out" / name, data.index(torch.ones(50).numpy().tobytes()) + 7)
+    flip(tmp_path / "out" / name, torch.ones(50), 7)
     assert verify(tmp_path / "out").ok
     (problem,) = verify(tmp_path / "out", full=True).problems
     assert (problem.file, problem.tensor) == (name, "b")
@@ -140,7 +140,7 @@ def test_parts_of_tensors_without_checksums_are_named(made: Path, tmp_path: Path
     catalog = open_catalog(str(out), records=True)
     row = catalog.tensors["model.big.weight"].chunk_ids[1]
     name, start = catalog.files[catalog.chunks.file[row]].name, catalog.chunks.start[row]
-    flip(out / name, start + 99)
+    flip_byte(out / name, start + 99)
     (problem,) = verify(out, full=True).problems
     assert (problem.file, problem.tensor, problem.start_byte) == (name, "model.big.weight", start)
     assert problem.region == ((65, 0), (65, 300))
@@ -154,7 +154,7 @@ def test_inside(copied: Callable[[str], Path]) -> None:
     assert (result.ok, result.manifests, result.writer) == (True, (manifest.NAME,), writer)
     with flipped(path / ".metadata", 60, 1):
         assert ".metadata" in {problem.file for problem in verify(path, full=True).problems}
-    flip(path / manifest.NAME, 200)
+    flip_byte(path / manifest.NAME, 200)
     assert manifest.NAME in {problem.file for problem in verify(path).problems}
 
 
@@ -177,7 +177,7 @@ def test_the_hubs_cache(made: Path, tmp_path: Path) -> None:
     write_file_list(home, tmp_path / "m.json")
     assert verify(home, manifest=tmp_path / "m.json", full=True).ok
     assert verify(made / "hub", manifest=tmp_path / "m.json", full=True).ok
-    flip(blobs / "tokenizer.json", 1)
+    flip_byte(blobs / "tokenizer.json", 1)
     (problem,) = verify(home, manifest=tmp_path / "m.json", full=True).problems
     assert problem.file == "tokenizer.json"
 
@@ -202,13 +202,13 @@ def test_links_and_pipes_are_not_listed_and_never_waited_for(copied: Callable[[s
 def test_a_manifest_that_lies_elsewhere(copied: Callable[[str], Path], tmp_path: Path) -> None:
     path = copied("hub")
     write_file_list(path, tmp_path / "m.json")
-    flip(path / "config.json", 3)
+    flip_byte(path / "config.json", 3)
     assert verify(path, full=True).ok  # nobody said which manifest
     (problem,) = verify(path, full=True, manifest=tmp_path / "m.json").problems
     assert problem.file == "config.json"
     with pytest.raises(SourceError, match="no such file"):
         verify(path, manifest=tmp_path / "absent.json")
-    flip(tmp_path / "m.json", 40)
+    flip_byte(tmp_path / "m.json", 40)
     (problem,) = verify(path, manifest=tmp_path / "m.json").problems
     assert problem.file == str(tmp_path / "m.json")
 
@@ -225,8 +225,8 @@ def test_one_beside_what_has_one_inside_is_mentioned(copied: Callable[[str], Pat
 def test_what_cannot_be_opened_any_more_is_verified_by_its_manifest(copied: Callable[[str], Path]) -> None:
     path = copied("hub")
     write_file_list(path)
-    flip(path / "model.safetensors", 9)  # its header
-    flip(path / "tokenizer.json", 1)
+    flip_byte(path / "model.safetensors", 9)  # its header
+    flip_byte(path / "tokenizer.json", 1)
     found = {problem.file for problem in verify(path, full=True).problems}
     assert {"model.safetensors", "tokenizer.json"} <= found
 
@@ -253,7 +253,7 @@ def test_a_file_that_cannot_be_read_is_a_problem_of_that_file(
     assert (problem.file, problem.is_unreadable, result.is_only_unreadable) == (SHARD, True, True)
     assert "Input/output error" in problem.message
     assert result.num_checked_files == 3  # the other shard was read, and config and generation config
-    flip(path / "__1_0.distcp", os.path.getsize(path / "__1_0.distcp") // 2)
+    flip_byte(path / "__1_0.distcp", os.path.getsize(path / "__1_0.distcp") // 2)
     both = verify(path, full=True)
     assert {problem.file for problem in both.problems} == {SHARD, "__1_0.distcp"}
     assert not both.is_only_unreadable
@@ -268,10 +268,8 @@ def test_metadata_that_cannot_be_read(copied: Callable[[str], Path], monkeypatch
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return plain(fd, nbytes, start)
 
-    flip(
-        path / "pytorch_model_fsdp_0" / SHARD,
-        (path / "pytorch_model_fsdp_0" / SHARD).read_bytes().index(b"run"),
-    )
+    damaged = path / "pytorch_model_fsdp_0" / SHARD
+    flip_byte(damaged, damaged.read_bytes().index(b"run"))
     monkeypatch.setattr(storage, "pread", pread)
     found = {problem.file: problem.is_unreadable for problem in verify(path, full=True).problems}
     assert found == {"optimizer_0/.metadata": True, f"pytorch_model_fsdp_0/{SHARD}": False}
@@ -282,7 +280,7 @@ def test_the_number_of_threads_changes_nothing(copied: Callable[[str], Path], na
     path = copied(name)
     for file in files_of(path):
         if file.endswith((".distcp", ".pt")):
-            flip(path / file, os.path.getsize(path / file) // 2)
+            flip_byte(path / file, os.path.getsize(path / file) // 2)
 
     def seen(result: VerifyResult) -> Any:
         return result.problems, result.read_bytes, result.num_checked_chunks, result.notes
@@ -298,12 +296,12 @@ def test_problems_of_rank_files_name_file_tensor_and_place(copied: Callable[[str
     path, name = copied("ranks"), "model_world_size_2_rank_0.pt"
     data = tensors()["model.big.weight"].numpy().tobytes()
     start = (path / name).read_bytes().index(data)
-    flip(path / name, start + 5)
+    flip_byte(path / name, start + 5)
     (problem,) = verify(path, full=True).problems
     assert (problem.file, problem.tensor) == (name, "model.big.weight")
     assert (problem.start_byte, problem.num_bytes) == (start, len(data))
     assert problem.expected != problem.found
-    (path / name).write_bytes((path / name).read_bytes()[:-40])
+    os.truncate(path / name, os.path.getsize(path / name) - 40)
     (problem,) = verify(path, full=True).problems
     assert problem.file == name
 
@@ -314,12 +312,12 @@ def test_a_storage_that_tensors_share(tmp_path: Path) -> None:
     torch.save({"a": flat[:40], "b": flat[40:], "turned": torch.ones(3, 5).t()}, tmp_path / "x.ckpt")
     assert verify(tmp_path / "x.ckpt", full=True).ok
     whole = (tmp_path / "x.ckpt").read_bytes()
-    flip(tmp_path / "x.ckpt", whole.index(flat.numpy().tobytes()) + 300)
+    flip(tmp_path / "x.ckpt", flat, 300)
     (problem,) = verify(tmp_path / "x.ckpt", full=True).problems
     assert (problem.file, problem.tensor, problem.num_bytes) == ("x.ckpt", "a", 400)
     assert "1 more tensor" in problem.message
     (tmp_path / "x.ckpt").write_bytes(whole)
-    flip(tmp_path / "x.ckpt", whole.index(torch.ones(15).numpy().tobytes()) + 3)
+    flip(tmp_path / "x.ckpt", torch.ones(15), 3)
     (problem,) = verify(tmp_path / "x.ckpt", full=True).problems
     assert problem.tensor == "turned"
 
@@ -345,7 +343,6 @@ def test_manifests_and_chunk_lists_that_are_no_files(copied: Callable[[str], Pat
 
 
 def read_presharded(path: Path) -> None:
-
     manifest.load(manifest.read_bytes(str(path)), manifest.NAME)
     chunk_list_of(str(path), SHARD)
 
@@ -382,7 +379,7 @@ def test_the_manifest_of_an_adapter_has_its_config(tmp_path: Path, inside: bool)
     assert verify(adapter, full=True).num_checked_files == 2
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         before = (adapter / name).read_bytes()
-        (adapter / name).write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+        flip_byte(adapter / name, -1)
         (problem,) = verify(adapter, full=True).problems
         assert problem.file == name
         (adapter / name).write_bytes(before)
@@ -391,29 +388,23 @@ def test_the_manifest_of_an_adapter_has_its_config(tmp_path: Path, inside: bool)
 
 
 def test_an_index_stands_for_its_model(tmp_path: Path) -> None:
-    weights = {
-        "model.norm.weight": "model-00001-of-00002.safetensors",
-        "lm_head.weight": "model-00002-of-00002.safetensors",
-    }
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    weights = {"model.norm.weight": first, "lm_head.weight": second}
     for name, file in weights.items():
         save_file({name: torch.rand(8)}, tmp_path / file)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": weights}))
     write_file_list(index, inside=True)
-    data = (tmp_path / "model-00002-of-00002.safetensors").read_bytes()
-    (tmp_path / "model-00002-of-00002.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    flip_byte(tmp_path / second, -1)
     (problem,) = verify(index, full=True).problems
-    assert (problem.file, problem.tensor) == ("model-00002-of-00002.safetensors", "lm_head.weight")
+    assert (problem.file, problem.tensor) == (second, "lm_head.weight")
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch.save"])
 def test_another_save_in_the_same_place_is_seen_without_reading_its_bytes(tmp_path: Path, kind: str) -> None:
     def save(fill: float) -> Path:
-        held = {
-            "changed": torch.full((4, 4), fill),
-            "kept": torch.ones(3),
-            "turned": torch.arange(6.0).view(3, 2).T,
-        }
+        held = {"changed": torch.full((4, 4), fill), "kept": torch.ones(3)}
+        held["turned"] = torch.arange(6.0).view(3, 2).T
         if kind == "torch.save":
             torch.save(held, tmp_path / "last.ckpt")
             return tmp_path / "last.ckpt"

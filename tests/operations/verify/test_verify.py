@@ -28,9 +28,11 @@ from shardkit.operations.verify import verify
 from shardkit.operations.verify.bytes import FirstDifference
 from shardkit.operations.verify.result import VerifyResult
 from shardkit.training.save import save
+from tests.bits import flip, flip_byte
 from tests.formats.dcp.samples import alter, open_catalog
 from tests.formats.reading import chunk_list_of
 from tests.manifests import change_manifest
+from tests.operations.consolidate.checkpoints import hub
 
 # torch's own: a save without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
@@ -91,12 +93,6 @@ def flipped(path: Path, at: int, bits: int) -> Iterator[None]:
         file.write(before)
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
-
-
 def lines(result: VerifyResult) -> str:
     return "\n".join([*(p.line() for p in result.problems), *(d for p in result.problems for d in p.details)])
 
@@ -140,15 +136,13 @@ def test_what_was_read_and_what_has_no_checksum(made: Path) -> None:
     assert (plain.num_unrecorded_chunks, plain.num_unrecorded_tensors) == (plain.num_chunks - 1, 3)
     assert "no checksum is recorded for" in plain.notes[-1]
     stock = verify(made / "stock", full=True)
-    assert (stock.num_checked_chunks, stock.tensor_bytes) == (
-        8,
-        sum(value.nbytes + value.float().nbytes for value in tensors().values()),
-    )
+    assert stock.num_checked_chunks == 8
+    assert stock.tensor_bytes == sum(value.nbytes + value.float().nbytes for value in tensors().values())
     assert stock.read_bytes > stock.tensor_bytes  # byte entries too
     assert any(".metadata has no checksum" in note for note in stock.notes)
-    hub = verify(made / "hub", full=True)
-    assert (hub.num_unrecorded_tensors, hub.read_bytes) == (4, 0)
-    (note,) = hub.notes
+    plain = verify(made / "hub", full=True)
+    assert (plain.num_unrecorded_tensors, plain.read_bytes) == (4, 0)
+    (note,) = plain.notes
     assert note == (
         "no checksum is recorded for 4 chunks of 4 tensors (safetensors files have none, only a manifest with digests has): "
         "their content cannot be checked"
@@ -247,7 +241,7 @@ def test_what_is_refused_for_its_weights_may_be_whole(tmp_path: Path) -> None:
     result = verify(tmp_path / "out", full=True)
     assert result.ok
     assert any("flat parameters" in note for note in result.notes)
-    flip(tmp_path / "out" / SHARD, (tmp_path / "out" / SHARD).read_bytes().index(b"\x00\x00\x80?" * 30))
+    flip_byte(tmp_path / "out" / SHARD, (tmp_path / "out" / SHARD).read_bytes().index(b"\x00\x00\x80?" * 30))
     assert "model._flat_param" in {problem.tensor for problem in verify(tmp_path / "out", full=True).problems}
 
 
@@ -257,14 +251,14 @@ def test_compressed_records(tmp_path: Path) -> None:
     writer = dcp.FileSystemWriter(tmp_path / "out", _extensions=[extensions.ZStandard()])
     dcp.save({"w": torch.arange(900.0)}, storage_writer=writer, no_dist=True)
     assert verify(tmp_path / "out", full=True).num_checked_chunks == 1
-    flip(tmp_path / "out" / SHARD, os.path.getsize(tmp_path / "out" / SHARD) // 2)
+    flip_byte(tmp_path / "out" / SHARD, os.path.getsize(tmp_path / "out" / SHARD) // 2)
     assert {(p.file, p.tensor) for p in verify(tmp_path / "out", full=True).problems} == {(SHARD, "w")}
 
 
 def test_flipped_byte_in_a_foreign_byte_entry(copied: Callable[[str], Path]) -> None:
     directory = copied("stock")
     at = (directory / SHARD).read_bytes().index(b"run")  # the epoch's name in its pickle
-    flip(directory / SHARD, at)
+    flip_byte(directory / SHARD, at)
     (problem,) = verify(directory, full=True).problems
     assert (problem.file, problem.tensor) == (SHARD, "epoch.name")
 
@@ -280,7 +274,7 @@ def test_padding_between_records_is_covered_by_the_checksum_of_the_file(
     ends = [0, *(stop for _, stop in records)]
     gaps = [(end, start) for end, (start, _) in zip(ends, records, strict=False) if start > end]
     assert gaps
-    flip(directory / SHARD, gaps[0][0])
+    flip_byte(directory / SHARD, gaps[0][0])
     assert verify(directory).ok
     (problem,) = verify(directory, full=True).problems
     assert problem.file == SHARD
@@ -298,9 +292,8 @@ def test_files_that_are_cut_short_or_missing(copied: Callable[[str], Path], name
             os.remove(directory / file) if damage == "missing" else (directory / file).write_bytes(data[:-7])
             result = verify(directory)
             assert not result.ok, (file, damage)
-            assert (
-                "index is missing" if file.endswith("index.json") and damage == "missing" else file
-            ) in lines(result), (file, damage)
+            has_no_index = file.endswith("index.json") and damage == "missing"
+            assert ("index is missing" if has_no_index else file) in lines(result), (file, damage)
             is_recognised = (name, file, damage) != ("stock", ".metadata", "missing")
             assert result.bring_again == ((file,) if is_recognised else ()), (file, damage)
             (directory / file).write_bytes(data)
@@ -314,9 +307,8 @@ def test_each_file_to_bring_again_is_named_once_and_no_other(copied: Callable[[s
         for file in shards:
             os.remove(directory / file)
         result = verify(directory)
-        assert [
-            problem.file for problem in result.problems
-        ] == shards  # `.metadata`, which names them, is whole
+        # `.metadata`, which names them, is whole.
+        assert [problem.file for problem in result.problems] == shards
         assert result.bring_again == tuple(shards)
 
 
@@ -325,9 +317,8 @@ def test_shards_of_a_hub_model_that_are_missing_are_named(made: Path, tmp_path: 
     gone = sorted(file for file in os.listdir(tmp_path / "hub") if file.endswith(".safetensors"))[0]
     os.remove(tmp_path / "hub" / gone)
     result = verify(tmp_path / "hub")
-    assert [(problem.file, problem.message) for problem in result.problems] == [
-        (gone, "there is no such file")
-    ]
+    told = [(problem.file, problem.message) for problem in result.problems]
+    assert told == [(gone, "there is no such file")]
     assert result.bring_again == (gone,)
 
 
@@ -341,7 +332,7 @@ def test_a_part_of_a_model_alone(tmp_path: Path) -> None:
 def test_a_damaged_header_of_a_record_is_one_problem(copied: Callable[[str], Path]) -> None:
     directory = copied("presharded")
     at = (directory / SHARD).read_bytes().index(b"archive/data.pkl")
-    flip(directory / SHARD, at)
+    flip_byte(directory / SHARD, at)
     result = verify(directory, full=True)
     (problem,) = result.problems
     assert problem.line().count(SHARD) == 1
@@ -349,13 +340,12 @@ def test_a_damaged_header_of_a_record_is_one_problem(copied: Callable[[str], Pat
 
 
 def test_a_damaged_header_of_tied_names_is_one_problem(tmp_path: Path) -> None:
-    model = torch.nn.ModuleDict(
-        {"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4, bias=False)}
-    )
+    embed, head = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False)
+    model = torch.nn.ModuleDict({"embed": embed, "head": head})
     model["head"].weight = model["embed"].weight
     save(model, tmp_path / "last")
     file = tmp_path / "last" / SHARD
-    flip(file, file.read_bytes().index(b"archive/data.pkl"))
+    flip_byte(file, file.read_bytes().index(b"archive/data.pkl"))
     (problem,) = verify(tmp_path / "last", full=True).problems
     assert problem.tensor == "model.embed.weight"
 
@@ -365,9 +355,9 @@ def test_all_problems_are_listed(copied: Callable[[str], Path]) -> None:
     for file in (SHARD, "__1_0.distcp"):
         for start, stop, _ in extents(copied_again(directory))[file]:
             if stop > start:
-                flip(directory / file, start)
+                flip_byte(directory / file, start)
     os.remove(directory / "__0_0.chunks.json")
-    flip(directory / ".metadata", 100)
+    flip_byte(directory / ".metadata", 100)
     result = verify(directory, full=True)
     named = {(problem.file, problem.tensor) for problem in result.problems}
     assert {("__0_0.chunks.json", None), (".metadata", None)} <= named
@@ -386,28 +376,29 @@ def copied_again(directory: Path) -> Path:
 def test_data_is_checked_by_chunk_lists_where_metadata_is_lost(copied: Callable[[str], Path]) -> None:
     directory = copied("presharded")
     start, _, names = extents(directory)["__1_0.distcp"][0]
-    flip(directory / "__1_0.distcp", start)
+    flip_byte(directory / "__1_0.distcp", start)
     os.remove(directory / ".metadata")
     result = verify(directory, full=True)
     assert ("__1_0.distcp", names.pop()) in {(p.file, p.tensor) for p in result.problems}
     assert ".metadata" in {p.file for p in result.problems}
 
 
-def test_swapped_files(copied: Callable[[str], Path]) -> None:
-    directory = copied("presharded")
+def swap_shards(directory: Path) -> None:
     os.rename(directory / SHARD, directory / "kept")
     os.rename(directory / "__1_0.distcp", directory / SHARD)
     os.rename(directory / "kept", directory / "__1_0.distcp")
+
+
+def test_swapped_files(copied: Callable[[str], Path]) -> None:
+    directory = copied("presharded")
+    swap_shards(directory)
     assert {problem.file for problem in verify(directory).problems} >= {SHARD, "__1_0.distcp"}
 
 
 def test_swapped_files_of_one_size(tmp_path: Path) -> None:
-    (tmp_path / "hub").mkdir()
-    save_file({"w": torch.arange(64.0).view(8, 8)}, tmp_path / "hub" / "model.safetensors")
-    preshard(tmp_path / "hub", tmp_path / "out", world_size=2, wrap="none")
-    os.rename(tmp_path / "out" / SHARD, tmp_path / "kept")
-    os.rename(tmp_path / "out" / "__1_0.distcp", tmp_path / "out" / SHARD)
-    os.rename(tmp_path / "kept", tmp_path / "out" / "__1_0.distcp")
+    source = hub(tmp_path / "hub", {"w": torch.arange(64.0).view(8, 8)}, None)
+    preshard(source, tmp_path / "out", world_size=2, wrap="none")
+    swap_shards(tmp_path / "out")
     problems = verify(tmp_path / "out").problems
     assert [(problem.file, problem.tensor) for problem in problems] == [(SHARD, "w"), ("__1_0.distcp", "w")]
     assert "the chunk list says that another was written" in problems[0].message
@@ -426,14 +417,11 @@ def test_stale_files_are_named_and_no_problem(copied: Callable[[str], Path]) -> 
         (directory / stale).write_bytes(b"x")
     result = verify(directory, full=True)
     assert result.ok
-    assert sorted(warning.partition(":")[0] for warning in result.warnings) == [
-        "__3.metadata",
-        "__7_0.chunks.json",
-        "__7_0.distcp",
-    ]
-    hub = copied("hub")
-    shutil.copy(hub / "model.safetensors", hub / "consolidated.safetensors")
-    assert [w.partition(":")[0] for w in verify(hub).warnings] == ["consolidated.safetensors"]
+    named = sorted(warning.partition(":")[0] for warning in result.warnings)
+    assert named == ["__3.metadata", "__7_0.chunks.json", "__7_0.distcp"]
+    model = copied("hub")
+    shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
+    assert [w.partition(":")[0] for w in verify(model).warnings] == ["consolidated.safetensors"]
 
 
 def test_lists_of_another_run_are_found_though_their_checksums_are_right(
@@ -503,11 +491,8 @@ def test_manifest_of_a_training_state(copied: Callable[[str], Path]) -> None:
 
 
 def test_every_folder_of_a_trainers_checkpoint(made: Path, tmp_path: Path) -> None:
-    for source, name in (
-        ("stock", "pytorch_model_fsdp_0"),
-        ("stock", "optimizer_0"),
-        ("resharded", "optimizer_1"),
-    ):
+    for name in ("pytorch_model_fsdp_0", "optimizer_0", "optimizer_1"):
+        source = "resharded" if name == "optimizer_1" else "stock"
         shutil.copytree(made / source, tmp_path / "checkpoint-5" / name)
     result = verify(tmp_path / "checkpoint-5", full=True)
     assert result.ok
@@ -515,7 +500,7 @@ def test_every_folder_of_a_trainers_checkpoint(made: Path, tmp_path: Path) -> No
     assert result.manifests == ("optimizer_1/shardkit.json",)
     assert not any("not read: optimizer_0" in note for note in result.notes)
     start, _, names = extents(made / "stock")[SHARD][0]
-    flip(tmp_path / "checkpoint-5" / "optimizer_0" / SHARD, start)
+    flip_byte(tmp_path / "checkpoint-5" / "optimizer_0" / SHARD, start)
     (problem,) = verify(tmp_path / "checkpoint-5", full=True).problems
     assert (problem.file, problem.tensor) == (f"optimizer_0/{SHARD}", names.pop())
 
@@ -531,8 +516,7 @@ def test_rank_files_of_torch_save(tmp_path: Path) -> None:
     torch.save({"state_dict": {"w": torch.arange(500.0), "v": torch.ones(3)}}, tmp_path / "whole.ckpt")
     result = verify(tmp_path / "whole.ckpt", full=True)
     assert (result.ok, result.format, result.num_checked_chunks) == (True, "full-file", 2)
-    at = (tmp_path / "whole.ckpt").read_bytes().index(torch.arange(500.0).numpy().tobytes())
-    flip(tmp_path / "whole.ckpt", at + 99)
+    flip(tmp_path / "whole.ckpt", torch.arange(500.0), 99)
     assert verify(tmp_path / "whole.ckpt").ok
     (problem,) = verify(tmp_path / "whole.ckpt", full=True).problems
     assert "w" in problem.line()
@@ -541,14 +525,12 @@ def test_rank_files_of_torch_save(tmp_path: Path) -> None:
 
 def test_legacy_weights(tmp_path: Path) -> None:
     weight = torch.arange(500.0)
-    torch.save(
-        {"w": weight, "turned": torch.rand(5, 4).T, "v": torch.ones(3)}, tmp_path / "pytorch_model.bin"
-    )
+    state = {"w": weight, "turned": torch.rand(5, 4).T, "v": torch.ones(3)}
+    torch.save(state, tmp_path / "pytorch_model.bin")
     result = verify(tmp_path, full=True)
     assert (result.ok, result.num_checked_chunks, result.num_unrecorded_chunks) == (True, 3, 0)
     assert "no problem found" in result.headline()
-    at = (tmp_path / "pytorch_model.bin").read_bytes().index(weight.numpy().tobytes())
-    flip(tmp_path / "pytorch_model.bin", at + 99)
+    flip(tmp_path / "pytorch_model.bin", weight, 99)
     (problem,) = verify(tmp_path, full=True).problems
     assert (problem.file, problem.tensor) == ("pytorch_model.bin", "w")
 
