@@ -410,28 +410,30 @@ class Entries:
         """Return the name of a file in lists of all processes."""
         return self._labels.get(path, path)
 
-    def within(self, path: str, start: int, stop: int) -> Iterator[tuple[Entry, int, int]]:
-        """Yield each entry that a range of a file overlaps, with the first byte and the end of the overlap."""
-        return self._between(path, start, stop, None)
+    def around(self, path: str, start: int, stop: int) -> Entry | None:
+        """Return the entry with a CRC-32 that has all bytes of a range; None if there is none."""
+        table = self._tables.get(path)
+        row = -1 if table is None else bisect_right(table.starts, start) - 1
+        if table is None or row < 0 or stop > table.stops[row] or not table.crcs[row] or start == stop:
+            return None
+        return Entry(table.starts[row], table.stops[row], table.crcs[row])
 
     def not_listed(self, path: str, start: int, stop: int) -> Iterator[tuple[Entry, int, int]]:
-        """Like `within`, but yield entries without a CRC-32 only once: the first read counts for the whole entry."""
-        rows = self._unlisted_rows.get(path)
-        return iter(()) if rows == set() else self._between(path, start, stop, rows)
+        """Yield each entry that a range of a file overlaps, with the first byte and the end of the overlap.
 
-    def _between(
-        self, path: str, start: int, stop: int, rows: set[int] | None
-    ) -> Iterator[tuple[Entry, int, int]]:
-        table = self._tables.get(path)
-        if table is not None:
-            first = max(bisect_right(table.starts, start) - 1, 0)
-            for row in range(first, bisect_left(table.starts, stop)):
-                entry = Entry(table.starts[row], table.stops[row], table.crcs[row])
-                begin, end = max(start, entry.start), min(stop, entry.stop)
-                if begin < end and (rows is None or row in rows):
-                    if rows is not None:
-                        rows.discard(row)
-                    yield entry, begin, end
+        Entries without a CRC-32 are yielded only once: the first read counts for the whole entry.
+        """
+        table, rows = self._tables.get(path), self._unlisted_rows.get(path)
+        if table is None or rows == set():
+            return
+        first = max(bisect_right(table.starts, start) - 1, 0)
+        for row in range(first, bisect_left(table.starts, stop)):
+            entry = Entry(table.starts[row], table.stops[row], table.crcs[row])
+            begin, end = max(start, entry.start), min(stop, entry.stop)
+            if begin < end and (rows is None or row in rows):
+                if rows is not None:
+                    rows.discard(row)
+                yield entry, begin, end
 
 
 def decoded_reading(source: SourceFile, content: memoryview, tensor: str) -> EntryReading:
@@ -454,21 +456,21 @@ class ThreadReadings:
 
     def add(self, path: str, start: int, data: memoryview | bytes, tensor: str) -> int | None:
         """List a read of a file; return the CRC-32 of the bytes, or None if none is recorded for them."""
-        view, result = memoryview(data), None
-        stop = start + len(view)
+        stop, label = start + len(data), self._entries.label_of(path)
+        whole = self._entries.around(path, start, stop)
+        if whole is not None:  # nearly always: a thousand ranks have hundreds of thousands of entries
+            crc = int(crc32(data))
+            self._append(EntryReading(label, whole, tensor, start, stop, crc))
+            return crc
+        view = memoryview(data)
         for entry, begin, end in self._entries.not_listed(path, start, stop):
             crc = crc32(view[begin - start : end - start]) if entry.crc else 0
-            self._append(EntryReading(self._entries.label_of(path), entry, tensor, begin, end, crc))
-            if entry.crc and (begin, end) == (start, stop):
-                result = crc
-        return result
+            self._append(EntryReading(label, entry, tensor, begin, end, crc))
+        return None
 
     def can_sum(self, path: str, start: int, stop: int) -> bool:
         """True if the bytes belong to a single entry with a CRC-32, so that the caller may compute theirs."""
-        return any(
-            entry.crc and (begin, end) == (start, stop)
-            for entry, begin, end in self._entries.within(path, start, stop)
-        )
+        return self._entries.around(path, start, stop) is not None
 
     def add_summed(self, path: str, start: int, stop: int, crc: int, tensor: str) -> None:
         """List a read with a known CRC-32; requires `can_sum`, or that `crc` is `UNREAD`."""
