@@ -150,6 +150,9 @@ class SourceReader(Protocol):
 class StoredParts(Protocol):
     """Read access to the stored tensors from which a codec computes."""
 
+    def entry(self, name: str, /) -> TensorEntry:
+        """Return dtype and shape of a tensor."""
+
     def box(self, name: str, region: Region, /) -> numpy.ndarray:
         """Return a box of a tensor, as unsigned integers of its item size (void above 8 bytes)."""
 

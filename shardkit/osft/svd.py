@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from shardkit.core.factored import FACTORS, Svd, Target
 from shardkit.core.text import escape
 from shardkit.errors import IntegrityError, SourceError
-from shardkit.transfer.convert import one_thread_each
+from shardkit.transfer.codecs.convert import one_thread_each
 
 if TYPE_CHECKING:
     import torch

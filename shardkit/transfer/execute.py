@@ -27,7 +27,7 @@ from shardkit.files import storage
 from shardkit.files.location import location_of
 from shardkit.files.remote.objects import NUM_SENDS, upload_nbytes
 from shardkit.transfer.checks import EntryReading, PackedReadings, Readings, SourceCheck
-from shardkit.transfer.convert import one_thread_each
+from shardkit.transfer.codecs.convert import one_thread_each
 from shardkit.transfer.fill import CrcPiece, Filler, Scatter, TaskOutput, crc_of, image_crc
 from shardkit.transfer.images import Image
 from shardkit.transfer.plan import Task, TransferPlan, plan_reading

@@ -32,7 +32,7 @@ from shardkit.files import storage
 from shardkit.files.digest import combine, crc32, crc32_combine, zeros
 from shardkit.files.storage import BLOCK, shared_part
 from shardkit.transfer.checks import EntryReading
-from shardkit.transfer.convert import Converter, make_converter
+from shardkit.transfer.codecs.convert import Converter, make_converter
 from shardkit.transfer.images import Hole, Image
 from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
 from shardkit.transfer.sources import Reader, SourceFiles, bands

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.operations.consolidate.checkpoints import save
 from tests.operations.verify.test_gaps import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +50,7 @@ def test_inspect_of_checkpoints(start, run, tiny):
 
 
 _WITHOUT_TORCH = """
-import json, sys
+import json, struct, sys
 sys.modules["torch"] = None  # importing it raises ModuleNotFoundError
 from pathlib import Path
 from click.testing import CliRunner
@@ -82,16 +83,19 @@ hub(place / "fp8", {}, CONFIG | {"quantization_config": {"quant_method": "fp8", 
 weight, scale = (f"model.layers.0.self_attn.q_proj.weight{end}" for end in ("", "_scale_inv"))
 header = json.dumps({weight: {"dtype": "F8_E4M3", "shape": [4, 4], "data_offsets": [0, 16]},
                      scale: {"dtype": "F32", "shape": [1, 1], "data_offsets": [16, 20]}}).encode()
-(place / "fp8/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(20))
+codes = bytes(range(0x30, 0x40))
+(place / "fp8/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + codes + bytes([0, 0, 0, 0x40]))
 run(0, "diff", "@fp8", "@fp8", "--stats")
-for args in (
-    ["@fp8", "@plain", "--dequantize"],
-    ["@fp8", "@plain", "--dequantize", "--dry-run"],
-):
-    said = run(5, "preshard", "--world-size", "2", "--layout", "declared", *args)
+run(0, "preshard", "@fp8", "@dequantised", "--world-size", "1", "--layout", "declared", "--wrap", "none", "--dequantize")
+run(0, "consolidate", "@dequantised", "@values", "--dtype", "fp32")
+twice = [2 * (8 + code % 8) / 8 * 2.0 ** (code // 8 - 7) for code in codes]  # the scale is 2
+assert (place / "values/model.safetensors").read_bytes()[-64:] == struct.pack("<16f", *twice)
+for args in ([], ["--dry-run"]):
+    said = run(5, "consolidate", "@adapter", "@merged", "--merge-lora",
+               "--adapter-config", str(place / "adapter.json"), *args)
     assert "needs torch" in said and "`pip install 'shardkit[torch]'`" in said, said
-    assert not (place / "plain").exists()
-    assert not list(place.glob(".plain*")), args
+    assert not (place / "merged").exists()
+    assert not list(place.glob(".merged*")), args
 run(0, "preshard", "@bin", "@of-bin", "--world-size", "2", "--layout", "declared")
 run(0, "diff", "@of-bin", "@bin")
 said = run(3, "preshard", "@bin", "@plain", "--world-size", "2", "--layout", "traced")
@@ -111,6 +115,14 @@ def test_commands_run_where_torch_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/config.json").write_text(json.dumps(CONFIG))
     torch.save(weights, tmp_path / "bin/pytorch_model.bin")
+    path = "base_model.model.model.layers.0.self_attn.q_proj"
+    factors = {
+        f"{path}.lora_A.default.weight": torch.ones(2, 4),
+        f"{path}.lora_B.default.weight": torch.ones(4, 2),
+    }
+    save({**factors, f"{path}.base_layer.weight": torch.ones(4, 4)}, tmp_path / "adapter")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter.json").write_text(json.dumps(settings))
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
     )

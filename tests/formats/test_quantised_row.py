@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import shardkit
 from shardkit.core.catalog import StoredParts
-from shardkit.core.regions import Region
 from shardkit.errors import LayoutError
 from shardkit.formats import quantised
 from shardkit.transfer.codecs.dequantize import Blocks, Held, Method, Product, ScaledNames
@@ -27,9 +27,8 @@ from tests.operations.consolidate.checkpoints import assert_bit_equal, load
 class Rows(Product):
     __slots__ = ()
 
-    def _scales(self, parts: StoredParts, region: Region) -> torch.Tensor:
-        rows = Region(region.offsets[:1], region.sizes[:1])
-        return parts.values(self.scaled.names.scales, rows)[:, None] / 127
+    def _with_second(self, parts: StoredParts, scales: np.ndarray) -> np.ndarray:
+        return scales / np.float32(127)
 
 
 def claim(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
@@ -41,7 +40,7 @@ def claim(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
 
 def fit(names: ScaledNames, tensors: Mapping[str, Held], said: Mapping[str, Any]) -> Blocks:
     rows, columns = tensors[names.numbers].shape
-    return Blocks((rows, columns), (1, columns))
+    return Blocks((rows, columns), (1,))
 
 
 ROW = Method(

@@ -36,7 +36,7 @@ from shardkit.operations.diff.experts import num_fused
 from shardkit.operations.diff.options import DiffOptions
 from shardkit.operations.diff.sides import find_ties, open_sides
 from shardkit.operations.resolve import ChosenCheckpoint, choose_checkpoint
-from shardkit.transfer.convert import make_converter
+from shardkit.transfer.codecs.convert import make_converter
 from shardkit.transfer.plan import chunk_ranges
 from shardkit.transfer.sources import Reader, SourceFiles
 

@@ -9,30 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from math import isfinite, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardkit.core.dtypes import BY_NAME, DType
+from shardkit.transfer.codecs.codes import code_values
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _NUMPY_FLOATS = {"float64": "<f8", "float32": "<f4", "float16": "<f2"}
 _PACKED = BY_NAME["float4_e2m1fn_x2"]
-_UNSIGNED_FLOAT = BY_NAME["float8_e8m0fnu"]
-_EIGHT_BIT = {
-    "float8_e4m3fn": (4, 7, "fn"),
-    "float8_e4m3fnuz": (4, 8, "fnuz"),
-    "float8_e5m2": (5, 15, "ieee"),
-    "float8_e5m2fnuz": (5, 16, "fnuz"),
-}
-"""(bits of the exponent, its bias, which patterns are not numbers). "fn": the last one. "fnuz": that of -0. "ieee": those
-of the largest exponent, the first of which is infinity.
-
-Source: torch 2.13, torch/headeronly/util/Float8_*.h.
-"""
 _MAX_FLOAT = float(np.finfo(np.float64).max)
 _VALUES_AT_ONCE = 16384  # a dozen float64s for each value fit into the processor's cache
 
@@ -265,7 +253,7 @@ def _widened(view: memoryview, dtype: DType) -> Array:
         wide = _words(view, 2).astype(np.uint32) << np.uint32(16)
         return np.asarray(wide.view(np.float32), dtype=np.float64)
     if dtype.kind == "float":
-        return np.take(_table(dtype.name), _words(view, 1))
+        return np.take(code_values(dtype.name), _words(view, 1))
     if dtype.kind == "complex":
         parts = np.frombuffer(view, dtype=f"<f{dtype.itemsize // 2}").astype(np.float64)
         return parts.view(np.complex128)
@@ -274,29 +262,6 @@ def _widened(view: memoryview, dtype: DType) -> Array:
     sign = "u" if dtype.name.startswith("u") else "i"
     whole = np.frombuffer(view, dtype=f"<{sign}{dtype.itemsize}")
     return whole if dtype.itemsize == 8 else whole.astype(np.float64)
-
-
-@cache
-def _table(name: str) -> Array:
-    """Return the values of all 256 patterns of an 8-bit float."""
-    if name == _UNSIGNED_FLOAT.name:
-        return np.append(np.ldexp(1.0, np.arange(-127, 128)), np.nan)
-    exponent_bits, bias, special = _EIGHT_BIT[name]
-    mantissa_bits = 7 - exponent_bits
-    patterns = np.arange(128)
-    exponents, mantissas = patterns >> mantissa_bits, patterns & (1 << mantissa_bits) - 1
-    is_normal = exponents > 0
-    scaled = mantissas + (is_normal << mantissa_bits)
-    values: Array = np.ldexp(scaled.astype(np.float64), np.maximum(exponents, 1) - bias - mantissa_bits)
-    if special == "ieee":
-        values[exponents == exponents.max()] = np.nan
-        values[exponents.argmax()] = np.inf
-    elif special == "fn":
-        values[-1] = np.nan
-    negative = -values
-    if special == "fnuz":  # NaN instead of -0
-        negative[0] = np.nan
-    return np.concatenate([values, negative])
 
 
 def _are_same(a: Array, b: Array) -> Array:

@@ -45,7 +45,7 @@ from shardkit.training.ranks.agree import (
     world,
 )
 from shardkit.training.ranks.local import LocalShard, flat_bytes
-from shardkit.transfer.convert import one_thread_each
+from shardkit.transfer.codecs.convert import one_thread_each
 from shardkit.transfer.plan import chunk_ranges
 
 BAND_NBYTES = 4 * MIB

@@ -45,8 +45,8 @@ from shardkit.training.ranks.agree import agreed, gather_json, log_once
 from shardkit.training.ranks.local import LocalShard, memory_of
 from shardkit.transfer.checks import CheckedSource, SourceCheck, as_json, have_read, judge
 from shardkit.transfer.codecs.bound import bind
+from shardkit.transfer.codecs.convert import one_thread_each
 from shardkit.transfer.codecs.converted import Convert
-from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.plan import FileRanges
 from shardkit.transfer.sources import DROPPED_NBYTES, MOST_PARTS, READ_NBYTES, Neighbour, Reader, SourceFiles
 

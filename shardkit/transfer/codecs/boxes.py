@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardkit.core.catalog import Catalog, Computed, SourceReader
+from shardkit.core.catalog import Catalog, Computed, SourceReader, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import (
     Region,
@@ -55,6 +55,10 @@ class _ReadParts:
     reader: SourceReader
     fqn: str
     """The computed tensor, for messages."""
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return dtype and shape of a tensor."""
+        return self.catalog.tensors[name]
 
     def box(self, name: str, region: Region) -> numpy.ndarray:
         """Return a box of a tensor, as unsigned integers of its item size (void above 8 bytes)."""

@@ -24,17 +24,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from shardkit.core.catalog import StoredParts
 from shardkit.core.dtypes import DType
-from shardkit.core.regions import Region, Shape, blocks, shifted, window
+from shardkit.core.regions import Region, Shape, blocks, full_region, shifted, window
 from shardkit.core.text import escape
-from shardkit.transfer.codecs.boxes import as_box
+from shardkit.transfer.codecs.codes import E2M1, NUM_CODES, code_values, powers_of_two
+from shardkit.transfer.codecs.convert import as_float32
+from shardkit.transfer.codecs.products import Scales, multiply
 
 if TYPE_CHECKING:
     import numpy
-    import torch
 
-_MAX_NUMBERS = 1 << 18  # multiplied at once: with two floats each they fit in the cache
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_BIAS = 127
+_MAX_NUMBERS = 1 << 20  # read at once
 PAIR = 2
 """Numbers of 4 bits in a byte."""
 _BLOCK_NBYTES = 16
@@ -140,7 +139,7 @@ class Product:
 
     scaled: Scaled
     dtype: DType
-    needs_torch: ClassVar[bool] = True
+    needs_torch: ClassVar[bool] = False
 
     @property
     def of(self) -> tuple[str, ...]:
@@ -165,44 +164,63 @@ class Product:
         below = Region(tuple(region.offsets[d] for d in back), tuple(region.sizes[d] for d in back))
         values = numpy.empty(below.sizes, f"u{self.dtype.itemsize}")
         for block in blocks(below.sizes, _MAX_NUMBERS):
-            some = shifted(block, below.offsets)
-            product = self._product(self._numbers(parts, some), self._scales(parts, some))
-            values[window(block)] = as_box(product, self.dtype)
+            values[window(block)] = self._values(parts, shifted(block, below.offsets))
         turned: numpy.ndarray = values.transpose(self._dims)
         return turned
 
-    def _product(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return numbers * scales
+    def _values(self, parts: StoredParts, region: Region) -> numpy.ndarray:
+        """Return the values of a box by stored dims, as unsigned integers of their size."""
+        return self._multiply(parts, region, self.scaled.blocks.sizes)
 
-    def _numbers(self, parts: StoredParts, region: Region) -> torch.Tensor:
-        """Return a box of the numbers in float32."""
-        return parts.values(self.scaled.names.numbers, region).float()
+    def _multiply(self, parts: StoredParts, region: Region, sizes: Shape) -> numpy.ndarray:
+        """Return the values of a box of bytes, as unsigned integers that hold those of a byte side by side.
 
-    def _scales(self, parts: StoredParts, region: Region) -> torch.Tensor:
-        """Return the scale of each number of a box, by its position in the tensor, as boxes may begin within blocks.
-
-        Dims along which all numbers share a scale have size 1.
+        Args:
+            parts: the stored tensors.
+            region: of the bytes.
+            sizes: bytes of a block along each leading dim.
         """
-        import torch
+        codes, scales = self._codes(parts, region), self._scales(parts, region, sizes)
+        return multiply(codes, region, self._numbers(parts), scales, self.dtype)
+
+    def _codes(self, parts: StoredParts, region: Region) -> numpy.ndarray:
+        """Return a box of the stored bytes."""
+        return parts.box(self.scaled.names.numbers, region)
+
+    def _numbers(self, parts: StoredParts) -> numpy.ndarray:
+        """Return the numbers of each byte in float32: (256, numbers in a byte)."""
+        numbers: numpy.ndarray = code_values(parts.entry(self.scaled.names.numbers).dtype.name)[:, None]
+        return numbers.astype("f4")
+
+    def _scales(self, parts: StoredParts, region: Region, sizes: Shape) -> Scales:
+        """Return the scales of a box of bytes; arguments as for `_multiply`."""
+        import numpy
 
         name, (shape, block) = self.scaled.names.scales, self.scaled.blocks
+        first, dtype = tuple[int, ...](), parts.entry(name).dtype
         if all(n >= size for n, size in zip(block, shape, strict=False)):
-            return self._as_scales(parts.whole(name)).reshape(())
-        first = [offset // n for offset, n in zip(region.offsets, block, strict=False)]
-        last = [(stop - 1) // n for stop, n in zip(region.stops, block, strict=False)]
-        part = Region(tuple(first), tuple(b - a + 1 for a, b in zip(first, last, strict=True)))
-        scales = self._as_scales(parts.values(name, part))
-        for dim, size in enumerate(part.sizes):
-            if size > 1:
-                index = torch.arange(region.offsets[dim], region.stops[dim]) // block[dim] - first[dim]
-                scales = scales.index_select(dim, index)
-        return scales.reshape(*scales.shape, *(1 for _ in shape[len(block) :]))
+            stored = parts.box(name, full_region(parts.entry(name).shape)).reshape(())
+        else:
+            first = tuple(offset // n for offset, n in zip(region.offsets, sizes, strict=False))
+            last = tuple((stop - 1) // n for stop, n in zip(region.stops, sizes, strict=False))
+            grid = Region(first, tuple(b - a + 1 for a, b in zip(first, last, strict=True)))
+            stored = parts.box(name, grid)
+        indices: numpy.ndarray
+        if dtype.itemsize == 1:
+            with numpy.errstate(over="ignore"):
+                values, indices = self._scale_codes(dtype).astype("f4"), stored.astype("u2")
+        else:
+            values, kind = as_float32(stored, dtype).reshape(-1), "u2" if stored.size <= NUM_CODES else "u4"
+            indices = numpy.arange(stored.size, dtype=kind).reshape(stored.shape)
+        return Scales(self._with_second(parts, values), indices, first, sizes[: len(first)])
 
-    def _as_scales(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return stored scales in float32."""
-        import torch
+    def _scale_codes(self, dtype: DType) -> numpy.ndarray:
+        """Return the scales of all codes of a dtype of 8 bits, in float64."""
+        return powers_of_two() if dtype.name == "uint8" else code_values(dtype.name)
 
-        return stored.float() if stored.dtype is not torch.uint8 else torch.pow(2.0, stored.int() - _BIAS)
+    def _with_second(self, parts: StoredParts, scales: numpy.ndarray) -> numpy.ndarray:
+        """Return the scales with the scale of all scales."""
+        return scales
 
 
 class Pairs(Product):
@@ -210,22 +228,33 @@ class Pairs(Product):
 
     __slots__ = ()
 
-    def _numbers(self, parts: StoredParts, region: Region) -> torch.Tensor:
-        """Return a box of the numbers in float32."""
-        import torch
+    def _values(self, parts: StoredParts, region: Region) -> numpy.ndarray:
+        """Return the values of a box by stored dims, as unsigned integers of their size."""
+        import numpy
 
         dim = next(dim for dim, size in enumerate(self.scaled.blocks.sizes) if size > 1)
         first, stop = region.offsets[dim] // PAIR, -(-region.stops[dim] // PAIR)
-        offsets, sizes = list(region.offsets), list(region.sizes)
-        offsets[dim], sizes[dim] = first, stop - first
-        stored = parts.values(self.scaled.names.numbers, Region(tuple(offsets), tuple(sizes)))
-        pairs, table = stored.view(torch.uint8).int(), torch.tensor(E2M1, dtype=torch.float32)
-        unpacked = torch.stack((table[pairs & 0xF], table[pairs >> 4]), dim + 1).flatten(dim, dim + 1)
-        return unpacked.narrow(dim, region.offsets[dim] % PAIR, region.sizes[dim])
+        in_bytes = Region(_replaced(region.offsets, dim, first), _replaced(region.sizes, dim, stop - first))
+        sizes = self.scaled.blocks.sizes
+        pairs = self._multiply(parts, in_bytes, _replaced(sizes, dim, sizes[dim] // PAIR))
+        single = pairs.view(f"u{self.dtype.itemsize}").reshape(*pairs.shape, PAIR)
+        values = numpy.moveaxis(single, -1, dim + 1).reshape(
+            _replaced(pairs.shape, dim, PAIR * (stop - first))
+        )
+        skipped = region.offsets[dim] % PAIR
+        box: numpy.ndarray = values[(slice(None),) * dim + (slice(skipped, skipped + region.sizes[dim]),)]
+        return box
+
+    def _numbers(self, parts: StoredParts) -> numpy.ndarray:
+        """Return both numbers of each byte in float32; the first one is in the low half."""
+        import numpy
+
+        numbers, codes = numpy.array(E2M1, "f4"), numpy.arange(NUM_CODES)
+        return numpy.stack((numbers[codes & 0xF], numbers[codes >> 4]), axis=1)
 
 
-class Exponents(Product):
-    """Computes an MXFP4 tensor from pairs of numbers and exponents of 2; a `Codec`."""
+class Exponents(Pairs):
+    """Computes an MXFP4 tensor of gpt_oss, whose last two stored dims are one dim of the numbers; a `Codec`."""
 
     __slots__ = ()
 
@@ -233,29 +262,26 @@ class Exponents(Product):
     def _dims(self) -> tuple[int, ...]:
         return 0, 2, 1
 
-    def _product(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        import torch
+    def _codes(self, parts: StoredParts, region: Region) -> numpy.ndarray:
+        """Return a box of the stored bytes, whose dims are those of the numbers."""
+        start, stop = region.offsets[-1], region.stops[-1]
+        first, num_groups = start // _BLOCK_NBYTES, -(-stop // _BLOCK_NBYTES) - start // _BLOCK_NBYTES
+        groups = Region((*region.offsets[:-1], first, 0), (*region.sizes[:-1], num_groups, _BLOCK_NBYTES))
+        codes = parts.box(self.scaled.names.numbers, groups).reshape(*region.sizes[:-1], -1)
+        return codes[..., start - first * _BLOCK_NBYTES : stop - first * _BLOCK_NBYTES]
 
-        return torch.ldexp(numbers, scales)
+    # Doubled numbers with half of the scales: 2^128 is infinite in float32, but 0.5 * 2^128 is not.
+    def _numbers(self, parts: StoredParts) -> numpy.ndarray:
+        """Return twice both numbers of each byte in float32."""
+        return super()._numbers(parts) * 2
 
-    def _numbers(self, parts: StoredParts, region: Region) -> torch.Tensor:
-        """Return a box of the numbers in float32. The last two stored dims are one dim of the numbers."""
-        import torch
+    def _scale_codes(self, dtype: DType) -> numpy.ndarray:
+        """Return half of the scales of all codes, in float64."""
+        return super()._scale_codes(dtype) / 2
 
-        size, first, stop = self.scaled.blocks.sizes[-1], region.offsets[-1], region.stops[-1]
-        groups = first // size, -(-stop // size)
-        part = Region(
-            (*region.offsets[:-1], groups[0], 0), (*region.sizes[:-1], groups[1] - groups[0], size // PAIR)
-        )
-        pairs = parts.values(self.scaled.names.numbers, part).int()
-        table = torch.tensor(E2M1, dtype=torch.float32)
-        unpacked = torch.stack((table[pairs & 0xF], table[pairs >> 4]), dim=-1)
-        row = unpacked.reshape(*region.sizes[:-1], (groups[1] - groups[0]) * size)
-        return row[..., first - groups[0] * size : stop - groups[0] * size]
 
-    def _as_scales(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return the exponents."""
-        return stored.int() - _BIAS
+def _replaced(sizes: Shape, dim: int, size: int) -> Shape:
+    return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
 def is_declared(writers: Mapping[str, str], method: str, described: Any) -> bool:

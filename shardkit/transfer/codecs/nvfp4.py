@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardkit.core.catalog import StoredParts
-from shardkit.core.regions import Region
+from shardkit.core.regions import full_region
 from shardkit.core.text import escape
 from shardkit.transfer.codecs.dequantize import (
     INCOMPLETE,
@@ -34,7 +34,7 @@ from shardkit.transfer.codecs.dequantize import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    import numpy
 
 EXPORT_CONFIG = "hf_quant_config.json"
 """A file of ModelOpt; config.json may not mention the quantisation."""
@@ -55,15 +55,17 @@ class TwoScales(Pairs):
     def _divides(self) -> bool:
         return self.scaled.names.second.endswith(_DIVISOR)
 
-    def _numbers(self, parts: StoredParts, region: Region) -> torch.Tensor:
-        numbers = super()._numbers(parts, region)
+    def _numbers(self, parts: StoredParts) -> numpy.ndarray:
+        """Return both numbers of each byte in float32."""
+        numbers = super()._numbers(parts)
         return numbers if self._divides else numbers + 0.0  # removes the sign of zeros
 
-    def _scales(self, parts: StoredParts, region: Region) -> torch.Tensor:
-        """Return the scale of each number of a box in float32. A dim that shares one scale has size 1."""
-        second = parts.whole(self.scaled.names.second).reshape(())
-        scales = super()._scales(parts, region)
-        return scales / second if self._divides else scales * second
+    def _with_second(self, parts: StoredParts, scales: numpy.ndarray) -> numpy.ndarray:
+        """Return the scales with the scale of all scales."""
+        name = self.scaled.names.second
+        second = parts.box(name, full_region(parts.entry(name).shape)).view("f4").reshape(())
+        scaled: numpy.ndarray = scales / second if self._divides else scales * second
+        return scaled
 
 
 def _claim(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:

@@ -16,8 +16,8 @@ from shardkit.core.regions import Region
 from shardkit.errors import SourceError
 from shardkit.operations.consolidate.merge import plan_merge
 from shardkit.transfer.codecs import lora as lora_module
+from shardkit.transfer.codecs.convert import one_thread_each
 from shardkit.transfer.codecs.derive import derive
-from shardkit.transfer.convert import one_thread_each
 from shardkit.transfer.sources import SourceFiles
 from tests.cases import but_first
 from tests.transfer.codecs.test_dequantize import read

@@ -10,11 +10,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from shardkit.core.dtypes import DType
+from shardkit.core.dtypes import BY_NAME, DType
 
 if TYPE_CHECKING:
     import numpy
 
+_FLOAT32 = BY_NAME["float32"]
 Converter = Callable[[memoryview, memoryview], bool]
 """Fills the second buffer with the converted elements of the first; both are writable and have the same number of
 elements. Returns True if a finite element became infinite."""
@@ -79,10 +80,10 @@ def _convert(before: numpy.ndarray, after: numpy.ndarray, spare: numpy.ndarray, 
 def _widen(stored: numpy.ndarray, wide: numpy.ndarray) -> None:
     """Convert to float32; the bits of bf16 are the upper half of those of float32."""
     if stored.dtype.kind == "f":
-        wide[:] = stored
+        wide[...] = stored
         return
     bits = wide.view("<u4")
-    bits[:] = stored
+    bits[...] = stored
     bits <<= 16
 
 
@@ -122,6 +123,28 @@ def _round_to_fp16(wide: numpy.ndarray, narrow: numpy.ndarray) -> None:
     power &= 0x8000
     counted |= power
     narrow[:] = counted
+
+
+def as_float32(stored: numpy.ndarray, dtype: DType) -> numpy.ndarray:
+    """Return values of a floating dtype of at most 32 bits in float32; they are given as unsigned integers."""
+    import numpy
+
+    if dtype.itemsize == numpy.dtype("f4").itemsize:
+        return stored.view("f4")
+    wide = numpy.empty(stored.shape, "f4")
+    _widen(stored if dtype.name == "bfloat16" else stored.view(_STORED[dtype.name]), wide)
+    return wide
+
+
+def to_bits(values: numpy.ndarray, target: DType) -> numpy.ndarray:
+    """Return values in float32 as unsigned integers of another floating dtype's size."""
+    import numpy
+
+    if target.name == "float32":
+        return values.view("u4")
+    bits = numpy.empty(values.shape, f"u{target.itemsize}")
+    make_converter(_FLOAT32, target)(values.reshape(-1).view("u1").data, bits.reshape(-1).view("u1").data)
+    return bits
 
 
 @contextlib.contextmanager

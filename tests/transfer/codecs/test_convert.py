@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardkit.core.dtypes import BY_NAME, DType
-from shardkit.transfer.convert import make_converter
+from shardkit.transfer.codecs.convert import make_converter
 
 BF16, FP16, FP32, FP64 = (BY_NAME[name] for name in ("bfloat16", "float16", "float32", "float64"))
 PAIRS = list(itertools.permutations((BF16, FP16, FP32, FP64), 2))
@@ -123,7 +123,7 @@ def test_torch_is_not_imported() -> None:
     script = (
         "import sys\n"
         "from shardkit.core.dtypes import BY_NAME\n"
-        "from shardkit.transfer.convert import make_converter\n"
+        "from shardkit.transfer.codecs.convert import make_converter\n"
         "make_converter(BY_NAME['float32'], BY_NAME['bfloat16'])(memoryview(bytearray(4)), memoryview(bytearray(2)))\n"
         "assert 'torch' not in sys.modules\n"
     )

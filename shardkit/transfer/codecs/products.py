@@ -1,0 +1,128 @@
+"""Products of stored numbers and their scales, as bits of a dtype, computed in float32 and rounded once.
+
+The product of a number of 4 or 8 bits depends on its byte and its scale alone. Where a box has far more bytes than there
+are pairs of both, the products of all pairs are computed once, and each byte selects one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+from shardkit.core.dtypes import DType
+from shardkit.core.regions import Region, Shape, blocks, relative_to, shifted, window
+from shardkit.transfer.codecs.boxes import kind_of
+from shardkit.transfer.codecs.codes import NUM_CODES
+from shardkit.transfer.codecs.convert import to_bits
+
+if TYPE_CHECKING:
+    import numpy
+
+_CODE_BITS = 8
+_BYTES_AT_ONCE = 1 << 17
+"""Multiplied at once: all intermediate results fit in the processor's cache."""
+_NUM_TABLES = 16
+"""Tables of all scales of 8 bits that are kept, of at most half a MiB each."""
+
+
+class Scales(NamedTuple):
+    """The scales of a box of bytes. The bytes of a block share one."""
+
+    values: numpy.ndarray
+    """The scales in float32, one-dimensional; if they are stored in 8 bits, those of all 256 codes."""
+    indices: numpy.ndarray
+    """For each block that the box touches: the index of its scale, as uint16; of size 1 along a dim with one block."""
+    first: Shape
+    """The grid index of the first of these blocks."""
+    sizes: Shape
+    """Bytes of a block along each leading dim; along any further dim all bytes share a scale."""
+
+    def indices_of(self, region: Region) -> numpy.ndarray:
+        """Return the index of each byte's scale, for a region that lies in one block along all dims but the last.
+
+        The result can be broadcast to the region's shape.
+        """
+        import numpy
+
+        indices, stops, last = self.indices, region.stops, len(self.sizes) - 1
+        for dim, (first, size) in enumerate(zip(self.first, self.sizes, strict=True)):
+            if indices.shape[dim] > 1:
+                start, stop = region.offsets[dim] // size - first, (stops[dim] - 1) // size - first + 1
+                indices = indices[(slice(None),) * dim + (slice(start, stop),)]
+        if self.sizes and self.sizes[last] > 1 and indices.shape[last] > 1:
+            start = region.offsets[last] % self.sizes[last]
+            spread = numpy.repeat(indices, self.sizes[last], axis=last)
+            indices = spread[..., start : start + region.sizes[last]]
+        return indices.reshape(*indices.shape, *(1 for _ in region.sizes[indices.ndim :]))
+
+
+def multiply(
+    codes: numpy.ndarray, region: Region, numbers: numpy.ndarray, scales: Scales, dtype: DType
+) -> numpy.ndarray:
+    """Return the products of a box of bytes, as elements that hold those of a byte's numbers side by side.
+
+    Args:
+        codes: the bytes.
+        region: their place in the tensor, counted in bytes.
+        numbers: (256, numbers in a byte) in float32.
+        scales: of the box.
+        dtype: of the products.
+    """
+    import numpy
+
+    products = numpy.empty(codes.shape, kind_of(numbers.shape[1] * dtype.itemsize))
+    table = _table(numbers, scales.values, dtype, codes.size)
+    for piece in _pieces(region, scales.sizes):
+        where = window(relative_to(piece, region.offsets))
+        indices = scales.indices_of(piece)
+        if table is None:
+            products[where] = _products(numbers[codes[where]], scales.values[indices][..., None], dtype)
+        else:
+            pairs = (indices << _CODE_BITS) + codes[where]
+            products[where] = table.take(pairs, mode="clip")  # clips nothing, but is faster than checking
+    return products
+
+
+def _table(
+    numbers: numpy.ndarray, scales: numpy.ndarray, dtype: DType, num_bytes: int
+) -> numpy.ndarray | None:
+    """Return the products of all codes with all scales, ordered by scale and code; None if single ones cost less."""
+    if len(scales) == NUM_CODES:
+        return _shared_table(numbers.tobytes(), scales.tobytes(), dtype)
+    if len(scales) > NUM_CODES or num_bytes < 2 * NUM_CODES * len(scales):
+        return None
+    return _products(numbers, scales[:, None, None], dtype).reshape(-1)
+
+
+@lru_cache(_NUM_TABLES)
+def _shared_table(numbers: bytes, scales: bytes, dtype: DType) -> numpy.ndarray:
+    """Return the table of 256 scales; arguments are the bytes of those of `_table`."""
+    import numpy
+
+    by_code = numpy.frombuffer(numbers, "f4").reshape(NUM_CODES, -1)
+    return _products(by_code, numpy.frombuffer(scales, "f4")[:, None, None], dtype).reshape(-1)
+
+
+def _products(numbers: numpy.ndarray, scales: numpy.ndarray, dtype: DType) -> numpy.ndarray:
+    """Multiply, and join the products of the last dim to one unsigned integer."""
+    import numpy
+
+    with numpy.errstate(all="ignore"):
+        values = to_bits(numbers * scales, dtype)
+    joined: numpy.ndarray = values.view(kind_of(values.shape[-1] * dtype.itemsize))[..., 0]
+    return joined
+
+
+def _pieces(region: Region, sizes: Shape) -> Iterator[Region]:
+    """Cut a region into pieces of limited size, each in one block along all dims of blocks but the last."""
+    cuts = list[list[tuple[int, int]]]()
+    for dim, (offset, stop) in enumerate(zip(region.offsets, region.stops, strict=True)):
+        size = sizes[dim] if dim < len(sizes) - 1 else 1
+        starts = [offset, *range(offset // size * size + size, stop, size)] if size > 1 else [offset]
+        cuts.append(list(zip(starts, [*starts[1:], stop], strict=True)))
+    for spans in product(*cuts):
+        offsets = tuple(start for start, _ in spans)
+        for block in blocks(tuple(stop - start for start, stop in spans), _BYTES_AT_ONCE):
+            yield shifted(block, offsets)
