@@ -67,6 +67,12 @@ Examples:
 @opt.dtype_rules
 @opt.dequantize
 @opt.option(
+    "Dtypes",
+    "--quantize",
+    type=click.Choice(["base"]),
+    help="Quantise to fp8 what the base has in fp8, in its form; all other tensors get its dtypes.",
+)
+@opt.option(
     "Output",
     "--max-shard-size",
     metavar="SIZE",

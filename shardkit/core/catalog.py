@@ -153,6 +153,9 @@ class StoredParts(Protocol):
     def entry(self, name: str, /) -> TensorEntry:
         """Return dtype and shape of a tensor."""
 
+    def of_tensor(self, fqn: str, /) -> StoredParts:
+        """Return the same with another computed tensor, for which reads then count."""
+
     def box(self, name: str, region: Region, /) -> numpy.ndarray:
         """Return a box of a tensor, as unsigned integers of its item size (void above 8 bytes)."""
 

@@ -99,7 +99,7 @@ def plain_base(base: Base) -> Base:
     if not is_quantised or not can_dequantize(base.config):
         return base
     quantised = find_scaled(tensors, base.config, base.label)
-    plain = derive_base(base, _codecs(quantised, PLAIN), quantised.gone)
+    plain = replace(derive_base(base, _codecs(quantised, PLAIN), quantised.gone), stored=base)
     return plain if plain.config is None else replace(plain, config=plain_config(plain.config))
 
 

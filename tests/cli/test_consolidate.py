@@ -171,7 +171,7 @@ def test_options_reach_the_library(run, monkeypatch):
     flags = (
         "--base org/m --base-revision r --config base --dtype base --dtype-rule g*=fp32 --max-shard-size 1GB --single-file --weights ema --root a.b "
         "--strip-prefix p --strip-prefix q --add-prefix z --rename a=b --rename c=d --include i* --exclude e* "
-        "--fill-from-base v* --tokenizer t --allow-missing --allow-unexpected --keys k.toml --ask-class off --dequantize --keep-factors --merge-lora --adapter-config f --manifest --push-to-hub me/m "
+        "--fill-from-base v* --tokenizer t --allow-missing --allow-unexpected --keys k.toml --ask-class off --dequantize --quantize base --keep-factors --merge-lora --adapter-config f --manifest --push-to-hub me/m "
         "--private --branch dev --overwrite --strict --follow-links -n --digest none --jobs 3 --max-memory 1GB --json"
     )
     assert run("consolidate", "last.ckpt", "out", *flags.split()).exit_code == 0
@@ -201,6 +201,7 @@ def test_options_reach_the_library(run, monkeypatch):
         "keys": "k.toml",
         "ask_class": False,
         "dequantize": True,
+        "quantize": "base",
         "keep_factors": True,
         "merge_lora": True,
         "adapter_config": "f",

@@ -18,9 +18,9 @@ SURFACE = {
         --base-revision --branch --check-source --config --dequantize --digest --dry-run --dtype
         --dtype-rule --exclude --executor --exist-ok --fill-from-base --follow-links --include --jobs
         --keep-factors --keys --manifest --manifest-file --max-memory --max-shard-size --merge-lora
-        --no-progress --num-parts --overwrite --part --private --push-to-hub --rename --root --scratch
-        --sha256 --single-file --source-manifest --strict --strip-prefix --tokenizer --weights -n CHECKPOINT
-        OUTPUT
+        --no-progress --num-parts --overwrite --part --private --push-to-hub --quantize --rename --root
+        --scratch --sha256 --single-file --source-manifest --strict --strip-prefix --tokenizer --weights -n
+        CHECKPOINT OUTPUT
     """,
     "diff": f"""
         {COMMON} --all --as --atol --exclude --follow-links --html --include --max-memory --no-progress

@@ -131,6 +131,8 @@ class Base:
     """True if a trainer wrote it, and may have changed the config for the run."""
     says_dtype: bool = False
     """True if shardkit wrote the config, so that its dtype is right for the stored weights."""
+    stored: Base | None = None
+    """The same with its quantised weights as they are stored; None if all are stored plain."""
     own_files: OwnFiles | None = None
     """Files of the checkpoint that replace those of a base that the user named; None if they were not searched for."""
     notes: tuple[str, ...] = ()

@@ -99,6 +99,8 @@ def consolidate(options: ConsolidateOptions) -> ConsolidateResult:
             all names, if there is one; "none"; the path of a TOML file; or the name of a rule set of shardkit's.
         dequantize: convert fp8, MXFP4 and NVFP4 weights to plain ones, in bfloat16 unless `dtype` says otherwise.
             Without it, a quantised source is refused. A quantised base is treated as if it were plain.
+        quantize: "base" quantises the weights that the base has in fp8, in its form (blocks of DeepSeek V3 and Qwen3, or
+            rows of compressed-tensors); all other tensors get the base's dtypes.
         keep_factors: write the factors of OSFT unchanged; otherwise they are folded into dense weights.
         ask_class: check whether `from_pretrained` would find all weights, by asking the class that the config names, in
             a separate process while bytes move. It is skipped if the weights of a base answer the question.

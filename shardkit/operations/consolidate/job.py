@@ -111,6 +111,7 @@ from shardkit.operations.consolidate.globs import Sieve, exclude_early
 from shardkit.operations.consolidate.headers import is_diffusers_lora, keep_settings
 from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.consolidate.own import eos_warnings, own_notes, own_tokenizer
+from shardkit.operations.consolidate.quantize import example_of, plain_options, quantise
 from shardkit.operations.consolidate.schedule_free import EVAL, optimizer_warnings, with_eval_weights
 from shardkit.operations.consolidate.vocabulary import RowsChange, check_tokenizer, follow_vocabulary
 from shardkit.operations.parts.agreement import Share
@@ -254,6 +255,9 @@ def build_job(
         LayoutError: names or shapes differ from those of the base that the user named.
     """
     _check_options(checkpoint, base, options)
+    fill = options.fill_from_base
+    if options.quantize is not None:
+        options = plain_options(options, base)
     weights, evaluated, of_training = options.weights, tuple[str, ...](), tuple[str, ...]()
     if weights == EVAL:
         options = replace(options, weights="model")
@@ -267,9 +271,23 @@ def build_job(
     tensors, dtype_notes = _tensors(named, checkpoint, base, options)
     written = take_factors(tensors, chosen.catalog, checkpoint, keep=options.keep_factors)
     headers = keep_settings(checkpoint, written.tensors)
-    output = _images(written.tensors, base, options, checkpoint, chosen.kind, headers.settings)
     check_tokenizer(options.new_tokenizer, base, {tensor.fqn: tensor.shape for tensor in written.tensors})
-    assets, changed, doubts = _assets(chosen, base, named.ties, written.tensors, options.new_tokenizer)
+    example = None if options.quantize is None else example_of(base)
+    form = base if example is None else example.base
+    assets, changed, doubts = _assets(
+        chosen,
+        form,
+        named.ties,
+        written.tensors,
+        options.new_tokenizer,
+        is_quantised=example is not None,
+    )
+    if example is not None:
+        if chosen.kind == "adapter":
+            raise UsageError("--quantize is about a model, and the checkpoint holds an adapter")
+        quantised, catalog, note = quantise(written.tensors, written.catalog, example, fill)
+        written = written._replace(tensors=quantised, catalog=catalog, notes=(*written.notes, note))
+    output = _images(written.tensors, form, options, checkpoint, chosen.kind, headers.settings)
     left_out_names = checkpoint.catalog.tensors.keys() - selection.names.keys()
     untrained = trained_modules(
         base,
@@ -1052,6 +1070,8 @@ def _assets(
     ties: Ties,
     tensors: Sequence[OutputTensor],
     tokenizer: Tokenizer | None,
+    *,
+    is_quantised: bool,
 ) -> tuple[list[Asset], list[str], list[str]]:
     """Return the files other than weights, and the notes and warnings about them."""
     if chosen.kind == "adapter":
@@ -1064,7 +1084,7 @@ def _assets(
             most=most_bytes((tensor.dtype, tensor.nbytes) for tensor in tensors),
             untie=_must_untie(ties, config),
             tied=_are_tied(ties, tensors, config),
-            is_plain=not may_be_quantised({tensor.fqn: tensor for tensor in tensors}),
+            is_plain=not (is_quantised or may_be_quantised({tensor.fqn: tensor for tensor in tensors})),
         )
     assets = assets if tokenizer is None else with_tokenizer(assets, tokenizer)
     refuse_pointers({asset.name: asset.path for asset in assets if asset.path is not None})

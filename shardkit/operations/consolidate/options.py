@@ -51,6 +51,7 @@ class ConsolidateOptions(WriteOptions):
     keys: str | os.PathLike[str] = "auto"
     ask_class: bool = True
     dequantize: bool = False
+    quantize: Literal["base"] | None = None
     keep_factors: bool = False
     merge_lora: bool = False
     adapter_config: str | None = None
@@ -132,12 +133,25 @@ class ConsolidateOptions(WriteOptions):
             raise UsageError(f"--config {escape(self.config)!r} is not one of {', '.join(_CONFIGS)}")
         if self.config == "base" and self.base is None:
             raise UsageError("--config base needs a base: name it with --base")
+        if self.quantize is not None:
+            self._check_quantize(self.quantize)
         if self.sha256 and not self.is_recorded:
             raise UsageError(
                 "--sha256 goes into a manifest, and none is to be written",
                 hint="add --manifest, or --manifest-file FILE",
             )
         self._check_push()
+
+    def _check_quantize(self, quantize: str) -> None:
+        """Refuse `--quantize` without a base, or with options about dtypes, which the base decides."""
+        if quantize != "base":
+            raise UsageError(f"--quantize {escape(quantize)!r} is not base")
+        if self.base is None:
+            raise UsageError("--quantize base needs a base: name it with --base")
+        if self.dtype not in ("keep", "base") or self.dtype_rules:
+            raise UsageError(
+                "--quantize base takes all dtypes from the base", hint="leave out --dtype and --dtype-rule"
+            )
 
     def _check_push(self) -> None:
         """Refuse an upload that cannot succeed, and options of an upload without `--push-to-hub`."""

@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
-from shardkit.core.catalog import Catalog, StoredParts, with_missing
+from shardkit.core.catalog import Catalog, Codec, StoredParts, with_missing
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import (
     Region,
@@ -54,13 +55,19 @@ if TYPE_CHECKING:
 _MAX_RUNS = 64  # per box; boxes with more runs are computed instead of becoming chunks
 
 
-def bind(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert | None = None) -> Catalog:
+def bind(
+    catalog: Catalog,
+    targets: Mapping[str, Expression],
+    convert: Convert | None = None,
+    codecs: Mapping[str, Codec] = MappingProxyType({}),
+) -> Catalog:
     """Return a catalog with the tensors of another one and additional targets.
 
     Args:
         catalog: of raw extents, or with closed records; the result is the same.
         targets: expression of each target, by its name, which must be new.
         convert: runs converters of transformers, for opaque targets.
+        codecs: of further targets, by their names, which must be new.
 
     Raises:
         LayoutError: an expression needs a missing tensor, one of another shape, tensors of different dtypes, or a
@@ -74,7 +81,9 @@ def bind(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert |
     if catalog.open_records is not None:
         for name, expression in targets.items():
             bound.add_tensor(name, _dtype_of(catalog, expression), expression.shape, iter(()))
-        bound.open_records = partial(_open_of, bound, catalog, targets, convert)
+        for name, codec in codecs.items():
+            add_computed(bound, catalog, name, codec)
+        bound.open_records = partial(_open_of, bound, catalog, targets, convert, codecs)
         return bound
     converter = None if convert is None else GroupConverter(convert)
     for name, expression in targets.items():
@@ -86,6 +95,8 @@ def bind(catalog: Catalog, targets: Mapping[str, Expression], convert: Convert |
             add_computed(bound, catalog, name, codec, group=codec.group)
         else:
             _add(bound, catalog, name, expression, dtype)
+    for name, codec in codecs.items():
+        add_computed(bound, catalog, name, codec)
     return bound
 
 
@@ -94,6 +105,7 @@ def _open_of(
     catalog: Catalog,
     targets: Mapping[str, Expression],
     convert: Convert | None,
+    codecs: Mapping[str, Codec],
     names: Collection[str],
     /,
     *,
@@ -101,11 +113,16 @@ def _open_of(
 ) -> Catalog:
     """Open all records that some tensors need; see `OpenRecords`."""
     expressions = {name: targets[name] for name in targets if name in names}
+    needed = {name: codecs[name] for name in codecs if name in names}
     assert catalog.open_records is not None
     opened = catalog.open_records(
-        {*names, *(leaf.name for expression in expressions.values() for leaf in leaves(expression))}
+        {
+            *names,
+            *(leaf.name for expression in expressions.values() for leaf in leaves(expression)),
+            *(part for codec in needed.values() for part in codec.of),
+        }
     )
-    return with_missing(bind(opened, expressions, convert), bound)
+    return with_missing(bind(opened, expressions, convert, needed), bound)
 
 
 def _dtype_of(catalog: Catalog, expression: Expression) -> DType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.core.catalog import Catalog, Computed, SourceReader, TensorEntry
@@ -59,6 +59,10 @@ class _ReadParts:
     def entry(self, name: str) -> TensorEntry:
         """Return dtype and shape of a tensor."""
         return self.catalog.tensors[name]
+
+    def of_tensor(self, fqn: str) -> _ReadParts:
+        """Return the same with another computed tensor, for which reads then count."""
+        return replace(self, fqn=fqn)
 
     def box(self, name: str, region: Region) -> numpy.ndarray:
         """Return a box of a tensor, as unsigned integers of its item size (void above 8 bytes)."""

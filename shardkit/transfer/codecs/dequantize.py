@@ -28,7 +28,8 @@ from shardkit.core.regions import Region, Shape, blocks, full_region, shifted, w
 from shardkit.core.text import escape
 from shardkit.transfer.codecs.codes import E2M1, NUM_CODES, code_values, powers_of_two
 from shardkit.transfer.codecs.convert import as_float32
-from shardkit.transfer.codecs.products import Scales, multiply
+from shardkit.transfer.codecs.products import BoxScales, multiply
+from shardkit.transfer.codecs.quantize import CODES, Fp8Form
 
 if TYPE_CHECKING:
     import numpy
@@ -44,6 +45,7 @@ _NUMBERS = frozenset("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz"
 _SCALE_DTYPES = frozenset("float32 bfloat16 float16 float8_e8m0fnu uint8".split())
 ADDED = ("_scale_inv", "_scale")
 """Suffixes of a weight's name for its scales."""
+_WRITTEN_SCALES = ("float32", "bfloat16", "float8_e8m0fnu")
 _LAST = ("scale", "qscale_weight")  # or it replaces `weight`
 _OF_CLASSES = (
     "_qdata",
@@ -123,6 +125,13 @@ class Method:
     """True if names alone identify the method, so that operations that would separate scales can be refused."""
     files: tuple[str, ...] = ()
     """Files that describe the quantisation, and are dropped with it."""
+    form: Callable[[Scaled, Mapping[str, Held], Mapping[str, Any]], Fp8Form] | None = None
+    """Returns how to quantise a weight as another one is, which is given with the stored tensors and the method's part
+    of the config. None if weights are never quantised by this method here.
+
+    Raises:
+        ValueError: this form is only read.
+    """
 
 
 class Scaled(NamedTuple):
@@ -192,7 +201,7 @@ class Product:
         numbers: numpy.ndarray = code_values(parts.entry(self.scaled.names.numbers).dtype.name)[:, None]
         return numbers.astype("f4")
 
-    def _scales(self, parts: StoredParts, region: Region, sizes: Shape) -> Scales:
+    def _scales(self, parts: StoredParts, region: Region, sizes: Shape) -> BoxScales:
         """Return the scales of a box of bytes; arguments as for `_multiply`."""
         import numpy
 
@@ -212,7 +221,7 @@ class Product:
         else:
             values, kind = as_float32(stored, dtype).reshape(-1), "u2" if stored.size <= NUM_CODES else "u4"
             indices = numpy.arange(stored.size, dtype=kind).reshape(stored.shape)
-        return Scales(self._with_second(parts, values), indices, first, sizes[: len(first)])
+        return BoxScales(self._with_second(parts, values), indices, first, sizes[: len(first)])
 
     def _scale_codes(self, dtype: DType) -> numpy.ndarray:
         """Return the scales of all codes of a dtype of 8 bits, in float64."""
@@ -282,6 +291,27 @@ class Exponents(Pairs):
 
 def _replaced(sizes: Shape, dim: int, size: int) -> Shape:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
+
+
+def _fp8_form(scaled: Scaled, tensors: Mapping[str, Held], described: Mapping[str, Any]) -> Fp8Form:
+    """Return the form of an fp8 weight; see `Method.form`."""
+    names, (shape, block) = scaled.names, scaled.blocks
+    numbers, scale = tensors[names.numbers].dtype, tensors[names.scales].dtype
+    if numbers is not CODES:
+        raise ValueError(f"its numbers are {numbers.name}")
+    if scale.name not in _WRITTEN_SCALES:
+        raise ValueError(f"its scales are {scale.name}")
+    method, is_exponent = described.get("quant_method"), scale.name == _EXPONENTS[1]
+    form = None
+    if names.scales == f"{names.plain}{ADDED[0]}" and method == "fp8" and len(block) == len(shape) > 1:
+        form = Fp8Form((block[-2], block[-1]), scale, is_exponent or described.get("scale_fmt") == "ue8m0")
+    elif names.scales == f"{names.plain}{ADDED[1]}" and method == "compressed-tensors" and not is_exponent:
+        form = Fp8Form(None, scale)
+    if form is None or len(shape) < 2 or form.grid(shape) != tensors[names.scales].shape:
+        raise ValueError(
+            "its scales are neither weight_scale_inv of blocks nor those of compressed-tensors' rows"
+        )
+    return form
 
 
 def is_declared(writers: Mapping[str, str], method: str, described: Any) -> bool:
@@ -376,6 +406,6 @@ def _claim_pairs(name: str, tensors: Mapping[str, Held]) -> ScaledNames | None:
     return ScaledNames(plain, name, scales, dropped=_activation_scales(plain))
 
 
-FP8 = Method("fp8", Product, _claim_fp8, _fit_fp8, partial(is_declared, _WRITERS))
+FP8 = Method("fp8", Product, _claim_fp8, _fit_fp8, partial(is_declared, _WRITERS), form=_fp8_form)
 MXFP4 = Method("mxfp4", Exponents, _claim_mxfp4, _fit_mxfp4, lambda method, _: method == "mxfp4")
 PAIRS = Method("mxfp4", Pairs, _claim_pairs, _fit_mxfp4, partial(is_declared, _WRITERS_OF_PAIRS), shows=False)

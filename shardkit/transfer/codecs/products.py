@@ -27,7 +27,7 @@ _NUM_TABLES = 16
 """Tables of all scales of 8 bits that are kept, of at most half a MiB each."""
 
 
-class Scales(NamedTuple):
+class BoxScales(NamedTuple):
     """The scales of a box of bytes. The bytes of a block share one."""
 
     values: numpy.ndarray
@@ -59,7 +59,7 @@ class Scales(NamedTuple):
 
 
 def multiply(
-    codes: numpy.ndarray, region: Region, numbers: numpy.ndarray, scales: Scales, dtype: DType
+    codes: numpy.ndarray, region: Region, numbers: numpy.ndarray, scales: BoxScales, dtype: DType
 ) -> numpy.ndarray:
     """Return the products of a box of bytes, as elements that hold those of a byte's numbers side by side.
 

@@ -340,7 +340,6 @@ FLOATS = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
 ]
-EIGHT_BIT = [*FLOATS[4:], torch.float8_e8m0fnu]
 INTS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 

@@ -1,6 +1,6 @@
 """A codec that encodes: a weight becomes fp8 codes and one scale for each block of 128 x 128, as DeepSeek's models have them.
 
-shardkit writes no quantised weights; the tests prove with this that its seam for computed tensors carries some. `quantised`
+The formula is another one than those of `transfer/codecs/quantize`: the seam for computed tensors carries any. `quantised`
 is the formula for whole weights. The codecs compute the same from the blocks that a box lies in.
 
 Source: DeepGEMM 2.0, tests/utils (per_block_cast_to_fp8).

@@ -14,7 +14,7 @@ from shardkit.core.dtypes import BY_NAME
 from shardkit.core.regions import Region, blocks, window
 from shardkit.transfer.codecs.codes import E2M1, NUM_CODES, code_values, powers_of_two
 from shardkit.transfer.codecs.convert import as_float32
-from shardkit.transfer.codecs.products import Scales, multiply
+from shardkit.transfer.codecs.products import BoxScales, multiply
 
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 RESULTS = ("bfloat16", "float16", "float32", "float64")
@@ -48,7 +48,7 @@ def test_every_code_with_scales_of_every_exponent(dtype: str, result: str, repea
     expected = (codes.view(getattr(torch, dtype)).float() * scales[:, None]).to(getattr(torch, result))
     for first in range(0, len(scales), 64):
         some = scales[first : first + 64]
-        box = Scales(some.numpy(), np.arange(64, dtype="u2"), (0,), (1,))
+        box = BoxScales(some.numpy(), np.arange(64, dtype="u2"), (0,), (1,))
         found = multiply(
             codes.repeat(64, 1).numpy(),
             Region((0, 0), (64, len(codes))),
@@ -67,7 +67,7 @@ def test_every_pair_of_numbers_with_every_scale_of_8_bits(scale_dtype: str, resu
     pairs = torch.stack((numbers[ALL_CODES.int() & 0xF], numbers[ALL_CODES.int() >> 4]), -1)
     values = powers_of_two() if scale_dtype == "uint8" else code_values(scale_dtype)
     with np.errstate(over="ignore"):
-        scales = Scales(values.astype("f4"), np.arange(NUM_CODES, dtype="u2"), (0,), (1,))
+        scales = BoxScales(values.astype("f4"), np.arange(NUM_CODES, dtype="u2"), (0,), (1,))
     if scale_dtype == "uint8":
         by_torch = torch.pow(2.0, ALL_CODES.int() - 127)
     else:
@@ -138,7 +138,7 @@ def test_a_box_anywhere_has_the_scales_of_its_blocks(
             first = tuple(offset // n for offset, n in zip(block.offsets, sizes, strict=False))
             last = tuple((stop - 1) // n for stop, n in zip(block.stops, sizes, strict=False))
             part = indices[tuple(slice(a, b + 1) for a, b in zip(first, last, strict=True))]
-            scales = Scales(values, part, first, sizes)
+            scales = BoxScales(values, part, first, sizes)
             found = multiply(codes[window(block)], block, numbers, scales, BY_NAME["bfloat16"])
             assert_same_bits(found, expected[window(block)].contiguous())
 
@@ -147,10 +147,10 @@ def test_no_torch_is_needed() -> None:
     """Neither for the products nor for the codecs over them."""
     code = (
         "import sys, numpy, shardkit.transfer.codecs.nvfp4\n"
-        "from shardkit.transfer.codecs.products import Scales, multiply\n"
+        "from shardkit.transfer.codecs.products import BoxScales, multiply\n"
         "from shardkit.core.dtypes import BY_NAME\n"
         "from shardkit.core.regions import Region\n"
-        "one = Scales(numpy.ones(1, 'f4'), numpy.zeros((), 'u2'), (), ())\n"
+        "one = BoxScales(numpy.ones(1, 'f4'), numpy.zeros((), 'u2'), (), ())\n"
         "numbers = numpy.arange(256, dtype='f4')[:, None]\n"
         "found = multiply(numpy.full(3, 2, 'u1'), Region((0,), (3,)), numbers, one, BY_NAME['bfloat16'])\n"
         "assert found.tolist() == [0x4000] * 3 and 'torch' not in sys.modules\n"

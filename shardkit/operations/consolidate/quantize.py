@@ -1,0 +1,157 @@
+"""`--quantize base`: weights in the form in which the base has them.
+
+The base decides which tensors are quantised, in which blocks, with which names and dtypes of scales. All other tensors
+have the base's dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from shardkit.core.catalog import Catalog, Codec, carry
+from shardkit.core.text import count, escape
+from shardkit.errors import LayoutError, UsageError
+from shardkit.formats.hub.base import Base
+from shardkit.formats.hub.safetensors import OutputTensor
+from shardkit.formats.quantised import (
+    QUANTIZATION_CONFIGS,
+    QuantisedTensors,
+    find_scaled,
+    method_of,
+    quantization_section,
+)
+from shardkit.keys.expressions import computed_name
+from shardkit.operations.consolidate.options import ConsolidateOptions
+from shardkit.transfer.codecs.bound import bind
+from shardkit.transfer.codecs.quantize import Fp8Codes, Fp8Form, Fp8Scales, KeptScales, Quantiser
+
+
+class Example(NamedTuple):
+    """The base whose form the output takes."""
+
+    base: Base
+    """With its weights as stored, and with the quantisation in its config."""
+    quantised: QuantisedTensors
+    further: tuple[str, ...]
+    """Tensors that neither plain models have nor weights are computed from, such as `input_scale`."""
+
+
+def example_of(plain: Base | None) -> Example:
+    """Return the base as an example.
+
+    Args:
+        plain: the base as if it were plain; its config may have been adjusted to the output.
+
+    Raises:
+        UsageError: there is none, or its weights are not quantised, or config.json does not say how.
+    """
+    if plain is None or plain.stored is None:
+        raise UsageError(
+            "--quantize base needs a base that is quantised in a way that shardkit can read",
+            hint="name one with --base, such as Qwen/Qwen3-8B-FP8",
+        )
+    stored = plain.stored
+    config, tensors = stored.config or {}, stored.tensors or {}
+    sections = {key: config[key] for key in QUANTIZATION_CONFIGS if config.get(key)}
+    if not sections:
+        raise UsageError(
+            f"--quantize base: config.json of {escape(stored.label)} has no {QUANTIZATION_CONFIGS[0]} at its top",
+            hint="a model without it would be loaded as if its codes were weights; leave --quantize out",
+        )
+    quantised = find_scaled(tensors, config, stored.label)
+    of_weights = {name for scaled in quantised.scaled.values() for name in scaled.names.stored}
+    further = (name for name in tensors if name not in of_weights | (plain.tensors or {}).keys())
+    base = replace(stored, config={**(plain.config or {}), **sections}, own_files=plain.own_files)
+    return Example(base, quantised, tuple(further))
+
+
+def plain_options(options: ConsolidateOptions, plain: Base | None) -> ConsolidateOptions:
+    """Return the options for plain weights: dtypes of the base, and no globs for tensors of quantised models alone.
+
+    Raises:
+        UsageError: as `example_of`.
+    """
+    further, names = example_of(plain).further, (plain.tensors if plain else None) or {}
+    globs = [
+        glob for glob in options.fill_from_base if _matching(names, [glob]) or not _matching(further, [glob])
+    ]
+    return replace(options, dtype="base", fill_from_base=globs)
+
+
+def _matching(names: Iterable[str], globs: Iterable[str]) -> list[str]:
+    return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
+
+
+def quantise(
+    plain_tensors: Sequence[OutputTensor], catalog: Catalog, example: Example, fill: Sequence[str]
+) -> tuple[tuple[OutputTensor, ...], Catalog, str]:
+    """Return the tensors to write, with codes and scales in place of the weights that the base has so; and a note.
+
+    Args:
+        plain_tensors: what would be written without `--quantize`, in the order of the output.
+        catalog: of these tensors.
+        example: the base.
+        fill: the globs of `--fill-from-base`.
+
+    Raises:
+        LayoutError: the base has weights in a form that is not written, or further tensors that are not copied; lists
+            all.
+    """
+    kept, codecs, forms = KeptScales(), dict[str, Codec](), _forms(plain_tensors, example)
+    copied, output = _matching(example.further, fill), list[OutputTensor]()
+    _refuse_further([name for name in example.further if name not in copied], example.base)
+    for tensor in plain_tensors:
+        if tensor.fqn not in forms:
+            output.append(tensor)
+            continue
+        names = example.quantised.scaled[tensor.fqn].names
+        quantiser = Quantiser(tensor.source, tensor.shape, forms[tensor.fqn], names.scales, kept)
+        for name, codec in ((names.numbers, Fp8Codes(quantiser)), (names.scales, Fp8Scales(quantiser))):
+            source = computed_name(name, {**catalog.tensors, **codecs})
+            codecs[source] = codec
+            output.append(OutputTensor(name, source, codec.dtype, codec.shape))
+    catalog = bind(catalog, {}, codecs=codecs)
+    if copied:
+        assert example.base.catalog is not None
+        sources = {computed_name(name, catalog.tensors): name for name in copied}
+        catalog = carry(catalog, [tensor.source for tensor in output], example.base.catalog, sources)
+        entries = ((name, source, catalog.tensors[source]) for source, name in sources.items())
+        output += [OutputTensor(name, source, entry.dtype, entry.shape) for name, source, entry in entries]
+    note = f"quantised as in {escape(example.base.label)}: {count(len(forms), 'weight')}"
+    return tuple(output), catalog, note
+
+
+def _forms(plain_tensors: Iterable[OutputTensor], example: Example) -> dict[str, Fp8Form]:
+    """Return the form of each weight that is written and that the base has quantised; errors as for `quantise`."""
+    section, forms, problems = quantization_section(example.base.config), dict[str, Fp8Form](), list[str]()
+    described = section if isinstance(section, Mapping) else {}
+    written = {tensor.fqn for tensor in plain_tensors}
+    for name, scaled in example.quantised.scaled.items():
+        if name not in written:
+            continue
+        try:
+            if scaled.method.form is None:
+                raise ValueError(f"it is {scaled.method.name}")
+            forms[name] = scaled.method.form(scaled, example.base.tensors or {}, described)
+        except ValueError as error:
+            problems.append(f"{escape(name)}: {error}")
+    LayoutError.raise_for(
+        problems,
+        f"--quantize base writes fp8 with scales of blocks or rows, and not what {escape(example.base.label)} has "
+        f"({escape(str(method_of(example.base.config)))})",
+        hint="leave --quantize out for plain weights, and quantise these with the tool that made the base",
+    )
+    return forms
+
+
+def _refuse_further(names: Sequence[str], base: Base) -> None:
+    """Refuse a base with further tensors that are not copied."""
+    globs = sorted({f"--fill-from-base '*.{name.rpartition('.')[2]}'" for name in names})
+    LayoutError.raise_for(
+        [escape(name) for name in names],
+        f"{escape(base.label)} has scales of activations or of the cache, which were measured with other weights",
+        hint=f"copy them: {' '.join(globs)}",
+    )
