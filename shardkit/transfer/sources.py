@@ -515,13 +515,16 @@ def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes:
             part = intersect(band, chunk)
             if part is None:
                 continue
-            read = memoryview(part_bytes)[: part.num_elements * itemsize]
+            is_all = part == band
+            read = view if is_all else memoryview(part_bytes)[: part.num_elements * itemsize]
             spans = (
                 (table.start[row] + run.source * itemsize, run.target * itemsize, run.length * itemsize)
                 for run in runs(relative_to(part, chunk.offsets), chunk.sizes)
             )
             for group in _neighbours(spans, max_bytes):
                 _read_group(reader, table.file[row], read, group, fqn)
+            if is_all:
+                break
             *rows, columns = window(relative_to(part, band.offsets))
             inside = (*rows, slice(columns.start * itemsize, columns.stop * itemsize))
             elements[inside] = _as_array(read, part.sizes, itemsize)

@@ -171,9 +171,12 @@ class Product:
 
         back = [self._dims.index(dim) for dim in range(len(self._dims))]
         below = Region(tuple(region.offsets[d] for d in back), tuple(region.sizes[d] for d in back))
-        values = numpy.empty(below.sizes, f"u{self.dtype.itemsize}")
-        for block in blocks(below.sizes, _MAX_NUMBERS):
-            values[window(block)] = self._values(parts, shifted(block, below.offsets))
+        if below.num_elements <= _MAX_NUMBERS:
+            values = self._values(parts, below)
+        else:
+            values = numpy.empty(below.sizes, f"u{self.dtype.itemsize}")
+            for block in blocks(below.sizes, _MAX_NUMBERS):
+                values[window(block)] = self._values(parts, shifted(block, below.offsets))
         turned: numpy.ndarray = values.transpose(self._dims)
         return turned
 
