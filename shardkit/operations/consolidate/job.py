@@ -254,10 +254,10 @@ def build_job(
         SourceError: the requested weights are missing, ambiguous or unrecoverable, or safetensors cannot store them.
         LayoutError: names or shapes differ from those of the base that the user named.
     """
-    _check_options(checkpoint, base, options)
     fill = options.fill_from_base
     if options.quantize is not None:
         options = plain_options(options, base)
+    _check_options(checkpoint, base, options)
     weights, evaluated, of_training = options.weights, tuple[str, ...](), tuple[str, ...]()
     if weights == EVAL:
         options = replace(options, weights="model")
@@ -285,7 +285,7 @@ def build_job(
     if example is not None:
         if chosen.kind == "adapter":
             raise UsageError("--quantize is about a model, and the checkpoint holds an adapter")
-        quantised, catalog, note = quantise(written.tensors, written.catalog, example, fill)
+        quantised, catalog, note = quantise(written.tensors, written.catalog, example, fill, fit.from_base)
         written = written._replace(tensors=quantised, catalog=catalog, notes=(*written.notes, note))
     output = _images(written.tensors, form, options, checkpoint, chosen.kind, headers.settings)
     left_out_names = checkpoint.catalog.tensors.keys() - selection.names.keys()

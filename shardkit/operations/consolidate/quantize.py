@@ -6,7 +6,8 @@ have the base's dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -48,7 +49,7 @@ def example_of(plain: Base | None) -> Example:
     Raises:
         UsageError: there is none, or its weights are not quantised, or config.json does not say how.
     """
-    if plain is None or plain.stored is None:
+    if plain is None or plain.stored is None or plain.stored.tensors is None:
         raise UsageError(
             "--quantize base needs a base that is quantised in a way that shardkit can read",
             hint="name one with --base, such as Qwen/Qwen3-8B-FP8",
@@ -86,7 +87,11 @@ def _matching(names: Iterable[str], globs: Iterable[str]) -> list[str]:
 
 
 def quantise(
-    plain_tensors: Sequence[OutputTensor], catalog: Catalog, example: Example, fill: Sequence[str]
+    plain_tensors: Sequence[OutputTensor],
+    catalog: Catalog,
+    example: Example,
+    fill: Sequence[str],
+    from_base: Collection[str],
 ) -> tuple[tuple[OutputTensor, ...], Catalog, str]:
     """Return the tensors to write, with codes and scales in place of the weights that the base has so; and a note.
 
@@ -95,24 +100,33 @@ def quantise(
         catalog: of these tensors.
         example: the base.
         fill: the globs of `--fill-from-base`.
+        from_base: tensors that are copied from the base; codes and scales stay as they are.
 
     Raises:
-        LayoutError: the base has weights in a form that is not written, or further tensors that are not copied; lists
-            all.
+        LayoutError: the base has weights in a form that is not written, or further tensors that are not copied; or the
+            checkpoint has tensors with the names of scales; lists all of a kind.
     """
-    kept, codecs, forms = KeptScales(), dict[str, Codec](), _forms(plain_tensors, example)
-    copied, output = _matching(example.further, fill), list[OutputTensor]()
-    _refuse_further([name for name in example.further if name not in copied], example.base)
+    kept, codecs, output, scaled = (
+        KeptScales(),
+        dict[str, Codec](),
+        list[OutputTensor](),
+        example.quantised.scaled,
+    )
+    copied = _copied_tensors(example, {tensor.fqn for tensor in plain_tensors}, fill)
+    unchanged = scaled.keys() & {*from_base}
+    forms = _forms([tensor for tensor in plain_tensors if tensor.fqn not in unchanged], catalog, example)
     for tensor in plain_tensors:
-        if tensor.fqn not in forms:
+        if tensor.fqn in unchanged:
+            copied += scaled[tensor.fqn].names.stored
+        elif tensor.fqn not in forms:
             output.append(tensor)
-            continue
-        names = example.quantised.scaled[tensor.fqn].names
-        quantiser = Quantiser(tensor.source, tensor.shape, forms[tensor.fqn], names.scales, kept)
-        for name, codec in ((names.numbers, Fp8Codes(quantiser)), (names.scales, Fp8Scales(quantiser))):
-            source = computed_name(name, {**catalog.tensors, **codecs})
-            codecs[source] = codec
-            output.append(OutputTensor(name, source, codec.dtype, codec.shape))
+        else:
+            names = scaled[tensor.fqn].names
+            quantiser = Quantiser(tensor.source, tensor.shape, forms[tensor.fqn], names.scales, kept)
+            for name, codec in ((names.numbers, Fp8Codes(quantiser)), (names.scales, Fp8Scales(quantiser))):
+                source = computed_name(name, {**catalog.tensors, **codecs})
+                codecs[source] = codec
+                output.append(OutputTensor(name, source, codec.dtype, codec.shape))
     catalog = bind(catalog, {}, codecs=codecs)
     if copied:
         assert example.base.catalog is not None
@@ -120,19 +134,28 @@ def quantise(
         catalog = carry(catalog, [tensor.source for tensor in output], example.base.catalog, sources)
         entries = ((name, source, catalog.tensors[source]) for source, name in sources.items())
         output += [OutputTensor(name, source, entry.dtype, entry.shape) for name, source, entry in entries]
-    note = f"quantised as in {escape(example.base.label)}: {count(len(forms), 'weight')}"
-    return tuple(output), catalog, note
+    numbers = Counter(tensor.fqn for tensor in output)
+    LayoutError.raise_for(
+        [escape(name) for name, number in numbers.items() if number > 1],
+        "the checkpoint has tensors with the names of the scales that --quantize writes",
+        hint="leave them out with --exclude",
+    )
+    parts = [f"quantised as in {escape(example.base.label)}: {count(len(forms), 'weight')}"]
+    parts += [f"{count(len(copied), 'tensor')} of its quantised ones copied as they are"] if copied else []
+    return tuple(output), catalog, "; ".join(parts)
 
 
-def _forms(plain_tensors: Iterable[OutputTensor], example: Example) -> dict[str, Fp8Form]:
-    """Return the form of each weight that is written and that the base has quantised; errors as for `quantise`."""
+def _forms(plain_tensors: Iterable[OutputTensor], catalog: Catalog, example: Example) -> dict[str, Fp8Form]:
+    """Return the form of each weight that is quantised; arguments and errors as for `quantise`."""
     section, forms, problems = quantization_section(example.base.config), dict[str, Fp8Form](), list[str]()
     described = section if isinstance(section, Mapping) else {}
-    written = {tensor.fqn for tensor in plain_tensors}
-    for name, scaled in example.quantised.scaled.items():
-        if name not in written:
+    for name, source in ((tensor.fqn, tensor.source) for tensor in plain_tensors):
+        scaled = example.quantised.scaled.get(name)
+        if scaled is None:
             continue
         try:
+            if not (dtype := catalog.tensors[source].dtype).is_convertible:
+                raise ValueError(f"its values in the checkpoint are {dtype.name}")
             if scaled.method.form is None:
                 raise ValueError(f"it is {scaled.method.name}")
             forms[name] = scaled.method.form(scaled, example.base.tensors or {}, described)
@@ -147,11 +170,20 @@ def _forms(plain_tensors: Iterable[OutputTensor], example: Example) -> dict[str,
     return forms
 
 
-def _refuse_further(names: Sequence[str], base: Base) -> None:
-    """Refuse a base with further tensors that are not copied."""
-    globs = sorted({f"--fill-from-base '*.{name.rpartition('.')[2]}'" for name in names})
+def _copied_tensors(example: Example, written: Collection[str], fill: Sequence[str]) -> list[str]:
+    """Return the base's further tensors that are copied: of modules that are written, and which the checkpoint lacks.
+
+    Raises:
+        LayoutError: no glob of `fill` matches some of them; lists all.
+    """
+    modules = {"", *(name[:end] for name in written for end, sign in enumerate(name) if sign == ".")}
+    further = [name for name in example.further if name.rpartition(".")[0] in modules and name not in written]
+    copied = _matching(further, fill)
+    unknown = [name for name in further if name not in copied]
+    globs = sorted({f"--fill-from-base '*.{name.rpartition('.')[2]}'" for name in unknown})
     LayoutError.raise_for(
-        [escape(name) for name in names],
-        f"{escape(base.label)} has scales of activations or of the cache, which were measured with other weights",
+        [escape(name) for name in unknown],
+        f"{escape(example.base.label)} has scales of activations or of the cache, which were measured with other weights",
         hint=f"copy them: {' '.join(globs)}",
     )
+    return copied

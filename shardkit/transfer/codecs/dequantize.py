@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from shardkit.core.catalog import StoredParts
@@ -45,6 +46,7 @@ _NUMBERS = frozenset("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz"
 _SCALE_DTYPES = frozenset("float32 bfloat16 float16 float8_e8m0fnu uint8".split())
 ADDED = ("_scale_inv", "_scale")
 """Suffixes of a weight's name for its scales."""
+_LEAST_BLOCK = 1024  # numbers: the scales of a whole weight are in memory
 _WRITTEN_SCALES = ("float32", "bfloat16", "float8_e8m0fnu")
 _LAST = ("scale", "qscale_weight")  # or it replaces `weight`
 _OF_CLASSES = (
@@ -279,7 +281,8 @@ class Exponents(Pairs):
         start, stop = region.offsets[-1], region.stops[-1]
         first, num_groups = start // _BLOCK_NBYTES, -(-stop // _BLOCK_NBYTES) - start // _BLOCK_NBYTES
         groups = Region((*region.offsets[:-1], first, 0), (*region.sizes[:-1], num_groups, _BLOCK_NBYTES))
-        codes = parts.box(self.scaled.names.numbers, groups).reshape(*region.sizes[:-1], -1)
+        codes = parts.box(self.scaled.names.numbers, groups)
+        codes = codes.reshape((*region.sizes[:-1], num_groups * _BLOCK_NBYTES))
         return codes[..., start - first * _BLOCK_NBYTES : stop - first * _BLOCK_NBYTES]
 
     # Doubled numbers with half of the scales: 2^128 is infinite in float32, but 0.5 * 2^128 is not.
@@ -310,10 +313,12 @@ def _fp8_form(scaled: Scaled, tensors: Mapping[str, Held], described: Mapping[st
         form = Fp8Form((block[-2], block[-1]), scale, is_exponent or described.get("scale_fmt") == "ue8m0")
     elif names.scales == f"{names.plain}{ADDED[1]}" and method == "compressed-tensors" and not is_exponent:
         form = Fp8Form(None, scale)
-    if form is None or len(shape) < 2 or form.grid(shape) != tensors[names.scales].shape:
+    if form is None or len(shape) < 2 or 0 in shape or form.grid(shape) != tensors[names.scales].shape:
         raise ValueError(
             "its scales are neither weight_scale_inv of blocks nor those of compressed-tensors' rows"
         )
+    if form.block is not None and prod(form.block) < min(_LEAST_BLOCK, prod(shape[-2:])):
+        raise ValueError(f"its blocks have fewer than {_LEAST_BLOCK} numbers")
     return form
 
 

@@ -62,9 +62,12 @@ class TwoScales(Pairs):
 
     def _with_second(self, parts: StoredParts, scales: numpy.ndarray) -> numpy.ndarray:
         """Return the scales with the scale of all scales."""
+        import numpy
+
         name = self.scaled.names.second
         second = parts.box(name, full_region(parts.entry(name).shape)).view("f4").reshape(())
-        scaled: numpy.ndarray = scales / second if self._divides else scales * second
+        with numpy.errstate(all="ignore"):
+            scaled: numpy.ndarray = scales / second if self._divides else scales * second
         return scaled
 
 

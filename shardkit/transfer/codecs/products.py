@@ -55,7 +55,7 @@ class BoxScales(NamedTuple):
             start = region.offsets[last] % self.sizes[last]
             spread = numpy.repeat(indices, self.sizes[last], axis=last)
             indices = spread[..., start : start + region.sizes[last]]
-        return indices.reshape(*indices.shape, *(1 for _ in region.sizes[indices.ndim :]))
+        return indices.reshape((*indices.shape, *(1 for _ in region.sizes[indices.ndim :])))
 
 
 def multiply(

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 CODES = BY_NAME["float8_e4m3fn"]
 _LARGEST = 448.0  # of float8_e4m3fn
 _MAX_NUMBERS = 1 << 19  # read at once
-_NUM_KEPT = 32
-"""Weights whose scales are kept: as many as threads may work on."""
+_MAX_KEPT_NBYTES = 32 << 20
+"""Scales that are kept: in a file of thousands of weights, all scales may come before all codes."""
 
 
 class Fp8Form(NamedTuple):
@@ -65,6 +65,11 @@ class _WeightScales(NamedTuple):
     factors: torch.Tensor
     """Weights are multiplied by these, or divided if each row has one."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.stored.nbytes + self.factors.nbytes
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptScales:
@@ -84,7 +89,7 @@ class KeptScales:
         """Keep the scales of a weight, and forget those of the weight that was used least recently."""
         with self._lock:
             self._kept[source] = scales
-            while len(self._kept) > _NUM_KEPT:
+            while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > _MAX_KEPT_NBYTES:
                 self._kept.popitem(last=False)
 
 
@@ -140,8 +145,10 @@ class Quantiser:
         assert largest is not None
         if not largest.isfinite().all():
             raise LayoutError(
-                f"{escape(self.source)} has values that are infinite or not a number, which fp8 cannot hold",
-                hint="the training diverged, or the checkpoint is damaged; without --quantize they are written as they are",
+                f"{escape(self.source)} has values that are infinite, not a number, or too large for scales in "
+                f"{self.form.scale.name}",
+                hint="without --quantize they are written as they are; if they should not be so, the training diverged, "
+                "or the checkpoint is damaged",
             )
         return largest
 
@@ -177,7 +184,10 @@ def _scales_of(largest: torch.Tensor, form: Fp8Form) -> _WeightScales:
     stored = inverse.to(dtype)
     if form.is_power_of_two or dtype is not torch.float32:  # numbers are multiplied by what is stored
         factors = 1.0 / stored.float()
-    return _WeightScales(stored, factors)
+    is_tiny = factors.isinf()  # 448 over the largest is beyond float32: the block is as good as zeros
+    return _WeightScales(
+        torch.where(is_tiny, 1.0, stored.float()).to(dtype), factors.masked_fill(is_tiny, 1.0)
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -644,7 +644,8 @@ class TestJobsWithoutFiles:
 
 
 _INTERRUPTED = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it is ignored
 from pathlib import Path
 from shardkit.files.output.bucket import BucketOutput
 from shardkit.files.output.contract import JobFile, JobRecord

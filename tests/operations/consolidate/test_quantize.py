@@ -195,7 +195,9 @@ def test_scales_in_bf16_are_rounded_before_weights_are_divided_by_them(tmp_path:
 def test_values_that_are_not_finite_are_refused_by_name(name: str, value: float, tmp_path: Path) -> None:
     base, state = make_base(tmp_path / "base", name), weights()
     state[UP][300, 5] = value
-    with pytest.raises(LayoutError, match=r"up_proj\.weight has values that are infinite or not a number"):
+    with pytest.raises(
+        LayoutError, match=r"up_proj\.weight has values that are infinite, not a number, or too large"
+    ):
         shardkit.consolidate(save(state, tmp_path / "trained"), tmp_path / "out", base=base, quantize="base")
     assert not (tmp_path / "out").exists()
 
@@ -240,6 +242,11 @@ ONLY_READ: dict[str, tuple[dict[str, Any], Tensors, str]] = {
         {UP: torch.zeros(384, 128).to(torch.float8_e5m2), f"{UP}_scale_inv": torch.ones(3, 1)},
         "its numbers are float8_e5m2",
     ),
+    "small blocks": (
+        {"quant_method": "fp8", "weight_block_size": [1, 32]},
+        {UP: torch.zeros(384, 128).to(FP8), f"{UP}_scale_inv": torch.ones(384, 4)},
+        "fewer than 1024 numbers",
+    ),
     "scales in fp16": (
         SECTIONS["blocks"],
         {UP: torch.zeros(384, 128).to(FP8), f"{UP}_scale_inv": torch.ones(3, 1).half()},
@@ -263,13 +270,103 @@ def test_a_form_that_is_only_read_is_refused(
     assert reason in str(refused.value.problems)
 
 
+def test_what_the_checkpoint_has_under_the_names_of_scales(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "blocks")
+    source = save({**weights(), f"{UP}_scale_inv": torch.ones(3, 1)}, tmp_path / "trained")
+    options: dict[str, Any] = {"base": base, "quantize": "base", "allow_unexpected": True}
+    with pytest.raises(LayoutError, match="names of the scales") as refused:
+        shardkit.consolidate(source, tmp_path / "out", **options)
+    assert f"{UP}_scale_inv" in str(refused.value.problems)
+    shardkit.consolidate(source, tmp_path / "out", exclude=["*_scale_inv"], **options)
+    assert_bit_equal(load(tmp_path / "out"), expected_of("blocks", weights()))
+
+
+def test_own_measured_scales_are_written(tmp_path: Path) -> None:
+    name = UP.replace("weight", "input_scale")
+    base = make_base(tmp_path / "base", "blocks", **{name: torch.tensor(0.5)})
+    source = save({**weights(), name: torch.tensor(0.75)}, tmp_path / "trained")
+    shardkit.consolidate(source, tmp_path / "out", base=base, quantize="base", allow_unexpected=True)
+    assert_bit_equal(load(tmp_path / "out"), {**expected_of("blocks", weights()), name: torch.tensor(0.75)})
+
+
+def test_measured_scales_of_what_is_left_out_do_not_count(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "blocks", **{UP.replace("weight", "input_scale"): torch.tensor(0.5)})
+    source = save(weights(), tmp_path / "trained")
+    shardkit.consolidate(
+        source, tmp_path / "out", base=base, quantize="base", include=[Q], allow_missing=True
+    )
+    expected = expected_of("blocks", weights())
+    assert_bit_equal(load(tmp_path / "out"), {name: expected[name] for name in (Q, f"{Q}_scale_inv")})
+
+
+def test_a_block_that_is_nearly_zero_has_codes_of_zero(tmp_path: Path) -> None:
+    """448 over its largest value is infinite in float32; transformers makes NaN of its zeros."""
+    state, base = weights(), make_base(tmp_path / "base", "blocks")
+    state[UP][:128] = 0.0
+    state[UP][0, 0] = 1e-37
+    shardkit.consolidate(save(state, tmp_path / "trained"), tmp_path / "out", base=base, quantize="base")
+    state[UP][0, 0] = 0.0
+    assert_bit_equal(load(tmp_path / "out"), expected_of("blocks", state))
+
+
+def test_what_comes_from_the_base_stays_as_it_is(tmp_path: Path) -> None:
+    part = "visual.0.proj.weight"
+    codes, scales = by_transformers(torch.randn(128, 256), SECTIONS["blocks"])
+    scales *= 1.01  # another tool computed them
+    further = {part: codes, f"{part}_scale_inv": scales}
+    base = make_base(tmp_path / "base", "blocks", **further)
+    source = save(weights(), tmp_path / "trained")
+    shardkit.consolidate(source, tmp_path / "out", base=base, quantize="base", fill_from_base=["visual.*"])
+    assert_bit_equal(load(tmp_path / "out"), {**expected_of("blocks", weights()), **further})
+
+
+def test_scales_before_all_codes_of_a_file_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors puts float32 before float8. With the base's files, the output has that order, too."""
+    torch.manual_seed(0)
+    state = {f"layers.{number}.proj.weight": torch.randn(128, 128) for number in range(80)}
+    base = tmp_path / "base"
+    base.mkdir()
+    expected: Tensors = {}
+    for name, weight in state.items():
+        expected[name], expected[f"{name}_scale_inv"] = by_transformers(weight, SECTIONS["blocks"])
+    save_file(expected, base / "model.safetensors", {"format": "pt"})
+    (base / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": SECTIONS["blocks"]}))
+    read, preadv = list[int](), storage.preadv
+
+    def counted(fd: int, buffers: Sequence[Any], start: int) -> int:
+        read.append(preadv(fd, buffers, start))
+        return read[-1]
+
+    source = save(state, tmp_path / "trained")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "preadv", counted)
+        shardkit.consolidate(source, tmp_path / "out", base=base, quantize="base")
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
+    assert sum(read) <= 2 * sum(value.nbytes for value in state.values()) + (128 << 10)
+
+
+def test_integers_are_not_quantised(tmp_path: Path) -> None:
+    base, state = (
+        make_base(tmp_path / "base", "blocks"),
+        {**weights(), UP: torch.ones(384, 128, dtype=torch.int8)},
+    )
+    with pytest.raises(LayoutError) as refused:
+        shardkit.consolidate(save(state, tmp_path / "trained"), tmp_path / "out", base=base, quantize="base")
+    assert "its values in the checkpoint are int8" in str(refused.value.problems)
+
+
 def test_options_that_contradict_it(tmp_path: Path) -> None:
     source, base = save(weights(), tmp_path / "trained"), tmp_path / "plain"
     base.mkdir()
     save_file(weights(1), base / "model.safetensors", {"format": "pt"})
     (base / "config.json").write_text(json.dumps(CONFIG))
+    config_alone = tmp_path / "config"
+    config_alone.mkdir()
+    section = {"quantization_config": SECTIONS["blocks"]}
+    (config_alone / "config.json").write_text(json.dumps({**CONFIG, **section}))
     for options, message in (
         ({}, "needs a base: name it"),
+        ({"base": config_alone}, "needs a base that is quantised"),
         ({"base": base}, "needs a base that is quantised"),
         ({"base": base, "dtype": "bf16"}, "takes all dtypes from the base"),
         ({"base": base, "dtype_rules": ["*=fp32"]}, "takes all dtypes from the base"),

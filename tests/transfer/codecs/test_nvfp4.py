@@ -63,11 +63,12 @@ def test_values_are_those_of_the_project_that_wrote_them(
     assert torch.equal(bits(found), bits(expected.to(getattr(torch, dtype))))
 
 
-def test_every_number_with_every_scale(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [3.7e-4, 0.0, 1e38])
+def test_every_number_with_every_scale(value: float, tmp_path: Path) -> None:
     """Scales that are negative, or no number, too."""
     packed = torch.arange(256, dtype=torch.uint8).reshape(1, 256).repeat(256, 1)
     scales = torch.arange(256, dtype=torch.uint8).reshape(256, 1).repeat(1, 32).view(torch.float8_e4m3fn)
-    second = torch.tensor(3.7e-4)
+    second = torch.tensor(value)
     tensors = stored_as(MODELOPT, "a.weight", packed, scales, second)
     catalog = plain(tmp_path, tensors | stored_as(COMPRESSED, "b.weight", packed, scales, second.reshape(1)))
     for name, expected in (

@@ -109,6 +109,7 @@ SHAPES = {
     "experts": ((3, 17, 70), (1, 8, 32)),
     "groups in the middle": ((3, 48, 21), (1, 16, 1)),
     "all": ((20, 300), ()),
+    "a scalar": ((), ()),
 }
 
 
@@ -129,17 +130,18 @@ def test_a_box_anywhere_has_the_scales_of_its_blocks(
     for dim, size in enumerate(sizes):
         spread = np.repeat(spread, size, axis=dim)
     spread = spread[tuple(slice(size) for size in shape[: len(sizes)])]
-    spread = spread.reshape(*spread.shape, *(1 for _ in shape[len(sizes) :]))
+    spread = spread.reshape((*spread.shape, *(1 for _ in shape[len(sizes) :])))
     with np.errstate(invalid="ignore"):
         products = numbers[codes][..., 0] * values[np.broadcast_to(spread, shape)]
-    expected = torch.from_numpy(products).bfloat16()
+    expected = torch.from_numpy(np.asarray(products)).bfloat16()
     for limit in (7, 100, 1 << 20):
         for block in itertools.islice(blocks(shape, limit), 0, None, 1 + 700 // limit):
             first = tuple(offset // n for offset, n in zip(block.offsets, sizes, strict=False))
             last = tuple((stop - 1) // n for stop, n in zip(block.stops, sizes, strict=False))
             part = indices[tuple(slice(a, b + 1) for a, b in zip(first, last, strict=True))]
-            scales = BoxScales(values, part, first, sizes)
-            found = multiply(codes[window(block)], block, numbers, scales, BY_NAME["bfloat16"])
+            scales = BoxScales(values, np.asarray(part), first, sizes)
+            box = np.asarray(codes[window(block)])
+            found = multiply(box, block, numbers, scales, BY_NAME["bfloat16"])
             assert_same_bits(found, expected[window(block)].contiguous())
 
 
