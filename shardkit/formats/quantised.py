@@ -89,7 +89,7 @@ def unclaimed_tensors(tensors: Mapping[str, Held]) -> dict[str, Held]:
 
 def method_of(config: Mapping[str, Any] | None) -> str | None:
     """Return the method of quantising that a config names, such as "fp8"; None if the config has no such section."""
-    described = quantization_section(config)
+    described = _quantization_section(config)
     if described is None:
         return None
     method = described.get("quant_method") if isinstance(described, Mapping) else None
@@ -103,11 +103,11 @@ def can_dequantize(config: Mapping[str, Any] | None) -> bool:
 
 def _config_method(config: Mapping[str, Any] | None) -> Method | None:
     """Return the method that a config declares, or None if it declares none that can be dequantised here."""
-    named, described = str(method_of(config)), quantization_section(config)
+    named, described = str(method_of(config)), _quantization_section(config)
     return next((method for method in METHODS if method.is_declared(named, described)), None)
 
 
-def quantization_section(config: Mapping[str, Any] | None) -> Any:
+def _quantization_section(config: Mapping[str, Any] | None) -> Any:
     for part in _config_parts(config or {}):
         described = next((part[key] for key in QUANTIZATION_CONFIGS if part.get(key)), None)
         if described is not None:
@@ -286,7 +286,7 @@ def find_scaled(
     rest, config_method, described = (
         unclaimed_tensors(tensors),
         _config_method(config),
-        quantization_section(config),
+        _quantization_section(config),
     )
     is_mixed = config_method is not None and why_narrow(rest) is not None
     if _packed_names(rest) or is_mixed or not can_dequantize(config):

@@ -111,7 +111,7 @@ from shardkit.operations.consolidate.globs import Sieve, exclude_early
 from shardkit.operations.consolidate.headers import is_diffusers_lora, keep_settings
 from shardkit.operations.consolidate.options import ConsolidateOptions
 from shardkit.operations.consolidate.own import eos_warnings, own_notes, own_tokenizer
-from shardkit.operations.consolidate.quantize import example_of, plain_options, quantise
+from shardkit.operations.consolidate.quantize import Example, example_of, plain_options, quantise
 from shardkit.operations.consolidate.schedule_free import EVAL, optimizer_warnings, with_eval_weights
 from shardkit.operations.consolidate.vocabulary import RowsChange, check_tokenizer, follow_vocabulary
 from shardkit.operations.parts.agreement import Share
@@ -254,39 +254,25 @@ def build_job(
         SourceError: the requested weights are missing, ambiguous or unrecoverable, or safetensors cannot store them.
         LayoutError: names or shapes differ from those of the base that the user named.
     """
-    fill = options.fill_from_base
-    if options.quantize is not None:
-        options = plain_options(options, base)
+    fill, example = options.fill_from_base, None if options.quantize is None else example_of(base)
+    options = options if example is None else plain_options(options, base, example)
     _check_options(checkpoint, base, options)
-    weights, evaluated, of_training = options.weights, tuple[str, ...](), tuple[str, ...]()
-    if weights == EVAL:
-        options = replace(options, weights="model")
-        checkpoint, evaluated = with_eval_weights(checkpoint, _select(checkpoint, base, options.naming).names)
-    elif weights == "model":
+    weights, of_training = options.weights, tuple[str, ...]()
+    checkpoint, options, evaluated = _choose_weights(checkpoint, base, options)
+    if weights == "model":
         of_training = tuple(optimizer_warnings(checkpoint))
-    elif checkpoint.contents.roots.get(weights) == ():  # the whole checkpoint consists of these weights
-        options = replace(options, weights="model")
     named = _name(checkpoint, base, options)
     chosen, selection, fit, base = named.chosen, named.selection, named.fit, named.vocabulary.base
     tensors, dtype_notes = _tensors(named, checkpoint, base, options)
     written = take_factors(tensors, chosen.catalog, checkpoint, keep=options.keep_factors)
     headers = keep_settings(checkpoint, written.tensors)
     check_tokenizer(options.new_tokenizer, base, {tensor.fqn: tensor.shape for tensor in written.tensors})
-    example = None if options.quantize is None else example_of(base)
-    form = base if example is None else example.base
+    form = base if example is None or base is None else example.form(base)
+    is_quantised, tokenizer = example is not None, options.new_tokenizer
     assets, changed, doubts = _assets(
-        chosen,
-        form,
-        named.ties,
-        written.tensors,
-        options.new_tokenizer,
-        is_quantised=example is not None,
+        chosen, form, named.ties, written.tensors, tokenizer, is_quantised=is_quantised
     )
-    if example is not None:
-        if chosen.kind == "adapter":
-            raise UsageError("--quantize is about a model, and the checkpoint holds an adapter")
-        quantised, catalog, note = quantise(written.tensors, written.catalog, example, fill, fit.from_base)
-        written = written._replace(tensors=quantised, catalog=catalog, notes=(*written.notes, note))
+    written = written if example is None else _quantised(written, chosen, fit, example, fill)
     output = _images(written.tensors, form, options, checkpoint, chosen.kind, headers.settings)
     left_out_names = checkpoint.catalog.tensors.keys() - selection.names.keys()
     untrained = trained_modules(
@@ -343,6 +329,29 @@ def build_job(
         answer=named.answer,
         names=tuple(_named_tensors(written.tensors, chosen, checkpoint, options)) if options.dry_run else (),
     )
+
+
+def _choose_weights(
+    checkpoint: Checkpoint, base: Base | None, options: ConsolidateOptions
+) -> tuple[Checkpoint, ConsolidateOptions, tuple[str, ...]]:
+    """Return the checkpoint with the weights of `--weights`, the options to read them, and notes."""
+    if options.weights == EVAL:
+        options = replace(options, weights="model")
+        checkpoint, notes = with_eval_weights(checkpoint, _select(checkpoint, base, options.naming).names)
+        return checkpoint, options, notes
+    if checkpoint.contents.roots.get(options.weights) == ():  # the whole checkpoint consists of these weights
+        options = replace(options, weights="model")
+    return checkpoint, options, ()
+
+
+def _quantised(
+    written: Written, chosen: ChosenTensors, fit: BaseFit, example: Example, fill: Sequence[str]
+) -> Written:
+    """Return the tensors to write with `--quantize`; arguments and errors as for `quantise`."""
+    if chosen.kind == "adapter":
+        raise UsageError("--quantize is about a model, and the checkpoint holds an adapter")
+    tensors, catalog, note = quantise(written.tensors, written.catalog, example, fill, fit.from_base)
+    return written._replace(tensors=tensors, catalog=catalog, notes=(*written.notes, note))
 
 
 def _named_tensors(

@@ -71,12 +71,11 @@ class _WeightScales(NamedTuple):
         return self.stored.nbytes + self.factors.nbytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class KeptScales:
     """The scales of the weights that were used last; shared by the codecs of a job."""
 
-    _kept: OrderedDict[str, _WeightScales] = field(default_factory=OrderedDict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self._kept, self._nbytes, self._lock = OrderedDict[str, _WeightScales](), 0, threading.Lock()
 
     def get(self, source: str) -> _WeightScales | None:
         """Return the scales of a weight if they are kept."""
@@ -89,8 +88,9 @@ class KeptScales:
         """Keep the scales of a weight, and forget those of the weight that was used least recently."""
         with self._lock:
             self._kept[source] = scales
-            while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > _MAX_KEPT_NBYTES:
-                self._kept.popitem(last=False)
+            self._nbytes += scales.nbytes
+            while len(self._kept) > 1 and self._nbytes > _MAX_KEPT_NBYTES:
+                self._nbytes -= self._kept.popitem(last=False)[1].nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,8 +191,8 @@ def _scales_of(largest: torch.Tensor, form: Fp8Form) -> _WeightScales:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fp8Scales:
-    """The scales of a weight; a `Codec`."""
+class _OfWeight:
+    """What is computed from a weight by its quantiser."""
 
     quantiser: Quantiser
     needs_torch: ClassVar[bool] = True
@@ -201,6 +201,12 @@ class Fp8Scales:
     def of(self) -> tuple[str, ...]:
         """The weight."""
         return (self.quantiser.source,)
+
+
+class Fp8Scales(_OfWeight):
+    """The scales of a weight; a `Codec`."""
+
+    __slots__ = ()
 
     @property
     def dtype(self) -> DType:
@@ -217,18 +223,11 @@ class Fp8Scales:
         return as_box(self.quantiser.scales(parts).stored[window(region)].contiguous(), self.dtype)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fp8Codes:
+class Fp8Codes(_OfWeight):
     """The codes of a weight; a `Codec`."""
 
-    quantiser: Quantiser
+    __slots__ = ()
     dtype: ClassVar[DType] = CODES
-    needs_torch: ClassVar[bool] = True
-
-    @property
-    def of(self) -> tuple[str, ...]:
-        """The weight."""
-        return (self.quantiser.source,)
 
     @property
     def shape(self) -> Shape:
