@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, intersect
@@ -192,6 +192,15 @@ class Codec(Protocol):
 
     def box(self, parts: StoredParts, region: Region, /) -> numpy.ndarray:
         """Return a box of the computed tensor, as unsigned integers of its item size (void above 8 bytes)."""
+
+
+@runtime_checkable
+class BlockCodec(Codec, Protocol):
+    """A codec that computes whole blocks of its tensor's elements, of which a box may need a part."""
+
+    @property
+    def block_elements(self) -> int:
+        """Elements of a block, at least 1. Each matrix begins with one, and they follow each other; the last may be larger."""
 
 
 OnRead = Callable[[str, int, memoryview], None]

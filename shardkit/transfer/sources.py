@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import dropwhile, islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardkit.core.catalog import Catalog, Computed, Decoded, SourceFile, TensorEntry
+from shardkit.core.catalog import BlockCodec, Catalog, Computed, Decoded, SourceFile, TensorEntry
 from shardkit.core.regions import (
     Region,
     Shape,
@@ -493,7 +493,8 @@ def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes:
         fqn: the tensor.
         region: of the tensor.
         reader: reads the catalog's files.
-        max_bytes: maximum size of a band. Overlaps, and gaps, may each take the same amount of memory again.
+        max_bytes: maximum size of a band, unless a codec computes larger blocks anyway. Overlaps, and gaps, may each take
+            the same amount of memory again.
     """
     entry, table = catalog.tensors[fqn], catalog.chunks
     itemsize = entry.dtype.itemsize
@@ -504,7 +505,8 @@ def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes:
         reader.read_into(table.file[entry.first_chunk], view, table.start[entry.first_chunk], fqn)
         yield view
         return
-    for block in blocks(region.sizes, max(max_bytes // itemsize, 1)):
+    at_once = max((_block_elements(catalog.files[table.file[row]]) for row, _ in chunks), default=1)
+    for block in blocks(region.sizes, max(max_bytes // itemsize // at_once, 1) * at_once):
         if not band_bytes:  # the first is the largest
             band_bytes = bytearray(block.num_elements * itemsize)
             part_bytes = bytearray(len(band_bytes))
@@ -529,6 +531,12 @@ def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes:
             inside = (*rows, slice(columns.start * itemsize, columns.stop * itemsize))
             elements[inside] = _as_array(read, part.sizes, itemsize)
         yield view
+
+
+def _block_elements(file: SourceFile) -> int:
+    """Return the elements that a computed file's codec computes at once; 1 of a stored one."""
+    codec = file.derivation.codec if isinstance(file.derivation, Computed) else None
+    return codec.block_elements if isinstance(codec, BlockCodec) else 1
 
 
 _ReadSpan = tuple[int, int, int]

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 # What lies between runs of fewer bytes is read too, if they begin no further apart than a stride: a call costs as much.
 _SHORT_NBYTES, _MAX_STRIDE = 2048, 32 << 10
 _SPAN_NBYTES = 4 << 20  # read so at a time
-_TILE = 128  # elements
+_TILE = 512, 16
+"""Elements of a transposed copy's tile, along the source's fast dim and along the target's: in more rows than 16, those of
+a power of two of bytes would evict each other from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +187,15 @@ def copy_array(source: numpy.ndarray, target: numpy.ndarray) -> None:
     ]
     fast = strides.index(min(strides)) if strides else 0
     last = max((dim for dim, size in enumerate(target.shape) if size > 1), default=0)
-    if fast == last or source.size <= _TILE * _TILE:
+    rows, columns = _TILE
+    if fast == last or source.size <= rows * columns:
         target[...] = source
         return
     tile = [slice(None)] * source.ndim
-    for row in range(0, source.shape[fast], _TILE):
-        tile[fast] = slice(row, row + _TILE)
-        for column in range(0, source.shape[last], _TILE):
-            tile[last] = slice(column, column + _TILE)
+    for row in range(0, source.shape[fast], rows):
+        tile[fast] = slice(row, row + rows)
+        for column in range(0, source.shape[last], columns):
+            tile[last] = slice(column, column + columns)
             target[tuple(tile)] = source[tuple(tile)]
 
 

@@ -92,15 +92,23 @@ class Lora:
             merged[window(relative_to(part, region.offsets))] = as_box(value, self.dtype)
         return merged
 
-    def _blocks(self) -> Iterator[Region]:
-        """Yield blocks of whole rows, the same for every box, so that the bits are the same too.
+    @property
+    def block_elements(self) -> int:
+        """See `BlockCodec`."""
+        return max(self._block_rows * self.shape[1], 1) if self.a is not None else 1
 
-        With DoRA a transposed weight is a single block: the norm is over the inputs, which are in different rows.
-        """
+    @property
+    def _block_rows(self) -> int:
+        """Rows of a block; with DoRA on a transposed weight all: the norm is over the inputs, which are in different rows."""
         rows, columns = self.shape
-        step = max(_BLOCK_NUMBERS // max(columns, 1) // _ROWS, 1) * _ROWS
-        is_one = self.magnitude is not None and self.kind == "transposed"
-        starts = range(0, 1 if is_one else max(rows - step + 1, 1), step)
+        if self.magnitude is not None and self.kind == "transposed":
+            return max(rows, 1)
+        return max(_BLOCK_NUMBERS // max(columns, 1) // _ROWS, 1) * _ROWS
+
+    def _blocks(self) -> Iterator[Region]:
+        """Yield blocks of whole rows, the same for every box, so that the bits are the same too."""
+        (rows, columns), step = self.shape, self._block_rows
+        starts = range(0, max(rows - step + 1, 1), step)
         for first in starts:
             stop = rows if first == starts[-1] else first + step
             yield Region((first, 0), (stop - first, columns))
@@ -111,9 +119,9 @@ class Lora:
         first, num_rows = block.offsets[0], block.sizes[0]
         if self.kind == "transposed":
             a = parts.values(self.a, Region((0, first), (factor.shape[1], num_rows))).float()
-            return (factor @ a).T * self.scale
+            return (factor @ a).mul_(self.scale).T
         b = parts.values(self.b, Region((first, 0), (num_rows, factor.shape[0]))).float()
-        return b @ factor * self.scale
+        return (b @ factor).mul_(self.scale)
 
     def _scaled(self, parts: _Values, value: torch.Tensor, block: Region) -> torch.Tensor:
         """Scale a block of rows to the norm that DoRA learned for each output."""
@@ -161,6 +169,11 @@ class LoraOfExperts:
     def shape(self) -> Shape:
         """Of the base."""
         return self.num_experts, *self.expert.shape
+
+    @property
+    def block_elements(self) -> int:
+        """See `BlockCodec`."""
+        return self.expert.block_elements
 
     def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
         """Return a box of the merged tensor, as unsigned integers of its item size."""

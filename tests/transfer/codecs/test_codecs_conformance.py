@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardkit import formats
-from shardkit.core.catalog import Catalog, Codec, Computed
+from shardkit.core.catalog import BlockCodec, Catalog, Codec, Computed
 from shardkit.core.dtypes import BY_NAME
 from shardkit.core.factored import Target
 from shardkit.core.regions import Region, full_region
@@ -30,7 +31,7 @@ from shardkit.transfer.codecs.derive import derive
 from shardkit.transfer.codecs.fold import Fold
 from shardkit.transfer.codecs.lerp import Lerp
 from shardkit.transfer.codecs.lora import Lora, LoraOfExperts, TrainedRows
-from shardkit.transfer.sources import SourceFiles
+from shardkit.transfer.sources import SourceFiles, bands
 from tests.keys.test_expressions import window
 from tests.models.quantised import random_nvfp4
 from tests.transfer.codecs.block_fp8 import SCALES, encoders
@@ -171,7 +172,7 @@ class Opened:
     """A computed tensor and its sources."""
 
     def __init__(self, catalog: Catalog, files: SourceFiles) -> None:
-        self.entry, self._files = catalog.tensors[NAME], files
+        self.entry, self._catalog, self._files = catalog.tensors[NAME], catalog, files
         (row,) = self.entry.chunk_ids
         computed = catalog.files[catalog.chunks.file[row]].derivation
         assert isinstance(computed, Computed)
@@ -186,6 +187,12 @@ class Opened:
         """Fill a buffer with the bytes from `start` on."""
         with self._files.reader() as reader:
             fill_computed(self.computed, reader, start, part, NAME)
+
+    def bands(self, max_bytes: int) -> list[bytes]:
+        """Return its bytes, band by band."""
+        region = full_region(self.entry.shape)
+        with self._files.reader() as reader:
+            return [bytes(band) for band in bands(self._catalog, NAME, region, reader, max_bytes)]
 
     def whole(self) -> np.ndarray:
         """Return all of it, as elements of its item size."""
@@ -252,6 +259,16 @@ def test_threads_do_not_disturb_each_other(opened: Opened) -> None:
     whole = opened.whole()
     for region, box in zip(regions, found, strict=True):
         assert box == whole[window(region)].tobytes(), region
+
+
+def test_bands_are_the_whole_and_made_of_the_blocks_that_are_computed_at_once(opened: Opened) -> None:
+    codec, data = opened.computed.codec, opened.whole().tobytes()
+    block = codec.block_elements if isinstance(codec, BlockCodec) else 1
+    made = opened.bands(64)
+    assert b"".join(made) == data
+    starts = itertools.accumulate((len(band) // codec.dtype.itemsize for band in made[:-1]), initial=0)
+    assert all(start % prod(codec.shape[-2:]) % block == 0 for start in starts)
+    assert max(map(len, made)) <= max(64, block * codec.dtype.itemsize)
 
 
 def test_only_what_it_names_is_read(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
