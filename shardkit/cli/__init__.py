@@ -188,14 +188,17 @@ def _replace_closed_streams() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Have malloc keep up to 64 MiB of freed memory for each thread, including that of arrays of some MiB.
+    """Have malloc keep up to 64 MiB of freed memory in each of its arenas, including that of arrays of some MiB.
 
     By default it returns that to the system, and the next array of the same size costs a page fault for each 4 KiB: a
-    third of the time of dequantising. One of the two settings alone makes it slower. Other C libraries have no `mallopt`.
+    third of the time of dequantising. One of the two settings alone makes it slower. The user's own settings count; other
+    C libraries have no `mallopt`.
     """
+    if any(name.startswith("MALLOC_") and name.endswith("_THRESHOLD_") for name in os.environ):
+        return
     try:
         set_option = ctypes.CDLL(None).mallopt
-    except AttributeError:
+    except (AttributeError, OSError):
         return
     set_option(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that glibc allows
     set_option(_M_TRIM_THRESHOLD, 64 << 20)

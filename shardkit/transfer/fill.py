@@ -35,7 +35,7 @@ from shardkit.transfer.checks import EntryReading
 from shardkit.transfer.codecs.convert import Converter, make_converter
 from shardkit.transfer.images import Hole, Image
 from shardkit.transfer.plan import FlatSource, Move, Task, TransferPlan
-from shardkit.transfer.sources import Reader, SourceFiles, bands
+from shardkit.transfer.sources import Reader, SourceFiles, bands, bytes_in_blocks
 from shardkit.transfer.stream import Controls, Segment, Stream, read_back, segments_of, write_all
 
 # The latency of a network file system is about the time to transfer this much.
@@ -66,7 +66,8 @@ class Filler:
         sources: of the plan's catalog.
         controls: shared by all threads.
         buffer_bytes: size of the output buffer, and of the conversion buffer if one is needed.
-        band_bytes: bytes of a gathered tensor at a time; a thread needs twice as many.
+        band_bytes: bytes of a gathered tensor at a time, unless a codec computes larger blocks; a thread needs twice as
+            many.
         share_extents: clone whole blocks of large unconverted ranges if the file system supports it.
     """
 
@@ -171,7 +172,8 @@ class Filler:
     def _gather(self, stream: Stream, hole: Hole, source: DType) -> int:
         # A tensor that is cut along a later dim is read whole once, and compared then.
         reader, crc = self._silent_reader if hole.fqn in self._plan.scattered else self._reader, 0
-        for band in bands(self._plan.catalog, hole.fqn, hole.region, reader, self._band_bytes):
+        nbytes = bytes_in_blocks(self._plan.catalog, hole.fqn, self._band_bytes)
+        for band in bands(self._plan.catalog, hole.fqn, hole.region, reader, nbytes):
             self._check()
             crc = self._put(stream, band, source, hole.dtype, crc)
         self._advance(hole.nbytes)

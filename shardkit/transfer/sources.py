@@ -493,8 +493,7 @@ def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes:
         fqn: the tensor.
         region: of the tensor.
         reader: reads the catalog's files.
-        max_bytes: maximum size of a band, unless a codec computes larger blocks anyway. Overlaps, and gaps, may each take
-            the same amount of memory again.
+        max_bytes: maximum size of a band. Overlaps, and gaps, may each take the same amount of memory again.
     """
     entry, table = catalog.tensors[fqn], catalog.chunks
     itemsize = entry.dtype.itemsize
@@ -505,8 +504,7 @@ def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes:
         reader.read_into(table.file[entry.first_chunk], view, table.start[entry.first_chunk], fqn)
         yield view
         return
-    at_once = max((_block_elements(catalog.files[table.file[row]]) for row, _ in chunks), default=1)
-    for block in blocks(region.sizes, max(max_bytes // itemsize // at_once, 1) * at_once):
+    for block in blocks(region.sizes, max(max_bytes // itemsize, 1)):
         if not band_bytes:  # the first is the largest
             band_bytes = bytearray(block.num_elements * itemsize)
             part_bytes = bytearray(len(band_bytes))
@@ -533,10 +531,14 @@ def bands(catalog: Catalog, fqn: str, region: Region, reader: Reader, max_bytes:
         yield view
 
 
-def _block_elements(file: SourceFile) -> int:
-    """Return the elements that a computed file's codec computes at once; 1 of a stored one."""
-    codec = file.derivation.codec if isinstance(file.derivation, Computed) else None
-    return codec.block_elements if isinstance(codec, BlockCodec) else 1
+def bytes_in_blocks(catalog: Catalog, fqn: str, max_bytes: int) -> int:
+    """Return the size of bands that no codec computes a block of twice for: at most `max_bytes`, but at least a block."""
+    entry, table = catalog.tensors[fqn], catalog.chunks
+    derivations = (catalog.files[table.file[row]].derivation for row in entry.chunk_ids)
+    codecs = (each.codec for each in derivations if isinstance(each, Computed))
+    block = max((each.block_elements for each in codecs if isinstance(each, BlockCodec)), default=0)
+    nbytes = block * entry.dtype.itemsize
+    return max(max_bytes // nbytes, 1) * nbytes if nbytes else max_bytes
 
 
 _ReadSpan = tuple[int, int, int]

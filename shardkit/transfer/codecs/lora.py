@@ -95,7 +95,10 @@ class Lora:
     @property
     def block_elements(self) -> int:
         """See `BlockCodec`."""
-        return max(self._block_rows * self.shape[1], 1) if self.a is not None else 1
+        if self.a is None:
+            return 1
+        rows, columns = self.shape
+        return max(min(self._block_rows, rows) * columns, 1)
 
     @property
     def _block_rows(self) -> int:

@@ -51,7 +51,8 @@ class BoxScales(NamedTuple):
     values: numpy.ndarray
     """The scales in float32, one-dimensional; if they are stored in 8 bits, those of all 256 codes."""
     indices: numpy.ndarray
-    """For each block that the box touches: the index of its scale, as uint16; of size 1 along a dim with one block."""
+    """For each block that the box touches: the index of its scale, in 16 bits, or in 32 if there are more than 256 scales;
+    of size 1 along a dim with one block."""
     first: Shape
     """The grid index of the first of these blocks."""
     sizes: Shape
@@ -110,7 +111,7 @@ def _table(
     """Return the products of all codes with all scales, ordered by scale and code; None if single ones cost less."""
     if len(scales) == NUM_CODES:
         return _shared_table(numbers.tobytes(), scales.tobytes(), dtype)
-    if len(scales) > NUM_CODES or num_bytes < 2 * NUM_CODES * len(scales):
+    if num_bytes < 2 * NUM_CODES * len(scales):
         return None
     return _products(numbers, scales[:, None, None], dtype).reshape(-1)
 

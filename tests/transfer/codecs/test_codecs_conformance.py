@@ -31,7 +31,7 @@ from shardkit.transfer.codecs.derive import derive
 from shardkit.transfer.codecs.fold import Fold
 from shardkit.transfer.codecs.lerp import Lerp
 from shardkit.transfer.codecs.lora import Lora, LoraOfExperts, TrainedRows
-from shardkit.transfer.sources import SourceFiles, bands
+from shardkit.transfer.sources import SourceFiles, bands, bytes_in_blocks
 from tests.keys.test_expressions import window
 from tests.models.quantised import random_nvfp4
 from tests.transfer.codecs.block_fp8 import SCALES, encoders
@@ -188,9 +188,10 @@ class Opened:
         with self._files.reader() as reader:
             fill_computed(self.computed, reader, start, part, NAME)
 
-    def bands(self, max_bytes: int) -> list[bytes]:
+    def bands(self, max_bytes: int, *, in_blocks: bool) -> list[bytes]:
         """Return its bytes, band by band."""
         region = full_region(self.entry.shape)
+        max_bytes = bytes_in_blocks(self._catalog, NAME, max_bytes) if in_blocks else max_bytes
         with self._files.reader() as reader:
             return [bytes(band) for band in bands(self._catalog, NAME, region, reader, max_bytes)]
 
@@ -264,7 +265,9 @@ def test_threads_do_not_disturb_each_other(opened: Opened) -> None:
 def test_bands_are_the_whole_and_made_of_the_blocks_that_are_computed_at_once(opened: Opened) -> None:
     codec, data = opened.computed.codec, opened.whole().tobytes()
     block = codec.block_elements if isinstance(codec, BlockCodec) else 1
-    made = opened.bands(64)
+    assert b"".join(opened.bands(64, in_blocks=False)) == data
+    assert max(map(len, opened.bands(64, in_blocks=False))) <= 64
+    made = opened.bands(64, in_blocks=True)
     assert b"".join(made) == data
     starts = itertools.accumulate((len(band) // codec.dtype.itemsize for band in made[:-1]), initial=0)
     assert all(start % prod(codec.shape[-2:]) % block == 0 for start in starts)
