@@ -259,6 +259,26 @@ def class_provider(
     return provide
 
 
+def saved_form_provider(form: Mapping[str, Expression]) -> Provider:
+    """Return the provider of the form that a class's `save_pretrained` writes.
+
+    Args:
+        form: name on the Hub -> expression of the names in memory; tensors that no expression needs are not written.
+    """
+
+    def provide(_: TensorsAtHand, __: WantedShapes, binding: Binding) -> Binding:
+        at_hand = {name: binding.expressions[renamed] for name, renamed in _names_at_hand(binding).items()}
+        needed = {leaf.name for expression in form.values() for leaf in leaves(expression)}
+        return replace(
+            binding,
+            expressions={name: substitute(expression, at_hand) for name, expression in form.items()},
+            by=dict.fromkeys(form, "class"),
+            dropped=tuple(name for name in at_hand if name not in needed),
+        )
+
+    return provide
+
+
 def whole_provider(wholes: Collection[Mapping[str, Shape]]) -> Provider:
     """Return the provider that names a part of a larger model as the larger model does.
 

@@ -17,6 +17,7 @@ from shardkit.layout.binding import (
     manifest_provider,
     name_in_catalog,
     person_provider,
+    saved_form_provider,
     shipped_provider,
     whole_provider,
 )
@@ -123,6 +124,19 @@ def test_a_part_of_a_larger_model_has_the_names_that_it_has_there() -> None:
     assert set(bind(TensorsAtHand(shapes=shapes), None, [whole_provider([twice])]).by.values()) == {
         "selection"
     }
+
+
+def test_the_form_that_save_pretrained_writes_names_what_it_lacks() -> None:
+    have = TensorsAtHand(shapes={**HELD, "positions": (7,)}, names={"m.norm": "norm"})
+    form = {
+        "h.norm": Stored("m.norm", (3,)),
+        "h.gate": cut(Stored("m.gate_up", (4, 3)), Region((0, 0), (2, 3))),
+    }
+    binding = bind(have, None, [saved_form_provider(form)])
+    assert binding.expressions == form
+    assert binding.by == {"h.norm": "class", "h.gate": "class"}
+    assert binding.dropped == ("positions",)
+    assert bind(have, None, [saved_form_provider({})]).dropped == ("m.gate_up", "m.norm", "positions")
 
 
 def test_what_a_class_says_comes_back_from_plain_data() -> None:

@@ -77,6 +77,7 @@ from shardkit.layout.binding import (
     class_provider,
     name_in_catalog,
     person_provider,
+    saved_form_provider,
     shipped_provider,
     whole_provider,
 )
@@ -640,7 +641,7 @@ def _bind_names(
         f"{'its' if len(binding.clashing_names) == 1 else 'their'} own name, and as a part of another",
         hint="--exclude leaves out both",
     )
-    if {*binding.by.values()} <= {"selection"}:
+    if {*binding.by.values()} <= {"selection"} and not binding.dropped:
         return chosen, binding
     notes = list[str]()
     notes += [
@@ -654,7 +655,7 @@ def _bind_names(
         for apart in [[name for name in binding.made_from if (EXPERTS in name) == are_experts]]
         if gone and apart
     ]
-    chosen = replace(chosen, notes=(*chosen.notes, *notes), split=tuple(split))
+    chosen = replace(chosen, notes=(*chosen.notes, *notes), split=(*chosen.split, *split))
     by = {
         name: chosen.by[name] if who == "selection" and name in chosen.by else _DECIDERS.get(who, who)
         for name, who in binding.by.items()
@@ -745,32 +746,24 @@ def _name_as_saved(
         return chosen, None, (), ()
     if form.hub_form is None:
         return replace(chosen, warnings=(*chosen.warnings, *_lost_form(form))), None, (), ()
-    chosen = replace(chosen, by=dict.fromkeys(form.hub_form, "class"))
     here = (tuple(sources[name] for name in group if name in sources) for group in form.ties)
     ties = tuple(group for group in here if len(group) > 1)
-    if all(
-        isinstance(expression, Stored) and expression.name == name
-        for name, expression in form.hub_form.items()
-    ):
-        computed = [name for name in sources if name not in form.hub_form]
-        if not computed:
-            return chosen, form.answer, (), ties
-        note = f"not written, the model computes them: {listed(computed)}"
-        kept = {source: name for source, name in chosen.names.items() if name in form.hub_form}
-        return replace(chosen, names=kept, notes=(*chosen.notes, note)), form.answer, (), ties
+    chosen, binding = _bind_names(chosen, selection.live, [saved_form_provider(form.hub_form)], converted={})
+    if binding.dropped:
+        note = f"not written, the model computes them: {listed(binding.dropped)}"
+        chosen = replace(chosen, notes=(*chosen.notes, note))
+    stored = {
+        expression.name: name
+        for name, expression in binding.expressions.items()
+        if isinstance(expression, Stored)
+    }
+    if len(stored) == len(binding.expressions) and all(name == on_hub for name, on_hub in stored.items()):
+        return chosen, form.answer, (), ties
     warning = (
         f"the model's names on the Hub are not known: those that {form.answer.model_class}.save_pretrained gives are "
         f"used; to be sure, add --base MODEL, because the names there may have another prefix"
     )
-    rules = find_rules(
-        {
-            expression.name: name
-            for name, expression in form.hub_form.items()
-            if isinstance(expression, Stored)
-        }
-    )
-    chosen = _with_derived_tensors(chosen, form.hub_form, sources)
-    return replace(chosen, warnings=(*chosen.warnings, warning)), form.answer, rules, ties
+    return replace(chosen, warnings=(*chosen.warnings, warning)), form.answer, find_rules(stored), ties
 
 
 def _lost_form(form: ClassReply) -> Iterator[str]:

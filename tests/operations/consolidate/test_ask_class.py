@@ -519,6 +519,20 @@ def test_without_room_for_scratch_files_the_class_is_not_asked(
         assert "no process that asks it can be started" in str(asked.answer().failure)
 
 
+def test_a_checkpoint_of_nothing_but_what_the_class_computes_has_no_tensors_left(tmp_path: Path) -> None:
+    """The sinusoidal positions of Marian, which `save_pretrained` does not write."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 31, "pad_token_id": 30}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.MarianConfig(**sizes, **heads, architectures=["MarianMTModel"])
+    state = transformers.MarianMTModel(config).state_dict()
+    positions = {name: tensor for name, tensor in state.items() if "embed_positions" in name}
+    checkpoint = save({"model": positions}, tmp_path / "checkpoint")
+    config.save_pretrained(checkpoint)
+    made = consolidate(checkpoint, tmp_path / "out")
+    assert load_file(tmp_path / "out/model.safetensors") == {}
+    assert any(note.startswith("not written, the model computes them: ") for note in made.notes), made.notes
+
+
 @pytest.mark.prove
 def test_the_command_asks_without_importing_torch_itself(models: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = checkpoint_of(models["qwen3"], "final norm", tmp_path / "step-3")
