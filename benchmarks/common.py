@@ -150,11 +150,12 @@ def alternate(source: Path, output: Path, variants: Mapping[str, Variant], runs:
     """Run every variant in turn, again and again, each beside a `cp -r` of `source`.
 
     The copy is just before the variant, and in every second round just after: memory that has been free for a
-    while is slower to write to, which the first of the two has to bear.
+    while is slower to write to, which the first of the two has to bear. For the same reason every second pair of rounds
+    has the variants in reverse.
     """
     rows: dict[str, list[Run]] = {name: [] for name in variants}
     for number in range(runs):
-        for name, variant in variants.items():
+        for name, variant in variants.items() if number % 4 < 2 else reversed(variants.items()):
             if number % 2 == 0:
                 copied = copied_once(source, output)
                 found, extra = made_once(variant, output)

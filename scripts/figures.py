@@ -104,6 +104,8 @@ TABLES = {
             "lightning": "Lightning's consolidation",
         },
     ),
+    "computed": Table(("computed",), {**RUNS, **TO_COPY, **CPU, **PEAK}),
+    "computed-peers": Table(("computed-peers",), {"job": part, **RUNS, **TO_COPY, **CPU, **PEAK}),
     "experts": Table(("experts", "experts-large"), {"job": part, **RUNS, **TO_COPY, **CPU, **PEAK}),
     "load": Table(
         ("load",),
@@ -315,6 +317,14 @@ def block(name: str, reports: Reports) -> str | None:
         return table(("what", "runs", "median", "(min-max)", "aim"), rows) if rows else None
     spec = TABLES[name]
     found = [reports[each] for each in spec.reports if each in reports]
+    if name == "computed":  # a row for each job; the copies are in its ratio
+        found = [
+            {
+                **each,
+                "rows": [{**row, "what": row["table"]} for row in each["rows"] if row["what"] == "shardkit"],
+            }
+            for each in found
+        ]
     if name == "gpu":  # the same script measures ranks without a GPU
         found = [{**each, "rows": [row for row in each["rows"] if "device" in row]} for each in found]
     if not found:
