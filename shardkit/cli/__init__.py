@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import takewhile
@@ -108,14 +108,10 @@ def page_of(result: object) -> Page:
 class Commands(click.Group):
     """A group that imports commands lazily, and maps errors to exit codes."""
 
-    def main(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
-        """Run the command line; without `args` it is this process's own, which then is set up for the job."""
-        if args is None:
-            _keep_freed_memory()
-        return super().main(args, *more, **options)
-
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keep the arguments. Errors need them, for `--json` and for the command that resumes."""
+        if args == sys.argv[1:]:  # the process runs nothing but this command
+            _keep_freed_memory()
         args = _move_flags(args)
         ctx.obj = tuple(args)
         try:
