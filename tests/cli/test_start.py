@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from shardkit import cli
 from tests.operations.consolidate.checkpoints import save
 from tests.operations.verify.test_gaps import CONFIG, hub
 
@@ -149,3 +151,18 @@ def test_dequantising_uses_freed_memory_again(start, tmp_path: Path) -> None:
     assert process.returncode == 0
     num_pages = 16 * rows * rows * torch.bfloat16.itemsize // mmap.PAGESIZE
     assert used.ru_minflt < num_pages // 4
+
+
+def test_what_a_user_has_set_for_malloc_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = list[int]()
+    library = SimpleNamespace(mallopt=lambda option, _: options.append(option))
+    monkeypatch.setattr(cli.ctypes, "CDLL", lambda _: library)
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    cli._keep_freed_memory()
+    assert options == []
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    cli._keep_freed_memory()
+    assert sorted(options) == [-3, -1]
+    monkeypatch.setattr(cli.ctypes, "CDLL", lambda _: SimpleNamespace())  # another C library
+    cli._keep_freed_memory()
