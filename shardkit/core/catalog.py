@@ -190,8 +190,14 @@ class Codec(Protocol):
     def needs_torch(self) -> bool:
         """True if computing needs torch."""
 
-    def box(self, parts: StoredParts, region: Region, /) -> numpy.ndarray:
-        """Return a box of the computed tensor, as unsigned integers of its item size (void above 8 bytes)."""
+    def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray, /) -> None:
+        """Compute a box of the tensor.
+
+        Args:
+            parts: the stored tensors.
+            region: of the computed tensor.
+            target: receives the values, as unsigned integers of their size (void above 8 bytes); its last dim is contiguous.
+        """
 
 
 @runtime_checkable

@@ -175,7 +175,11 @@ class Filler:
         nbytes = bytes_in_blocks(self._plan.catalog, hole.fqn, self._band_bytes)
         for band in bands(self._plan.catalog, hole.fqn, hole.region, reader, nbytes):
             self._check()
-            crc = self._put(stream, band, source, hole.dtype, crc)
+            if source is hole.dtype and len(band) >= len(self._buffer):
+                stream.write(band)
+                crc = crc32(band, crc) if self._digests else 0
+            else:
+                crc = self._put(stream, band, source, hole.dtype, crc)
         self._advance(hole.nbytes)
         return crc
 

@@ -95,6 +95,11 @@ class Stream:
             part[:] = data[done : done + len(part)]
             done += len(part)
 
+    def write(self, data: memoryview) -> None:
+        """Write the content of the buffer, and then `data` without a copy."""
+        self.flush()
+        self._write(data)
+
     def put_at(self, position: int, data: bytes) -> None:
         """Append literal bytes at or after the current position, preceded by zeros.
 
@@ -115,9 +120,12 @@ class Stream:
     def flush(self) -> None:
         """Write the content of the buffer."""
         if self._used:
-            write_all(self._fd, self._view[: self._used], self._at, self._name, self.fqn)
-            self._at += self._used
+            self._write(self._view[: self._used])
             self._used = 0
+
+    def _write(self, data: memoryview) -> None:
+        write_all(self._fd, data, self._at, self._name, self.fqn)
+        self._at += len(data)
 
 
 def write_all(fd: int, data: memoryview, start: int, name: str, fqn: str, *, hint: str = _FREE) -> None:

@@ -239,9 +239,9 @@ class View:
         """Of the expression."""
         return self.expression.shape
 
-    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        """Return a box of the expression."""
-        return self._read(parts, self.expression, region)
+    def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
+        """Fill an array with a box of the expression."""
+        copy_array(self._read(parts, self.expression, region), target)
 
     def _read(self, parts: StoredParts, expression: Expression, region: Region) -> numpy.ndarray:
         """Return a box of an expression as an array of elements of the item size."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardkit.core.catalog import Catalog, Computed, SourceReader, TensorEntry
+from shardkit.core.catalog import Catalog, Codec, Computed, SourceReader, StoredParts, TensorEntry
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import (
     Region,
@@ -79,10 +79,21 @@ class _ReadParts:
         return self.values(name, full_region(self.catalog.tensors[name].shape))
 
 
-def computed_box(computed: Computed, reader: SourceReader, region: Region, fqn: str) -> numpy.ndarray:
-    """Return a box of a computed tensor, as unsigned integers of its item size (void above 8 bytes)."""
+def fill_box(
+    computed: Computed, reader: SourceReader, region: Region, target: numpy.ndarray, fqn: str
+) -> None:
+    """Fill an array with a box of a computed tensor; `target` is as for `Codec.fill`."""
     renumbered = reader if computed.numbers is None else _OtherNumbers(reader, computed.numbers)
-    return computed.codec.box(_ReadParts(computed.catalog, renumbered, fqn), region)
+    computed.codec.fill(_ReadParts(computed.catalog, renumbered, fqn), region, target)
+
+
+def box_of(codec: Codec, parts: StoredParts, region: Region) -> numpy.ndarray:
+    """Return a box of what a codec computes, as unsigned integers of its item size (void above 8 bytes)."""
+    import numpy
+
+    box = numpy.empty(region.sizes, kind_of(codec.dtype.itemsize))
+    codec.fill(parts, region, box)
+    return box
 
 
 def fill_computed(computed: Computed, reader: SourceReader, start: int, buffer: memoryview, fqn: str) -> None:
@@ -97,7 +108,7 @@ def fill_computed(computed: Computed, reader: SourceReader, start: int, buffer: 
     for box in flat_range_boxes(computed.codec.shape, start // itemsize, stop // itemsize):
         nbytes = box.num_elements * itemsize
         target = numpy.frombuffer(buffer[done : done + nbytes], kind_of(itemsize))
-        copy_array(computed_box(computed, reader, box, fqn), target.reshape(box.sizes))
+        fill_box(computed, reader, box, target.reshape(box.sizes), fqn)
         done += nbytes
 
 
@@ -128,7 +139,7 @@ def read_box(
         derivation = catalog.files[place.file].derivation
         # One box costs less than its runs.
         if isinstance(derivation, Computed) and derivation.codec.shape == chunk.sizes:
-            box[place_in] = computed_box(derivation, reader, inner, shown)
+            fill_box(derivation, reader, inner, box[place_in or ...], shown)
             num_missing -= part.num_elements
             continue
         if part == region:

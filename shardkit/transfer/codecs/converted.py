@@ -17,7 +17,7 @@ from shardkit.core.regions import Region, Shape, full_region, window
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError
 from shardkit.keys.expressions import Expression, Opaque, leaves
-from shardkit.transfer.codecs.boxes import as_box, as_tensor
+from shardkit.transfer.codecs.boxes import as_box, as_tensor, box_of
 
 if TYPE_CHECKING:
     import numpy
@@ -70,7 +70,8 @@ class GroupConverter:
             if self._group != codec.group:
                 self._group, self._tensors = None, {}
                 wholes = [
-                    as_tensor(part.box(parts, full_region(part.shape)), part.dtype) for part in codec.parts
+                    as_tensor(box_of(part, parts, full_region(part.shape)), part.dtype)
+                    for part in codec.parts
                 ]
                 self._group, self._tensors = codec.group, self.convert(codec.expression, wholes)
             value = self._tensors.get(codec.expression.target)
@@ -117,7 +118,7 @@ class GroupMember:
         """Equal for all tensors that are computed together."""
         return self.expression.group, self.expression.parts
 
-    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        """Return a box of the tensor; the whole group is computed for it."""
+    def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
+        """Fill an array with a box of the tensor; the whole group is computed for it."""
         value = self.converter.value(self, parts)
-        return as_box(value[window(region)].contiguous(), self.dtype)
+        target[...] = as_box(value[window(region)].contiguous(), self.dtype)

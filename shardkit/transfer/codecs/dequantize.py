@@ -27,6 +27,7 @@ from shardkit.core.catalog import StoredParts
 from shardkit.core.dtypes import DType
 from shardkit.core.regions import Region, Shape, blocks, full_region, shifted, window
 from shardkit.core.text import escape
+from shardkit.transfer.codecs.boxes import copy_array, kind_of
 from shardkit.transfer.codecs.codes import E2M1, NUM_CODES, code_values, powers_of_two
 from shardkit.transfer.codecs.convert import as_float32
 from shardkit.transfer.codecs.products import BoxScales, multiply
@@ -167,35 +168,29 @@ class Product:
         """The stored dim of each dim of the tensor."""
         return tuple(range(len(self.scaled.blocks.shape)))
 
-    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        """Return the values of a box, as unsigned integers of their size."""
-        import numpy
-
+    def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
+        """Compute a box of the plain tensor."""
         back = [self._dims.index(dim) for dim in range(len(self._dims))]
         below = Region(tuple(region.offsets[d] for d in back), tuple(region.sizes[d] for d in back))
-        if below.num_elements <= _MAX_NUMBERS:
-            values = self._values(parts, below)
-        else:
-            values = numpy.empty(below.sizes, f"u{self.dtype.itemsize}")
-            for block in blocks(below.sizes, _MAX_NUMBERS):
-                values[window(block)] = self._values(parts, shifted(block, below.offsets))
-        turned: numpy.ndarray = values.transpose(self._dims)
-        return turned
+        turned = target.transpose(back)
+        for block in blocks(below.sizes, _MAX_NUMBERS):
+            self._fill(parts, shifted(block, below.offsets), turned[window(block) or ...])
 
-    def _values(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        """Return the values of a box by stored dims, as unsigned integers of their size."""
-        return self._multiply(parts, region, self.scaled.blocks.sizes)
+    def _fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
+        """Compute a box by stored dims."""
+        self._multiply(parts, region, self.scaled.blocks.sizes, target)
 
-    def _multiply(self, parts: StoredParts, region: Region, sizes: Shape) -> numpy.ndarray:
-        """Return the values of a box of bytes, as unsigned integers that hold those of a byte side by side.
+    def _multiply(self, parts: StoredParts, region: Region, sizes: Shape, target: numpy.ndarray) -> None:
+        """Compute the values of a box of bytes.
 
         Args:
             parts: the stored tensors.
             region: of the bytes.
             sizes: bytes of a block along each leading dim.
+            target: receives the values, as unsigned integers that hold those of a byte side by side.
         """
         codes, scales = self._codes(parts, region), self._scales(parts, region, sizes)
-        return multiply(codes, region, self._numbers(parts), scales, self.dtype)
+        multiply(codes, region, self._numbers(parts), scales, self.dtype, target)
 
     def _codes(self, parts: StoredParts, region: Region) -> numpy.ndarray:
         """Return a box of the stored bytes."""
@@ -242,22 +237,26 @@ class Pairs(Product):
 
     __slots__ = ()
 
-    def _values(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        """Return the values of a box by stored dims, as unsigned integers of their size."""
+    def _fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
+        """Compute a box by stored dims."""
         import numpy
 
         dim = next(dim for dim, size in enumerate(self.scaled.blocks.sizes) if size > 1)
         first, stop = region.offsets[dim] // PAIR, -(-region.stops[dim] // PAIR)
         in_bytes = Region(_replaced(region.offsets, dim, first), _replaced(region.sizes, dim, stop - first))
-        sizes = self.scaled.blocks.sizes
-        pairs = self._multiply(parts, in_bytes, _replaced(sizes, dim, sizes[dim] // PAIR))
-        single = pairs.view(f"u{self.dtype.itemsize}").reshape(*pairs.shape, PAIR)
+        sizes, skipped, itemsize = self.scaled.blocks.sizes, region.offsets[dim] % PAIR, self.dtype.itemsize
+        is_whole = skipped == region.sizes[dim] % PAIR == 0 and target.strides[dim] == itemsize
+        kind = kind_of(PAIR * itemsize)
+        pairs = target.view(kind) if is_whole else numpy.empty(in_bytes.sizes, kind)
+        self._multiply(parts, in_bytes, _replaced(sizes, dim, sizes[dim] // PAIR), pairs)
+        if is_whole:
+            return
+        single = pairs.view(kind_of(itemsize)).reshape(*pairs.shape, PAIR)
         values = numpy.moveaxis(single, -1, dim + 1).reshape(
             _replaced(pairs.shape, dim, PAIR * (stop - first))
         )
-        skipped = region.offsets[dim] % PAIR
-        box: numpy.ndarray = values[(slice(None),) * dim + (slice(skipped, skipped + region.sizes[dim]),)]
-        return box
+        inside = (slice(None),) * dim + (slice(skipped, skipped + region.sizes[dim]),)
+        copy_array(values[inside], target)
 
     def _numbers(self, parts: StoredParts) -> numpy.ndarray:
         """Return both numbers of each byte in float32; the first one is in the low half."""

@@ -41,20 +41,14 @@ class Fold:
         """Of the weight."""
         return self.target.rows, self.target.columns
 
-    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        """Return the values of a box, as unsigned integers of their size.
-
-        Rows are folded in blocks; the memory of a block is that of two blocks of results.
-        """
-        import numpy
-
-        values, (num_rows, columns) = numpy.empty(region.sizes, "f4"), region.sizes
+    def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
+        """Compute a box. Rows are folded in blocks; the memory of a block is that of two blocks of results."""
+        values, (num_rows, columns) = target.view("f4"), region.sizes
         directions, step = steps(self.target, columns, max(2 * values.nbytes, _MIN_NBYTES))
         for first in range(0, num_rows, step):
             size = min(step, num_rows - first)
             rows = Region((region.offsets[0] + first, region.offsets[1]), (size, columns))
             values[first : first + size] = self._rows(parts, rows, directions).numpy()
-        return values.view("u4")
 
     def _rows(self, parts: StoredParts, region: Region, directions: int) -> torch.Tensor:
         """Return the values of a few rows, in float64."""

@@ -42,9 +42,10 @@ class Lerp:
         """True unless it is a copy."""
         return self.weight is not None
 
-    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        """Return a box of the result, as unsigned integers of its item size."""
+    def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
+        """Compute a box of the result."""
         if self.weight is None:
-            return parts.box(self.end, region)
+            target[...] = parts.box(self.end, region)
+            return
         start, end = parts.values(self.start, region), parts.values(self.end, region)
-        return as_box(start.lerp(end, self.weight), self.dtype)
+        target[...] = as_box(start.lerp(end, self.weight), self.dtype)

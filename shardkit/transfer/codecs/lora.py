@@ -68,18 +68,13 @@ class Lora:
         """The base and the adapter's tensors."""
         return self.base, *self.added
 
-    def box(self, parts: _Values, region: Region) -> numpy.ndarray:
-        """Return a box of the merged tensor, as unsigned integers of its item size.
-
-        Peak memory is that of the box, of the factor that all rows need, and of a block of rows.
-        """
-        import numpy
-
+    def fill(self, parts: _Values, region: Region, target: numpy.ndarray) -> None:
+        """Compute a box of the merged tensor; peak memory is that of the factor that all rows need, and of a block of rows."""
         if self.a is None:
             added = parts.values(self.b, region).float() * self.scale
-            return as_box(parts.values(self.base, region).float() + added, self.dtype)
+            target[...] = as_box(parts.values(self.base, region).float() + added, self.dtype)
+            return
         factor = parts.whole(self.b if self.kind == "transposed" else self.a).float()
-        merged = numpy.empty(region.sizes, f"u{self.dtype.itemsize}")
         for block in self._blocks():
             part = intersect(block, region)
             if part is None:
@@ -89,8 +84,7 @@ class Lora:
                 value = value[inside].add_(parts.values(self.base, part))
             else:
                 value = self._scaled(parts, value.add_(parts.values(self.base, block)), block)[inside]
-            merged[window(relative_to(part, region.offsets))] = as_box(value, self.dtype)
-        return merged
+            target[window(relative_to(part, region.offsets))] = as_box(value, self.dtype)
 
     @property
     def block_elements(self) -> int:
@@ -178,15 +172,11 @@ class LoraOfExperts:
         """See `BlockCodec`."""
         return self.expert.block_elements
 
-    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        """Return a box of the merged tensor, as unsigned integers of its item size."""
-        import numpy
-
-        merged = numpy.empty(region.sizes, f"u{self.dtype.itemsize}")
+    def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
+        """Compute a box of the merged tensor."""
         inside = Region(region.offsets[1:], region.sizes[1:])
-        for number, matrix in enumerate(merged, region.offsets[0]):
-            matrix[...] = self.expert.box(_PartsOfExpert(parts, self, number), inside)
-        return merged
+        for number, matrix in enumerate(target, region.offsets[0]):
+            self.expert.fill(_PartsOfExpert(parts, self, number), inside, matrix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +229,11 @@ class TrainedRows:
         """The base and the adapter's tensors."""
         return self.base, self.rows
 
-    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        """Return a box of the merged tensor, as unsigned integers of its item size."""
-        merged, (first, column), (_, columns) = parts.box(self.base, region), region.offsets, region.sizes
+    def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
+        """Compute a box of the merged tensor."""
+        (first, column), (_, columns) = region
+        target[...] = parts.box(self.base, region)
         for place, number in enumerate(self.numbers):
             if first <= number < region.stops[0]:
                 row = parts.values(self.rows, Region((place, column), (1, columns)))
-                merged[number - first] = as_box(row, self.dtype)[0]
-        return merged
+                target[number - first] = as_box(row, self.dtype)[0]

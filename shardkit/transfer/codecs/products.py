@@ -78,9 +78,14 @@ class BoxScales(NamedTuple):
 
 
 def multiply(
-    codes: numpy.ndarray, region: Region, numbers: numpy.ndarray, scales: BoxScales, dtype: DType
-) -> numpy.ndarray:
-    """Return the products of a box of bytes, as elements that hold those of a byte's numbers side by side.
+    codes: numpy.ndarray,
+    region: Region,
+    numbers: numpy.ndarray,
+    scales: BoxScales,
+    dtype: DType,
+    target: numpy.ndarray,
+) -> None:
+    """Compute the products of a box of bytes.
 
     Args:
         codes: the bytes.
@@ -88,21 +93,20 @@ def multiply(
         numbers: (256, numbers in a byte) in float32.
         scales: of the box.
         dtype: of the products.
+        target: of the codes' shape; receives the products of a byte's numbers side by side in each element.
     """
     import numpy
 
-    products = numpy.empty(codes.shape, kind_of(numbers.shape[1] * dtype.itemsize))
     table = _table(numbers, scales.values, dtype, codes.size)
     for piece in _pieces(region, scales.sizes):
         where = window(relative_to(piece, region.offsets)) or ...  # of a scalar too, an array and no number
         indices = scales.indices_of(piece)
         if table is None:
-            products[where] = _products(numbers[codes[where]], scales.values[indices][..., None], dtype)
+            target[where] = _products(numbers[codes[where]], scales.values[indices][..., None], dtype)
         else:
             pairs = _scratch.pairs(piece)
             numpy.add(indices << _CODE_BITS, codes[where], out=pairs)
-            table.take(pairs, out=products[where], mode="clip")  # clips nothing, but is faster than checking
-    return products
+            table.take(pairs, out=target[where], mode="clip")  # clips nothing, but is faster than checking
 
 
 def _table(

@@ -218,9 +218,9 @@ class Fp8Scales(_OfWeight):
         """One element for each block."""
         return self.quantiser.form.grid(self.quantiser.shape)
 
-    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        """Return a box of the scales."""
-        return as_box(self.quantiser.scales(parts).stored[window(region)].contiguous(), self.dtype)
+    def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
+        """Fill an array with a box of the scales."""
+        target[...] = as_box(self.quantiser.scales(parts).stored[window(region)].contiguous(), self.dtype)
 
 
 class Fp8Codes(_OfWeight):
@@ -234,15 +234,11 @@ class Fp8Codes(_OfWeight):
         """Of the weight."""
         return self.quantiser.shape
 
-    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        """Return a box of the codes."""
-        import numpy
-
+    def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
+        """Compute a box of the codes."""
         factors = self.quantiser.scales(parts).factors
-        codes = numpy.empty(region.sizes, "u1")
         for block in blocks(region.sizes, _MAX_NUMBERS):
-            codes[window(block)] = self._codes(parts, shifted(block, region.offsets), factors)
-        return codes
+            target[window(block)] = self._codes(parts, shifted(block, region.offsets), factors)
 
     def _codes(self, parts: StoredParts, region: Region, factors: torch.Tensor) -> numpy.ndarray:
         import torch

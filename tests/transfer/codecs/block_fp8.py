@@ -95,8 +95,7 @@ class Codes(_OfBlocks):
     def shape(self) -> Shape:
         return self.stored
 
-    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        found = numpy.empty(region.sizes, "u1")
+    def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
         first = tuple(offset // BLOCK for offset in region.offsets)
         sizes = (grid_of(stop) - at for stop, at in zip(region.stops, first, strict=True))
         for _, whole, values in self.read(parts, Region(first, tuple(sizes))):
@@ -104,8 +103,7 @@ class Codes(_OfBlocks):
             assert part is not None
             codes = as_box(quantised(values)[0], self.dtype)
             place = window(relative_to(part, region.offsets))
-            found[place] = codes[window(relative_to(part, whole.offsets))]
-        return found
+            target[place] = codes[window(relative_to(part, whole.offsets))]
 
 
 class Scales(_OfBlocks):
@@ -121,8 +119,6 @@ class Scales(_OfBlocks):
     def shape(self) -> Shape:
         return tuple(map(grid_of, self.stored))
 
-    def box(self, parts: StoredParts, region: Region) -> numpy.ndarray:
-        found = numpy.empty(region.sizes, "u4")
+    def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
         for some, _, values in self.read(parts, region):
-            found[window(relative_to(some, region.offsets))] = as_box(quantised(values)[1], self.dtype)
-        return found
+            target[window(relative_to(some, region.offsets))] = as_box(quantised(values)[1], self.dtype)

@@ -25,7 +25,7 @@ from shardkit.formats.hub.directory import open_model
 from shardkit.keys.expressions import Opaque, Stored, cut, permute, reshape
 from shardkit.transfer.codecs import boxes, dequantize, lora
 from shardkit.transfer.codecs.bound import View
-from shardkit.transfer.codecs.boxes import computed_box, fill_computed
+from shardkit.transfer.codecs.boxes import fill_box, fill_computed, kind_of
 from shardkit.transfer.codecs.converted import GroupConverter, GroupMember
 from shardkit.transfer.codecs.derive import derive
 from shardkit.transfer.codecs.fold import Fold
@@ -180,8 +180,14 @@ class Opened:
 
     def box(self, region: Region) -> bytes:
         """Return the bytes of a box; any thread may call it."""
+        target = np.empty(region.sizes, kind_of(self.entry.dtype.itemsize))
+        self.compute(region, target)
+        return target.tobytes()
+
+    def compute(self, region: Region, target: np.ndarray) -> None:
+        """Fill an array with a box."""
         with self._files.reader() as reader:
-            return computed_box(self.computed, reader, region, NAME).tobytes()
+            fill_box(self.computed, reader, region, target, NAME)
 
     def fill(self, start: int, part: memoryview) -> None:
         """Fill a buffer with the bytes from `start` on."""
@@ -242,6 +248,16 @@ def test_any_box_has_the_bits_of_the_whole(opened: Opened) -> None:
     for region in opened.boxes(60):
         assert opened.box(region) == whole[window(region)].tobytes(), region
     assert opened.whole().tobytes() == whole.tobytes()
+
+
+def test_a_part_of_a_larger_array_is_filled_and_nothing_beside_it(opened: Opened) -> None:
+    whole = opened.whole()
+    for region in opened.boxes(20):
+        around = np.full(tuple(size + 3 for size in region.sizes), 0x55, whole.dtype)
+        expected, inside = around.copy(), (slice(1, -2),) * len(region.sizes)
+        expected[inside] = whole[window(region)]
+        opened.compute(region, around[inside])
+        assert around.tobytes() == expected.tobytes(), region
 
 
 def test_any_range_of_bytes(opened: Opened) -> None:

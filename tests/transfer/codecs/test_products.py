@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from shardkit.core.dtypes import BY_NAME
+from shardkit.core.dtypes import BY_NAME, DType
 from shardkit.core.regions import Region, blocks, window
+from shardkit.transfer.codecs.boxes import kind_of
 from shardkit.transfer.codecs.codes import E2M1, NUM_CODES, code_values, powers_of_two
 from shardkit.transfer.codecs.convert import as_float32
 from shardkit.transfer.codecs.products import BoxScales, multiply
@@ -32,6 +33,14 @@ def numbers_of(dtype: str) -> np.ndarray:
     return code_values(dtype).astype("f4")[:, None]
 
 
+def products_of(
+    codes: np.ndarray, region: Region, numbers: np.ndarray, scales: BoxScales, dtype: DType
+) -> np.ndarray:
+    found = np.empty(codes.shape, kind_of(numbers.shape[1] * dtype.itemsize))
+    multiply(codes, region, numbers, scales, dtype, found)
+    return found
+
+
 def assert_same_bits(found: np.ndarray, expected: torch.Tensor) -> None:
     """Compare bits; all NaNs are the same."""
     values = torch.from_numpy(found.view(f"i{found.dtype.itemsize}")).view(expected.dtype)
@@ -49,7 +58,7 @@ def test_every_code_with_scales_of_every_exponent(dtype: str, result: str, repea
     for first in range(0, len(scales), 64):
         some = scales[first : first + 64]
         box = BoxScales(some.numpy(), np.arange(64, dtype="u2"), (0,), (1,))
-        found = multiply(
+        found = products_of(
             codes.repeat(64, 1).numpy(),
             Region((0, 0), (64, len(codes))),
             numbers_of(dtype),
@@ -75,7 +84,7 @@ def test_every_pair_of_numbers_with_every_scale_of_8_bits(scale_dtype: str, resu
     expected = (pairs * by_torch[:, None, None]).to(getattr(torch, result))
     every_code = ALL_CODES.repeat(NUM_CODES, 1).numpy()
     region = Region((0, 0), (NUM_CODES, NUM_CODES))
-    found = multiply(every_code, region, pairs.numpy(), scales, BY_NAME[result])
+    found = products_of(every_code, region, pairs.numpy(), scales, BY_NAME[result])
     itemsize = BY_NAME[result].itemsize
     single = np.frombuffer(bytearray(found.tobytes()), f"u{itemsize}").reshape(NUM_CODES, NUM_CODES, 2)
     assert_same_bits(single, expected)
@@ -141,7 +150,7 @@ def test_a_box_anywhere_has_the_scales_of_its_blocks(
             part = indices[tuple(slice(a, b + 1) for a, b in zip(first, last, strict=True))]
             scales = BoxScales(values, np.asarray(part), first, sizes)
             box = np.asarray(codes[window(block)])
-            found = multiply(box, block, numbers, scales, BY_NAME["bfloat16"])
+            found = products_of(box, block, numbers, scales, BY_NAME["bfloat16"])
             assert_same_bits(found, expected[window(block)].contiguous())
 
 
@@ -154,7 +163,9 @@ def test_no_torch_is_needed() -> None:
         "from shardkit.core.regions import Region\n"
         "one = BoxScales(numpy.ones(1, 'f4'), numpy.zeros((), 'u2'), (), ())\n"
         "numbers = numpy.arange(256, dtype='f4')[:, None]\n"
-        "found = multiply(numpy.full(3, 2, 'u1'), Region((0,), (3,)), numbers, one, BY_NAME['bfloat16'])\n"
+        "found = numpy.empty(3, 'u2')\n"
+        "codes = numpy.full(3, 2, 'u1')\n"
+        "multiply(codes, Region((0,), (3,)), numbers, one, BY_NAME['bfloat16'], found)\n"
         "assert found.tolist() == [0x4000] * 3 and 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
