@@ -91,6 +91,20 @@ def merge(rank: int) -> Case:
     )
 
 
+def fold(hidden: int, kept: int) -> Case:
+    """Return a model whose weights are factors of OSFT, of which `kept` directions are frozen."""
+    sizes = {"U_high": (hidden, kept), "S_high": (kept,), "V_high": (kept, hidden)}
+    rest = hidden - kept
+    sizes |= {"U_low": (hidden, rest), "S_low": (rest,), "V_low": (rest, hidden)}
+    names = {name: f"osft_{name}" if name.endswith("high") else f"osft_params.{name}" for name in sizes}
+    return Case(
+        tuple((names[name], "F32", shape) for name, shape in sizes.items()),
+        ("consolidate", "SOURCE", "OUTPUT", "--dtype", "bf16"),
+        name="model.layers.{}.self_attn.o_proj.",
+        number=12,
+    )
+
+
 _PACKED, _COMPRESSED = "_packed", "compressed-tensors"
 CASES = {
     "a plain move": plain("BF16", *PRESHARD, *RANKS),
@@ -139,6 +153,7 @@ CASES = {
     "FP8 by example": plain("BF16", *CONSOLIDATE, "--quantize", "base", example="fp8, blocks"),
     "merge, rank 16": merge(16),
     "merge, rank 128": merge(128),
+    "folded factors": fold(2048, 614),
     "tp, cut along dim 1": plain("BF16", *PRESHARD, *BY_ROWS),
     "tp, gathered along dim 1": plain("BF16", *CONSOLIDATE, first=(*PRESHARD, *BY_ROWS)),
     "transposed experts": Case(

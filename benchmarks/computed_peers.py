@@ -3,8 +3,10 @@
     python benchmarks/computed_peers.py DIRECTORY [--gigabytes 3] [--runs 3] [--only CASE ...]
 
 DIRECTORY gets a generated Qwen3 model in the form that the case needs, the larger of source and output, and one output at
-a time. "cast" is fp32 to bf16, "dequantise" fp8 in blocks to bf16, "merge" an adapter of rank 16 on all linear weights of
-a bf16 model. transformers and peft load the model, and save it; shardkit reads and writes the same bytes.
+a time. "cast" is fp32 to bf16, from a Hub model or a checkpoint of DCP; "dequantise" is fp8 to bf16, in blocks of
+transformers or in rows of compressed-tensors; "merge" is an adapter of rank 16 on all linear weights of a bf16 model.
+transformers and peft load the model, and save it; accelerate merges the checkpoint, and safetensors casts the result;
+shardkit reads and writes the same bytes. A peer that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy
 from common import (
@@ -33,44 +38,112 @@ from model import tensors as whole
 from safetensors.numpy import save_file
 
 HIDDEN, RANK = 2048, 16
-LOAD = """
+ARGUMENTS = """
 import sys
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 source, adapter, output = sys.argv[1:]
 """
 SAVE = """
-import sys
 import torch.distributed.checkpoint as dcp
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
-source, adapter, output = sys.argv[1:]
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16"), adapter)
+model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+if adapter:
+    from peft import PeftModel
+    model = PeftModel.from_pretrained(model, adapter)
 dcp.save(model.state_dict(), checkpoint_id=output, no_dist=True)
 """
+LOAD_AND_CAST = """
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16").save_pretrained(output)
+"""
+MERGE_AND_CAST = """
+import pathlib, torch
+from accelerate.utils import merge_fsdp_weights
+from safetensors.torch import load_file, save_file
+merge_fsdp_weights(source, output)
+for path in pathlib.Path(output).glob("*.safetensors"):
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+"""
+LOAD_DEQUANTISED = """
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+how = FineGrainedFP8Config(dequantize=True)
+model = AutoModelForCausalLM.from_pretrained(source, quantization_config=how, dtype="bfloat16")
+model.save_pretrained(output)
+"""
+LOAD_DECOMPRESSED = """
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+how = CompressedTensorsConfig(run_compressed=False)
+model = AutoModelForCausalLM.from_pretrained(source, quantization_config=how, dtype="bfloat16")
+model.save_pretrained(output)
+"""
+MERGE = """
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16")
+PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(output)
+"""
+
+
+class Peer(NamedTuple):
+    """A job, as shardkit and a peer do it."""
+
+    peer: str
+    module: str
+    """Its name when it is imported."""
+    code: str
+    """What the peer runs; it follows `ARGUMENTS`."""
+    command: tuple[str, ...]
+    """What shardkit is started with, as in `computed.Case`."""
+
+
 PEERS = {
-    "cast": 'AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16").save_pretrained(output)',
-    "dequantise": "how = FineGrainedFP8Config(dequantize=True)\n"
-    'model = AutoModelForCausalLM.from_pretrained(source, quantization_config=how, dtype="bfloat16")\n'
-    "model.save_pretrained(output)",
-    "merge": "from peft import PeftModel\n"
-    'model = AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16")\n'
-    "PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(output)",
-}
-PROGRAMS = {
-    "cast": ("consolidate", "SOURCE", "OUTPUT", "--dtype", "bf16"),
-    "dequantise": ("consolidate", "SOURCE", "OUTPUT", "--dequantize"),
-    "merge": (
-        "consolidate",
-        "CHECKPOINT",
-        "OUTPUT",
-        "--base",
-        "SOURCE",
-        "--merge-lora",
-        "--adapter-config",
-        "SETTINGS",
+    "cast": Peer(
+        "transformers",
+        "transformers",
+        LOAD_AND_CAST,
+        ("consolidate", "SOURCE", "OUTPUT", "--dtype", "bf16"),
+    ),
+    "cast, sharded": Peer(
+        "accelerate, then a cast",
+        "accelerate",
+        MERGE_AND_CAST,
+        ("consolidate", "CHECKPOINT", "OUTPUT", "--dtype", "bf16"),
+    ),
+    "dequantise": Peer(
+        "transformers",
+        "transformers",
+        LOAD_DEQUANTISED,
+        ("consolidate", "SOURCE", "OUTPUT", "--dequantize"),
+    ),
+    "dequantise, rows": Peer(
+        "compressed-tensors in transformers",
+        "compressed_tensors",
+        LOAD_DECOMPRESSED,
+        ("consolidate", "SOURCE", "OUTPUT", "--dequantize"),
+    ),
+    "merge": Peer(
+        "peft",
+        "peft",
+        MERGE,
+        (
+            *("consolidate", "CHECKPOINT", "OUTPUT", "--base", "SOURCE"),
+            *("--merge-lora", "--adapter-config", "SETTINGS"),
+        ),
     ),
 }
-"""What shardkit is started with."""
+BY_BLOCKS = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+BY_ROWS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+        }
+    },
+}
 SETTINGS = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK}
 
 
@@ -86,8 +159,10 @@ def in_layer() -> list[tuple[str, tuple[int, ...]]]:
     return [(name.removeprefix("model.layers.0."), shape) for name, shape in layer(0, HIDDEN, 0)]
 
 
-def quantised(place: Path, gigabytes: float) -> None:
-    """Generate the model with the linear weights of its layers in fp8."""
+def quantised(
+    place: Path, gigabytes: float, described: dict[str, Any], scales: Callable[[tuple[int, ...]], Tensor]
+) -> None:
+    """Generate the model with the linear weights of its layers in fp8; `scales` gets the shape of a weight."""
     number = model(place, gigabytes)
     config = json.loads((place / "config.json").read_text())
     shutil.rmtree(place)
@@ -95,19 +170,19 @@ def quantised(place: Path, gigabytes: float) -> None:
     for name, shape in in_layer():
         tensors.append((name, "BF16" if len(shape) == 1 else "F8_E4M3", shape))
         if len(shape) > 1:
-            tensors.append((f"{name}_scale_inv", "F32", tuple(-(-size // BLOCK) for size in shape)))
+            suffix, tag, grid = scales(shape)
+            tensors.append((name + suffix, tag, grid))
     outer = tuple(
         (name, "BF16", shape) for name, shape in whole(0, HIDDEN, 0) if not name.startswith("model.layers.")
     )
     case = Case(tuple(tensors), (), name="model.layers.{}.", outer=outer, number=number)
     generate(place, case, gigabytes)
-    described = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
     (place / "config.json").write_text(json.dumps({**config, "quantization_config": described}))
 
 
 def adapted(work: Path, gigabytes: float) -> dict[str, Path]:
     """Generate the model, an adapter as PEFT writes it, and a checkpoint of both as a trainer writes it."""
-    places = {key: work / key.lower() for key in ("SOURCE", "ADAPTER", "CHECKPOINT")}
+    places = {key: work / key.lower() for key in ("SOURCE", "ADAPTER")}
     number = model(places["SOURCE"], gigabytes)
     random, factors = numpy.random.default_rng(0), dict[str, numpy.ndarray]()
     modules = [(name.removesuffix(".weight"), shape) for name, shape in in_layer() if len(shape) > 1]
@@ -121,15 +196,43 @@ def adapted(work: Path, gigabytes: float) -> dict[str, Path]:
     settings = json.dumps({**SETTINGS, "target_modules": targets})
     places["SETTINGS"] = places["ADAPTER"] / "adapter_config.json"
     places["SETTINGS"].write_text(settings)
-    run([sys.executable, "-c", SAVE, *(str(places[key]) for key in ("SOURCE", "ADAPTER", "CHECKPOINT"))])
+    return places
+
+
+def save(places: dict[str, Path]) -> None:
+    """Write the checkpoint of a model, with its adapter if it has one, by one process."""
+    arguments = (str(places["SOURCE"]), str(places.get("ADAPTER", "")), str(places["CHECKPOINT"]))
+    run([sys.executable, "-c", ARGUMENTS + SAVE, *arguments])
+
+
+def made(name: str, work: Path, gigabytes: float) -> dict[str, Path]:
+    """Make what a case needs, and return the directories that its command names."""
+    places = {"SOURCE": work / "source"}
+    if name == "dequantise":
+        quantised(
+            places["SOURCE"],
+            gigabytes,
+            BY_BLOCKS,
+            lambda shape: ("_scale_inv", "F32", tuple(-(-size // BLOCK) for size in shape)),
+        )
+    elif name == "dequantise, rows":
+        quantised(places["SOURCE"], gigabytes, BY_ROWS, lambda shape: ("_scale", "BF16", (shape[0], 1)))
+    elif name == "merge":
+        places = adapted(work, gigabytes)
+    else:
+        model(places["SOURCE"], 2 * gigabytes, "--fp32")
+    if "CHECKPOINT" in PEERS[name].command:
+        places["CHECKPOINT"] = work / "checkpoint"
+        save(places)
     return places
 
 
 def peer(name: str, places: dict[str, Path], output: Path) -> Found:
     """Run a peer as a whole process."""
-    adapter = places.get("ADAPTER", output)
+    source = places["CHECKPOINT" if name == "cast, sharded" else "SOURCE"]
+    adapter = places.get("ADAPTER", "")
     return process(
-        [sys.executable, "-c", LOAD + PEERS[name], str(places["SOURCE"]), str(adapter), str(output)]
+        [sys.executable, "-c", ARGUMENTS + PEERS[name].code, str(source), str(adapter), str(output)]
     )
 
 
@@ -139,17 +242,14 @@ def main() -> None:
     args = parser.parse_args()
     with Report(args) as report:
         for name in args.only or PEERS:
+            if find_spec(PEERS[name].module) is None:
+                report.leave_out(name, f"{PEERS[name].module} is not installed")
+                continue
             work = work_in(args.directory)
-            places = {"SOURCE": work / "source"}
-            if name == "cast":
-                model(places["SOURCE"], 2 * args.gigabytes, "--fp32")
-            elif name == "dequantise":
-                quantised(places["SOURCE"], args.gigabytes)
-            else:
-                places = adapted(work, args.gigabytes)
+            places = made(name, work, args.gigabytes)
             variants: dict[str, Variant] = {
-                "shardkit": partial(shardkit, PROGRAMS[name], places, None),
-                "peft" if name == "merge" else "transformers": partial(peer, name, places),
+                "shardkit": partial(shardkit, PEERS[name].command, places, None),
+                PEERS[name].peer: partial(peer, name, places),
             }
             compare(report, name, places["SOURCE"], work / "output", variants, args.runs)
             shutil.rmtree(work)
