@@ -92,14 +92,17 @@ def merge(rank: int) -> Case:
 
 
 def fold(hidden: int, kept: int) -> Case:
-    """Return a model whose weights are factors of OSFT, of which `kept` directions are frozen."""
+    """Return a model whose weights are factors of OSFT, of which `kept` directions are frozen.
+
+    The product is in float64, so these are few and in two files, one for each core.
+    """
     sizes = {"U_high": (hidden, kept), "S_high": (kept,), "V_high": (kept, hidden)}
     rest = hidden - kept
     sizes |= {"U_low": (hidden, rest), "S_low": (rest,), "V_low": (rest, hidden)}
     names = {name: f"osft_{name}" if name.endswith("high") else f"osft_params.{name}" for name in sizes}
     return Case(
         tuple((names[name], "F32", shape) for name, shape in sizes.items()),
-        ("consolidate", "SOURCE", "OUTPUT", "--dtype", "bf16"),
+        ("consolidate", "SOURCE", "OUTPUT", "--dtype", "bf16", "--max-shard-size", "50MB"),
         name="model.layers.{}.self_attn.o_proj.",
         number=12,
     )
