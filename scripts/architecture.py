@@ -36,6 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("osft/training",),
     ("training/fill",),
     ("training/ranks",),
+    ("operations/watch",),
     ("operations/commit",),
     ("operations/preshard", "operations/consolidate", "operations/reshard"),
     ("operations/verify", "operations/inspect"),

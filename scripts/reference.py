@@ -52,7 +52,7 @@ Arguments, results and errors of everything that `import shardkit` offers. [Pyth
 """
 _GROUPS = {
     "Move weights": ("preshard", "consolidate", "reshard", "resolve_checkpoint"),
-    "Look and check": ("inspect", "verify", "diff"),
+    "Look and check": ("inspect", "verify", "diff", "latest"),
     "Start a training job": (
         "prepare",
         "wrap",
@@ -62,6 +62,7 @@ _GROUPS = {
         "ModelInitializationContext",
     ),
     "Train and save": ("save", "clip_grad_norm_", "grad_norm", "rebind_optimizer", "parameter_names"),
+    "Publish while it trains": ("Publisher", "TrainerPublisher", "LightningPublisher"),
     "See what a job does": ("diagnose", "Diagnosis", "PhaseMemory", "FSDPDiagnosticsCallback"),
     "Load and save with stock torch": (
         "SafeReader",
@@ -78,6 +79,7 @@ _GROUPS = {
     "Results": (
         *("PreshardResult", "ConsolidateResult", "ReshardResult", "ResolvedCheckpoint", "SaveResult"),
         *("InspectResult", "VerifyResult", "VerifyProblem", "DiffResult"),
+        *("LatestResult", "RunCheckpoint"),
         *(
             "PartResult",
             "CommitResult",
@@ -95,7 +97,7 @@ _GROUPS = {
 """Heading -> names, in order of use."""
 _STATUS = (
     ("0", "done; of verify: nothing is wrong; of diff: equal"),
-    ("1", "the answer of verify or diff is no"),
+    ("1", "the answer of verify or diff is no; latest found no whole checkpoint"),
     ("2", "usage: invalid options, an existing destination"),
     ("3", "an input that is damaged, refused or not understood"),
     ("4", "incomplete: the same command goes on"),

@@ -20,6 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import shardkit
 from shardkit.operations.diff import SYMBOLS, DiffResult, TensorDiff
 from shardkit.operations.diff.values import TensorStats
+from shardkit.operations.watch import WatchResult
 
 FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
 RESULTS: dict[str, type] = {
@@ -29,10 +30,12 @@ RESULTS: dict[str, type] = {
     "diff": DiffResult,
     "env": shardkit.Environment,
     "inspect": shardkit.InspectResult,
+    "latest": shardkit.LatestResult,
     "preshard": shardkit.PreshardResult,
     "reshard": shardkit.ReshardResult,
     "status": shardkit.StatusResult,
     "verify": shardkit.VerifyResult,
+    "watch": WatchResult,
 }
 """By command, the type of its result."""
 COMPUTED: dict[type, dict[str, tuple[Any, str]]] = {

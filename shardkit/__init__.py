@@ -44,6 +44,9 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.operations.environment import environment as environment
     from shardkit.operations.inspect import InspectResult as InspectResult
     from shardkit.operations.inspect import inspect as inspect
+    from shardkit.operations.latest import LatestResult as LatestResult
+    from shardkit.operations.latest import RunCheckpoint as RunCheckpoint
+    from shardkit.operations.latest import latest as latest
     from shardkit.operations.parts.results import PartResult as PartResult
     from shardkit.operations.preshard import PreshardResult as PreshardResult
     from shardkit.operations.preshard import preshard as preshard
@@ -70,6 +73,9 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: they do not ru
     from shardkit.training.extras.memory import PhaseMemory as PhaseMemory
     from shardkit.training.extras.optimizer import parameter_names as parameter_names
     from shardkit.training.extras.optimizer import rebind_optimizer as rebind_optimizer
+    from shardkit.training.extras.publish import LightningPublisher as LightningPublisher
+    from shardkit.training.extras.publish import Publisher as Publisher
+    from shardkit.training.extras.publish import TrainerPublisher as TrainerPublisher
     from shardkit.training.extras.safe_reader import SafeReader as SafeReader
     from shardkit.training.fill.from_rank import from_rank as from_rank
     from shardkit.training.finalize import finalize as finalize
@@ -100,6 +106,7 @@ _HOMES = {
     "shardkit.operations.diff": ("DiffResult", "diff"),
     "shardkit.operations.environment": ("Environment", "environment"),
     "shardkit.operations.inspect": ("InspectResult", "inspect"),
+    "shardkit.operations.latest": ("LatestResult", "RunCheckpoint", "latest"),
     "shardkit.operations.parts.results": ("PartResult",),
     "shardkit.operations.preshard": ("PreshardResult", "preshard"),
     "shardkit.operations.reshard": ("ReshardResult", "reshard"),
@@ -123,6 +130,7 @@ _HOMES = {
     ),
     "shardkit.training.prepare": ("prepare",),
     "shardkit.training.model.fit": ("ModelInitializationContext",),
+    "shardkit.training.extras.publish": ("LightningPublisher", "Publisher", "TrainerPublisher"),
     "shardkit.training.extras.safe_reader": ("SafeReader",),
     "shardkit.training.save": ("SaveResult", "save"),
     "shardkit.training.fill.from_rank": ("from_rank",),

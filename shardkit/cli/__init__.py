@@ -35,11 +35,13 @@ _SECTIONS = {
         "preshard": "Write a Hub model as one file for each rank of a mesh.",
         "consolidate": "Write any trainer's sharded checkpoint as a Hub model.",
         "reshard": "Write a sharded checkpoint for another mesh, including its optimizer.",
+        "watch": "Write each checkpoint of a run as a Hub model while the run goes on.",
     },
     "Look": {
         "inspect": "Show the contents of a model or a checkpoint.",
         "verify": "Check that a checkpoint is complete and undamaged.",
         "diff": "Compare two checkpoints of any formats, tensor by tensor.",
+        "latest": "Print the path of a run's newest checkpoint that is whole.",
     },
     "Many machines": {
         "commit": "Complete an output from the parts of a job.",
@@ -68,10 +70,12 @@ _LINES = {
     "DiffResult": "diff.render",
     "Environment": "shell.env_lines",
     "InspectResult": "inspect.render",
+    "LatestResult": "latest.render",
     "PreshardResult": "preshard.render",
     "ReshardResult": "reshard.render",
     "StatusResult": "parts.status_lines",
     "VerifyResult": "verify.render",
+    "WatchResult": "watch.render",
 }
 """Class of a result -> the function below `shardkit.cli` that renders it."""
 _FLAGS = frozenset("-q --quiet -v --verbose --json --no-progress".split())

@@ -29,6 +29,72 @@ if TYPE_CHECKING:
 _ADAPTER_CONFIG = "adapter_config.json"
 
 
+CHOOSING = opt.group(
+    opt.option(
+        "Input",
+        "--base",
+        first=True,
+        type=opt.PATH,
+        metavar="MODEL",
+        help="The base model of the training, a Hub directory or repo id: for config, tokenizer, names, shapes.",
+    ),
+    opt.option("Input", "--base-revision", metavar="REV", help="Branch, tag or commit of a repo id."),
+    opt.option(
+        "Input",
+        "--config",
+        type=click.Choice(["checkpoint", "base"]),
+        default="checkpoint",
+        help="With --base: config, tokenizer and processor of the checkpoint, if it has them, or all of the base.",
+    ),
+    opt.option(
+        "Input",
+        "--tokenizer",
+        first=True,
+        type=opt.PATH,
+        metavar="DIR",
+        help="Use this tokenizer instead of the base's, for a changed vocabulary.",
+    ),
+    opt.dtype("--dtype", "base", help="Convert floating tensors; base: each as it is stored in the base."),
+    opt.dtype_rules,
+    opt.dequantize,
+    opt.option(
+        "Dtypes",
+        "--quantize",
+        type=click.Choice(["base"]),
+        help="Quantise to fp8 what the base has in fp8, in its form; all other tensors get its dtypes.",
+    ),
+    opt.option(
+        "Output",
+        "--max-shard-size",
+        metavar="SIZE",
+        help="Max. tensor bytes in a file. Default: files as the base has them, else 5GB.",
+    ),
+    opt.option("Output", "--single-file", is_flag=True, help="One model.safetensors, whatever its size."),
+    opt.naming,
+    opt.keys("auto", "a set that knows all names"),
+    opt.on_or_off(
+        "--ask-class",
+        help="Check with the config's class that from_pretrained finds all weights; off saves seconds.",
+    ),
+    opt.option("OSFT", "--keep-factors", is_flag=True, help="Write OSFT factors unfolded."),
+    opt.option(
+        "Output",
+        "--merge-lora",
+        first=True,
+        is_flag=True,
+        help="Add an adapter to the weights that it was trained on.",
+    ),
+    opt.option(
+        "Input",
+        "--adapter-config",
+        type=opt.PATH,
+        metavar="FILE",
+        help="Adapter settings, if base and checkpoint have none.",
+    ),
+)
+"""The options that say what is written, and in which form."""
+
+
 @click.command(
     cls=opt.Verb,
     name="consolidate",
@@ -39,67 +105,7 @@ Examples:
 )
 @click.argument("checkpoint", type=opt.PATH)
 @click.argument("output", type=opt.PATH, required=False)
-@opt.option(
-    "Input",
-    "--base",
-    first=True,
-    type=opt.PATH,
-    metavar="MODEL",
-    help="The base model of the training, a Hub directory or repo id: for config, tokenizer, names, shapes.",
-)
-@opt.option("Input", "--base-revision", metavar="REV", help="Branch, tag or commit of a repo id.")
-@opt.option(
-    "Input",
-    "--config",
-    type=click.Choice(["checkpoint", "base"]),
-    default="checkpoint",
-    help="With --base: config, tokenizer and processor of the checkpoint, if it has them, or all of the base.",
-)
-@opt.option(
-    "Input",
-    "--tokenizer",
-    first=True,
-    type=opt.PATH,
-    metavar="DIR",
-    help="Use this tokenizer instead of the base's, for a changed vocabulary.",
-)
-@opt.dtype("--dtype", "base", help="Convert floating tensors; base: each as it is stored in the base.")
-@opt.dtype_rules
-@opt.dequantize
-@opt.option(
-    "Dtypes",
-    "--quantize",
-    type=click.Choice(["base"]),
-    help="Quantise to fp8 what the base has in fp8, in its form; all other tensors get its dtypes.",
-)
-@opt.option(
-    "Output",
-    "--max-shard-size",
-    metavar="SIZE",
-    help="Max. tensor bytes in a file. Default: files as the base has them, else 5GB.",
-)
-@opt.option("Output", "--single-file", is_flag=True, help="One model.safetensors, whatever its size.")
-@opt.naming
-@opt.keys("auto", "a set that knows all names")
-@opt.on_or_off(
-    "--ask-class",
-    help="Check with the config's class that from_pretrained finds all weights; off saves seconds.",
-)
-@opt.option("OSFT", "--keep-factors", is_flag=True, help="Write OSFT factors unfolded.")
-@opt.option(
-    "Output",
-    "--merge-lora",
-    first=True,
-    is_flag=True,
-    help="Add an adapter to the weights that it was trained on.",
-)
-@opt.option(
-    "Input",
-    "--adapter-config",
-    type=opt.PATH,
-    metavar="FILE",
-    help="Adapter settings, if base and checkpoint have none.",
-)
+@CHOOSING
 @opt.recording
 @opt.publishing
 @opt.overwrite("Hub model, whole and in one step")

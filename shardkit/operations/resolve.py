@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shardkit import formats
 from shardkit.core.keywords import suggests_keywords
@@ -184,7 +185,11 @@ def resolve_checkpoint(path: str | os.PathLike[str], *, strict: bool = False) ->
 
 
 def choose_checkpoint(
-    path: str | os.PathLike[str], *, strict: bool = False, whole_steps: bool = False
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = False,
+    whole_steps: bool = False,
+    before_tracker: bool = False,
 ) -> ChosenCheckpoint:
     """Choose a checkpoint as `resolve_checkpoint` does, and keep open what was opened for the choice.
 
@@ -193,6 +198,8 @@ def choose_checkpoint(
         strict: as in `resolve_checkpoint`.
         whole_steps: if one step has several models (the two of a GAN), choose the directory of the step. Otherwise the
             user has to name one of the models.
+        before_tracker: if a tracker file names a checkpoint that is not whole, choose the newest one before it, with a
+            warning.
 
     Raises:
         UsageError, SourceError, ResourceError: as `resolve_checkpoint`.
@@ -206,7 +213,7 @@ def choose_checkpoint(
     place = adapter_file(place) or directory_of(place)
     if recognise(place) is None and not storage.isdir(place):
         formats.open(place)  # raises, with the reason why it is not a checkpoint
-    search, candidates = _search(place)
+    search, candidates = _search(place, before_tracker=before_tracker)
     if PIPELINE in listing(place) and any(each.path != place and each.step is None for each in candidates):
         formats.open(place)  # raises: one model of a pipeline is not the checkpoint of a run
     if not candidates and not search.skipped and not search.not_searched:
@@ -228,10 +235,45 @@ def choose_checkpoint(
     return ChosenCheckpoint(resolved=chosen, opened=search.opened.get(chosen.path, ()))
 
 
-def _search(place: str) -> tuple[_Search, list[ResolvedCheckpoint]]:
+class FoundCheckpoint(NamedTuple):
+    """A checkpoint of a run."""
+
+    resolved: ResolvedCheckpoint
+    missing: str | None
+    """Why it does not count as whole; None if it opens."""
+    is_finished: bool
+    """True if a file that the trainer writes last shows that it is whole: `.metadata`, or a tracker file."""
+
+
+def every_checkpoint(
+    place: str, is_whole: Callable[[ResolvedCheckpoint], bool] | None = None
+) -> list[FoundCheckpoint]:
+    """Return every checkpoint at or below a path, newest first.
+
+    Args:
+        place: a run.
+        is_whole: true for checkpoints that are known to be whole, and are not opened.
+
+    Raises:
+        UsageError: there are too many directories.
+    """
+    place = adapter_file(place) or directory_of(place)
+    search = _Search(place, needs_last=True, before_tracker=True)
+    candidates = sorted(search.every(place, _MAX_DEPTH), key=lambda each: each.path)
+    candidates.sort(key=lambda each: _place(_name_of(each.path)) or (-1,), reverse=True)
+    candidates.sort(key=lambda each: -1 if each.step is None else each.step, reverse=True)
+    return [
+        FoundCheckpoint(each, None, True)
+        if is_whole is not None and is_whole(each)
+        else search.describe(each)
+        for each in candidates
+    ]
+
+
+def _search(place: str, *, before_tracker: bool) -> tuple[_Search, list[ResolvedCheckpoint]]:
     """Search a path; return the search and its candidates. Saves that may be unfinished count only if no other is whole."""
     for needs_last in (True, False):
-        search = _Search(place, needs_last=needs_last)
+        search = _Search(place, needs_last=needs_last, before_tracker=before_tracker)
         candidates = search.path_itself() or search.below(place, _MAX_DEPTH)
         if any(search.damage(each) is None for each in candidates):
             break
@@ -351,6 +393,11 @@ def _is_of_lightning(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in _OF_LIGHTNING)
 
 
+def is_saved_again(name: str) -> bool:
+    """True for a name of Lightning under which it saves again and again, such as `last.ckpt`."""
+    return _is_of_lightning(name)
+
+
 def is_ordered(name: str) -> bool:
     """True for a name of a checkpoint in a run: with a step or an epoch, or Lightning's `last`."""
     return _place(name) is not None
@@ -375,8 +422,8 @@ def is_temporary(name: str) -> bool:
 class _Search:
     """One search below a path: the checkpoints that it skipped or opened, and how many entries it may still visit."""
 
-    def __init__(self, home: str, *, needs_last: bool) -> None:
-        self.home = home
+    def __init__(self, home: str, *, needs_last: bool, before_tracker: bool) -> None:
+        self.home, self.before_tracker = home, before_tracker
         self.inside = os.path.join(storage.realpath(home), "")
         self.needs_last = needs_last
         """Skip checkpoints without the file that their trainer writes last, even if they can be opened."""
@@ -388,6 +435,10 @@ class _Search:
         """Path -> why it cannot be opened."""
         self.opened = dict[str, tuple[Checkpoint, ...]]()
         """Path -> its opened models."""
+        self.warnings = list[str]()
+        """About trackers that were not followed."""
+        self.tracked = set[str]()
+        """Paths of the step that a tracker file names, and of those before it."""
         self.entries_left = _MAX_ENTRIES
 
     def path_itself(self) -> list[ResolvedCheckpoint]:
@@ -395,7 +446,7 @@ class _Search:
         recognised, tracked = recognise(self.home), _tracker_in(self.home)
         if recognised is None:
             return []
-        if not recognised.is_sharded and self._holds_training_states():
+        if not recognised.is_sharded and self._holds_training_states(self.home):
             self.skipped[self.home] = (
                 "it has checkpoints of a training below it; to use the model, give the path of its weight file"
             )
@@ -416,11 +467,48 @@ class _Search:
             depth: how many levels of directories to descend.
 
         Raises:
-            SourceError: a tracker file names an incomplete checkpoint; or there are too many directories.
+            SourceError: a tracker file names an incomplete checkpoint.
+            UsageError: there are too many directories.
         """
         names, tracked = self._names(directory), _tracker_in(directory)
         if tracked is not None:
             return self._tracked(directory, names, *tracked, depth)
+        return self._newest(directory, names, depth)
+
+    def every(self, directory: str, depth: int) -> Iterator[ResolvedCheckpoint]:
+        """Yield every checkpoint at or below a path; those that a tracker does not name yet are skipped ones."""
+        row, tracked = recognise(directory), _tracker_in(directory)
+        is_run = row is not None and row.follows_tracker and tracked is not None
+        if row is not None and not is_run:
+            yield from self._at(directory, 0)
+            if row.is_sharded or not self._holds_training_states(directory):
+                return
+        names = self._names(directory) if storage.isdir(directory) else []
+        if tracked is not None:
+            self._skip_later(directory, names, *tracked)
+        for name in names:
+            path = os.path.join(directory, name)
+            if tracked is not None and _is_covered(name, tracked[1]):
+                self.tracked.add(path)
+            is_known = recognise(path) is not None
+            candidates = [] if is_known else self._at(path, 0)
+            if is_known or (not candidates and depth > 0 and self.why_not_followed(path) is None):
+                candidates = list(self.every(path, depth - 1))
+            yield from (
+                each if each.step is not None else replace(each, step=step_of(name)) for each in candidates
+            )
+
+    def describe(self, candidate: ResolvedCheckpoint) -> FoundCheckpoint:
+        """Open a checkpoint that `every` found."""
+        path = candidate.path
+        missing = self.skipped.get(path) or self.damage(candidate)
+        models = self.opened.get(path, ())
+        is_tracked = any(path == each or path.startswith(os.path.join(each, "")) for each in self.tracked)
+        is_finished = is_tracked or (bool(models) and all(each.dcp is not None for each in models))
+        return FoundCheckpoint(candidate, missing, missing is None and is_finished)
+
+    def _newest(self, directory: str, names: Sequence[str], depth: int) -> list[ResolvedCheckpoint]:
+        """Return the newest checkpoint among names, as `below` does for a directory without a tracker file."""
         places = {name: place for name in names if (place := _place(name)) is not None}
         damaged = list[ResolvedCheckpoint]()
         for place in sorted(set(places.values()), reverse=True):
@@ -460,7 +548,7 @@ class _Search:
             f"skipped {'the model at the top' if name == os.curdir else escape(name)}: {why}"
             for name, why in skipped
         )
-        return replace(candidate, skipped=skipped, warnings=(*candidate.warnings, *lines))
+        return replace(candidate, skipped=skipped, warnings=(*candidate.warnings, *self.warnings, *lines))
 
     def nothing_to_take(self, candidates: list[ResolvedCheckpoint]) -> ShardkitError:
         """Return the error for a path with several possible checkpoints, or without a complete one."""
@@ -485,7 +573,7 @@ class _Search:
             self.skipped | {each.path: self.broken[each.path] for each in candidates} | self.not_searched
         )
         return SourceError(
-            f"{escape(self.home)}: no complete checkpoint in it",
+            f"{escape(self.home)}: no checkpoint in it opens whole",
             problems=[f"{escape(os.path.relpath(path, self.home))}: {why}" for path, why in problems.items()],
             hint="give the directory that the trainer's save made, or its parent",
         )
@@ -513,19 +601,24 @@ class _Search:
         else:
             candidates = [] if name is None else self._at(os.path.join(directory, name), depth)
         reasons = [reason for each in candidates if (reason := self.damage(each)) is not None]
+        self._skip_later(directory, names, tracker, text)
         if not candidates or reasons:
             why = "which cannot be opened" if name is not None else "which is not there"
-            raise SourceError(
-                f"{escape(directory)}: {tracker} names {escape(text)}, {why}",
-                problems=reasons,
-                hint="give the path of the step to use",
-            )
+            wrong = f"{escape(directory)}: {tracker} names {escape(text)}, {why}"
+            if not self.before_tracker:
+                raise SourceError(wrong, problems=reasons, hint="give the path of the step to use")
+            self.warnings.append(f"{wrong}: consolidate refuses this run, unless it gets the path of a step")
+            earlier = [each for each in names if os.path.join(directory, each) not in self.skipped]
+            return self._newest(directory, earlier, depth)
+        return [self._chosen(each, directory, name or text, f"{tracker} names {{it}}") for each in candidates]
+
+    def _skip_later(self, directory: str, names: Iterable[str], tracker: str, text: str) -> None:
+        """Record the steps after the one that a tracker file names as skipped."""
         limit = step_of(text)
         for later in names:
             if limit is not None and (step_of(later) or 0) > limit:
                 path = os.path.join(directory, later)
                 self.skipped[path] = f"{tracker} does not name it, so its save may not have finished"
-        return [self._chosen(each, directory, name or text, f"{tracker} names {{it}}") for each in candidates]
 
     def _at(self, path: str, depth: int) -> list[ResolvedCheckpoint]:
         """Return the checkpoint at a path, or the chosen one below it; several if no rule decides."""
@@ -627,7 +720,7 @@ class _Search:
                         continue  # not counted: a directory of logs or pictures may have any number of files
                     self.entries_left -= 1
                     if self.entries_left < 0:
-                        raise SourceError(
+                        raise UsageError(
                             f"{escape(self.home)} holds more than {_MAX_ENTRIES} directories: it is not searched",
                             hint="give the run's own directory",
                         )
@@ -637,12 +730,12 @@ class _Search:
                 formats.open(directory)  # raises, as it cannot be listed
             self.broken[directory] = f"cannot be listed: {error.strerror}"
 
-    def _holds_training_states(self) -> bool:
-        """True if the path is a run directory with sharded checkpoints, apart from the Hub model in it."""
-        if not storage.isdir(self.home):
+    def _holds_training_states(self, directory: str) -> bool:
+        """True if a path is a run directory with sharded checkpoints, apart from the Hub model in it."""
+        if not storage.isdir(directory):
             return False
         steps = (
-            os.path.join(self.home, name) for name in self._names(self.home) if step_of(name) is not None
+            os.path.join(directory, name) for name in self._names(directory) if step_of(name) is not None
         )
         return any((row := recognise(step)) is not None and row.is_sharded for step in steps)
 
@@ -654,6 +747,12 @@ class _Search:
     ) -> ResolvedCheckpoint:
         it = "it" if candidate.path == os.path.join(directory, name) else escape(name)
         return replace(candidate, reason=why.format(it=it))
+
+
+def _is_covered(name: str, text: str) -> bool:
+    """True if a directory is what a tracker file with this text names, or an earlier step."""
+    step, limit = step_of(name), step_of(text)
+    return name == text or (step is not None and limit is not None and step <= limit)
 
 
 def _name_of(path: str) -> str:

@@ -35,6 +35,7 @@ FUNCTIONS = {
     "abort": shardkit.abort,
     "commit": shardkit.commit,
     "inspect": shardkit.inspect,
+    "latest": shardkit.latest,
     "status": shardkit.status,
 }
 OF_A_COMMAND = {"as_json", "quiet", "verbose", "no_progress", "html_file", "picture"}

@@ -36,6 +36,8 @@ LINES = {
     "diff('tiny', 'hub')": "<DiffResult: equal>",
     "diff('tiny', 'other')": "<DiffResult: 2 of 4 tensors differ>",
     "abort('out')": "<AbortResult: {}/out is there>",
+    "latest('out')": "<LatestResult: out>",
+    "latest('out', list_all=True)": "<LatestResult: out: 1 checkpoint, 1 whole>",
     "resolve_checkpoint('out')": "<ResolvedCheckpoint: out>",
     "environment()": "<Environment: shardkit *>",
 }

@@ -23,6 +23,8 @@ COMMANDS = {
     "reshard": ["reshard", "sharded", "third", "--world-size", "3"],
     "diff": ["diff", "tiny", "hub", "--stats"],
     "env": ["env"],
+    "latest": ["latest", "sharded", "--all"],
+    "watch": ["watch", "runs", "watched", "--once"],
     "status": ["status", "parts"],
     "abort": ["abort", "parts"],
     "commit": ["commit", "parts"],

@@ -79,8 +79,8 @@ def test_the_commands_are_in_sections(run) -> None:
     said = run("--help").stdout
     parts = re.findall(r"^(\w[\w ]*):\n((?:  .*\n)+)", said, re.MULTILINE)
     found = {heading: re.findall(r"^  (\w+)", rows, re.MULTILINE) for heading, rows in parts}
-    assert found["Main"] == ["preshard", "consolidate", "reshard"]
-    assert found["Look"] == ["inspect", "verify", "diff"]
+    assert found["Main"] == ["preshard", "consolidate", "reshard", "watch"]
+    assert found["Look"] == ["inspect", "verify", "diff", "latest"]
     assert found["Many machines"] == ["commit", "status", "abort"]
     assert {"env", "completion"} <= {*found["More"]}
 

@@ -28,6 +28,7 @@ SURFACE = {
     """,
     "env": COMMON,
     "inspect": f"{COMMON} --follow-links --html --no-progress --picture --tensors PATH",
+    "latest": f"{COMMON} --all RUN",
     "preshard": f"""
         {COMMON} --attribute --check-source --dequantize --digest --dry-run --dtype --dtype-rule --executor
         --exist-ok --follow-links --html --jobs --keys --layout --max-memory --mesh --names --no-progress
@@ -40,6 +41,13 @@ SURFACE = {
         --scratch --sha256 --source-manifest --strict --world-size -n CHECKPOINT OUTPUT
     """,
     "status": f"{COMMON} --no-progress OUTPUT",
+    "watch": f"""
+        {COMMON} --adapter-config --add-prefix --allow-missing --allow-unexpected --ask-class --base
+        --base-revision --branch-only --config --dequantize --dtype --dtype-rule --exclude
+        --fill-from-base --follow-links --include --jobs --keep --keep-factors --keys --max-memory
+        --max-shard-size --merge-lora --no-progress --once --private --push-to-hub --quantize --rename
+        --root --settle --single-file --strip-prefix --tokenizer --weights OUTPUT_DIRECTORY RUN
+    """,
     "verify": f"""
         {COMMON} --follow-links --full --html --hub --jobs --manifest --no-progress --revision --strict PATH
     """,

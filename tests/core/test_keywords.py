@@ -15,6 +15,7 @@ WRONG = {
     "inspect": ("follow_link", "follow_links"),
     "status": ("prat", None),
     "commit": ("wait_s", "wait"),
+    "latest": ("list_al", "list_all"),
     "resolve_checkpoint": ("stric", "strict"),
     "prepare": ("tokeniser", "tokenizer"),
     "wrap": ("polciy", "policy"),

@@ -73,6 +73,13 @@ def test_a_run_is_searched(served: servers.Served, tmp_path: Path) -> None:
     found = shardkit.resolve_checkpoint(f"{S3}/run")
     assert (found.path, found.step) == (f"{S3}/run/step-10", 10)
     assert found.skipped[0][0] == "step-20"
+    listed = shardkit.latest(f"{S3}/run", list_all=True)
+    assert listed.path == found.path
+    assert [(each.step, each.missing is None) for each in listed.checkpoints or ()] == [
+        (20, False),
+        (10, True),
+        (2, True),
+    ]
     result = shardkit.consolidate(f"{S3}/run", tmp_path / "out")
     assert result.resolved == f"{S3}/run/step-10"
     assert shardkit.diff(tmp_path / "out", served.home / "hub").is_equal

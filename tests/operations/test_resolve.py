@@ -253,7 +253,7 @@ def test_links_that_lead_out_are_named_where_they_matter(tmp_path: Path) -> None
     reason = f"a link that leads out of {tmp_path / 'run'}: it was not followed"
     assert dict(resolve_checkpoint(tmp_path / "run").skipped) == {"last.ckpt": reason, "step_8": reason}
     (tmp_path / "alone/checkpoints").symlink_to(tmp_path / "scratch")
-    with pytest.raises(SourceError, match="no complete checkpoint") as caught:
+    with pytest.raises(SourceError, match="no checkpoint in it opens whole") as caught:
         resolve_checkpoint(tmp_path / "alone")
     assert "checkpoints: a link that leads out" in caught.value.problems[0]
     assert taken(tmp_path / "alone/checkpoints") == "step_9"
@@ -287,7 +287,7 @@ def test_the_search_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     make(tmp_path, *(f"step_{n}" for n in range(5)))
     assert taken(tmp_path) == "step_4"
     make(tmp_path, "step_5")
-    with pytest.raises(SourceError, match="more than 5"):
+    with pytest.raises(UsageError, match="more than 5"):
         resolve_checkpoint(tmp_path)
 
 
@@ -425,7 +425,7 @@ def test_several_models_in_one_checkpoint(tmp_path: Path) -> None:
         save(tmp_path / f"checkpoint_3/pytorch_model_fsdp_{index}", weight=index)
     assert resolve_checkpoint(tmp_path).step == 3
     (tmp_path / "checkpoint_3/pytorch_model_fsdp_1/__0_0.distcp").unlink()
-    with pytest.raises(SourceError, match="no complete checkpoint"):
+    with pytest.raises(SourceError, match="no checkpoint in it opens whole"):
         resolve_checkpoint(tmp_path)
 
 
@@ -635,7 +635,7 @@ def test_a_file_of_a_step_that_is_a_link_out_of_the_run(tmp_path: Path) -> None:
 def test_a_step_with_files_that_may_be_parts(tmp_path: Path, names: tuple[str, ...]) -> None:
     for name in names:
         save_file_of_torch(tmp_path / "run/step_5" / name)
-    with pytest.raises(SourceError, match="no complete checkpoint in it") as caught:
+    with pytest.raises(SourceError, match="no checkpoint in it opens whole") as caught:
         resolve_checkpoint(tmp_path / "run")
     assert f"if {names[0]} is a whole model, give it by its own path" in caught.value.problems[0]
     consolidate(tmp_path / "run/step_5" / names[0], tmp_path / "out")

@@ -482,6 +482,8 @@ class HubUpload(NamedTuple):
 
     address: str
     """Web address of the repo, or of its branch."""
+    commit: str
+    """The commit of the upload."""
     kept: tuple[str, ...] = ()
     """Files that were not uploaded, because the repo has its own."""
     removed: tuple[str, ...] = ()
@@ -515,7 +517,7 @@ def push(
             api.create_branch(repo_id, branch=branch, exist_ok=True)
         repo_files = {*api.list_repo_files(repo_id, revision=branch)}
         kept = sorted({*by_people} & repo_files)
-        api.upload_folder(
+        uploaded = api.upload_folder(
             repo_id=repo_id,
             folder_path=directory,
             revision=branch,
@@ -526,7 +528,8 @@ def push(
     except Exception as error:  # also whatever the HTTP client and the Xet client raise
         raise _upload_error(error, directory, repo_id) from None
     removed = repo_files.intersection(_QUANTISED_CONFIGS).difference(storage.listdir(directory))
-    return HubUpload(url if branch is None else f"{url}/tree/{branch}", tuple(kept), tuple(sorted(removed)))
+    address = url if branch is None else f"{url}/tree/{branch}"
+    return HubUpload(address, uploaded.oid, tuple(kept), tuple(sorted(removed)))
 
 
 def _upload_error(error: Exception, directory: str, repo_id: str) -> ResourceError:

@@ -9,7 +9,6 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -17,14 +16,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardkit._torch import wrap_policy_classes
 from shardkit.core.text import MIB, escape
-from shardkit.errors import UsageError
 from shardkit.keys.names import clean_name
 from shardkit.training.extras.diagnose import Diagnosis, diagnose
 from shardkit.training.extras.memory import PhaseMemory, PhaseUsage
+from shardkit.training.extras.publish import LIGHTNING, callback_classes
 from shardkit.training.ranks.local import local_tensor
 
-# The same library under two names; each has its own classes.
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _FIELDS = {
     "cpu_after": "CPU",
     "cpu_peak": "peak",
@@ -55,7 +52,7 @@ class FSDPDiagnosticsCallback:
     """
 
     def __new__(cls, *args: object, **kwargs: object) -> FSDPDiagnosticsCallback:
-        bases = _callback_classes()
+        bases = callback_classes(cls.__name__, "Lightning", LIGHTNING, "Callback")
         callback: FSDPDiagnosticsCallback = object.__new__(
             type(cls.__name__, (cls, *bases), {"__module__": __name__})
         )
@@ -250,22 +247,7 @@ def _largest(model: nn.Module, number: int) -> list[str]:
     ]
 
 
-def _callback_classes() -> tuple[type, ...]:
-    """Return Lightning's Callback class from each imported package, else from the first that can be imported."""
-    imported = [name for name in _PACKAGES if name in sys.modules]
-    for name in imported or _PACKAGES:
-        if not imported:
-            try:
-                import_module(name)
-            except ModuleNotFoundError:
-                continue
-        return tuple(sys.modules[package].Callback for package in (imported or [name]))
-    raise UsageError(
-        "FSDPDiagnosticsCallback needs Lightning, which is not installed", hint="`pip install lightning`"
-    )
-
-
 def _logger() -> logging.Logger:
     """Return a child of Lightning's own logger, so that messages appear where Lightning's do."""
-    name = next((name for name in _PACKAGES if name in sys.modules), "shardkit")
+    name = next((name for name in LIGHTNING if name in sys.modules), "shardkit")
     return logging.getLogger(f"{name}.shardkit")

@@ -312,31 +312,3 @@ def test_what_is_there_is_uploaded_again(server, checkpoint, consolidate, tmp_pa
     assert server.repo["main"] == uploaded
     refused = consolidate(**{**request, "push_to_hub": "me/refused", "exist_ok": True})
     assert (refused["exit_code"], (tmp_path / "out").exists()) == (5, True)
-
-
-PUBLISH = """
-import json, runpy, sys
-request = json.loads(sys.argv[1])
-publish = runpy.run_path(request["script"])["publish_newest"]
-sys.stdout, printed = sys.stderr, sys.stdout
-seen = set()
-found = [publish("run", "me/model", "base", seen) for _ in range(2)]
-print(json.dumps(found), file=printed)
-"""
-
-
-def test_the_script_of_the_guide_publishes_each_checkpoint_once(server, hub_client, tmp_path):
-    hub(tmp_path / "base", weights(torch.bfloat16), CONFIG)
-    script = str(Path(__file__).parents[3] / "examples" / "guides" / "publish_run.py")
-    environment = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_TOKEN": "hf_secret"}
-    for step in (1, 2):
-        save({"model": weights(torch.float32)}, tmp_path / "run" / f"step-{step}")
-        where = {"url": server.url, "cache": tmp_path / "cache", "directory": tmp_path}
-        (found,) = hub_client(PUBLISH, {"script": script}, environment=environment, **where)
-        assert found == [f"step-{step}", None]
-    assert {name for name, files in server.repo.items() if "model.safetensors" in files} == {
-        "step-1",
-        "step-2",
-    }
-    assert {path.name for path in tmp_path.iterdir()} >= {"base", "run"}
-    assert not list(tmp_path.glob("publishing-*"))
