@@ -245,7 +245,8 @@ class Pairs(Product):
         first, stop = region.offsets[dim] // PAIR, -(-region.stops[dim] // PAIR)
         in_bytes = Region(_replaced(region.offsets, dim, first), _replaced(region.sizes, dim, stop - first))
         sizes, skipped, itemsize = self.scaled.blocks.sizes, region.offsets[dim] % PAIR, self.dtype.itemsize
-        is_whole = skipped == region.sizes[dim] % PAIR == 0 and target.strides[dim] == itemsize
+        is_last = dim == target.ndim - 1 and target.strides[dim] == itemsize
+        is_whole = is_last and skipped == region.sizes[dim] % PAIR == 0
         kind = kind_of(PAIR * itemsize)
         pairs = target.view(kind) if is_whole else numpy.empty(in_bytes.sizes, kind)
         self._multiply(parts, in_bytes, _replaced(sizes, dim, sizes[dim] // PAIR), pairs)

@@ -69,6 +69,13 @@ def _nvfp4(numbers: str, scale: str, second: torch.Tensor) -> Callable[[], Sampl
     return make
 
 
+def _nvfp4_column() -> Sample:
+    """Pairs along a dim that is not the last one, whose elements are neighbours in memory nevertheless."""
+    packed, scales = random_nvfp4(1, 80)
+    stored = {f"{NAME}_packed": packed.T, f"{NAME}_scale": scales.T}
+    return {**stored, f"{NAME}_global_scale": torch.tensor([1234.5])}, None
+
+
 def _fold() -> Sample:
     target = Target(path="a", rows=40, columns=29, rank=7)
     return {name: _numbers(*shape) for name, shape in target.shapes.items()}, Fold(target)
@@ -151,6 +158,7 @@ SAMPLES: dict[str, Callable[[], Sample]] = {
     "mxfp4": _mxfp4,
     "nvfp4 of modelopt": _nvfp4("", "_scale_2", torch.tensor(0.00123)),
     "nvfp4 of compressed-tensors": _nvfp4("_packed", "_global_scale", torch.tensor([1234.5])),
+    "nvfp4, a column": _nvfp4_column,
     "factors": _fold,
     "average": _lerp(0.25),
     "copy": _lerp(None),
