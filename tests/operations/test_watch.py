@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -162,24 +161,57 @@ def test_steps_above_a_tracker_are_waited_for(run: Run) -> None:
     assert "waiting for step-10: latest_checkpointed_iteration.txt does not name it" in "".join(lines)
 
 
-def test_a_checkpoint_without_a_last_file_has_to_stay_unchanged(run: Run) -> None:
-    path = run.run / "step-5/model.pt"
+class Clock:
+    """The time of a watch: it passes while the watch sleeps, and then something happens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, happens: Callable[[float], object]) -> None:
+        self._now, self._happens = 0.0, happens
+        monkeypatch.setattr(watching, "time", self)
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+        self._happens(self._now)
+
+
+def change_at(path: Path, now: float) -> None:
+    os.utime(path, ns=(0, int(now * 1e9)))
+
+
+@pytest.fixture
+def lone_file(run: Run) -> Path:
+    """A checkpoint of which no file says that its save has ended."""
+    path = run.run / "step-10/model.pt"
     path.parent.mkdir()
     torch.save(weights(), path)
-    sizes = list[int]()
+    return path
 
-    def save_again() -> None:
-        for _ in range(4):
-            time.sleep(0.2)
-            torch.save({**weights(), "more": torch.zeros(len(sizes))}, path)
-            sizes.append(path.stat().st_size)
 
-    saving = threading.Thread(target=save_again)
-    saving.start()
-    result, _ = run.watch(settle_s=1, consolidate={"exclude": ["more"], "ask_class": False})
-    saving.join()
+def test_a_checkpoint_without_a_last_file_has_to_stay_unchanged(
+    run: Run, lone_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = list[float]()
+
+    def change_twice(now: float) -> None:
+        looks.append(now)
+        if len(looks) < 3:
+            change_at(lone_file, now)
+
+    Clock(monkeypatch, change_twice)
+    assert run.watch(settle_s=60)[0].converted == ("step-10",)
+    assert looks[-1] - looks[1] >= 60
+
+
+def test_once_ends_beside_files_that_keep_changing(
+    run: Run, lone_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.save(5)
+    Clock(monkeypatch, lambda now: change_at(lone_file, now))
+    result, lines = run.watch(settle_s=60)
     assert result.converted == ("step-5",)
-    assert len(sizes) == 4, "it was still being saved"
+    assert "waiting for step-10/model.pt: its files keep changing" in lines
 
 
 def test_what_is_given_to_watch_must_fit(run: Run, tmp_path: Path) -> None:
@@ -367,14 +399,17 @@ def test_what_was_removed_and_brought_back_stays(run: Run) -> None:
     run.check(5, 10)
 
 
-def test_a_tracker_without_a_step_covers_only_what_it_names(run: Run) -> None:
+def test_a_tracker_without_a_step_covers_only_what_it_names(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (5, 10):
         (run.run / f"step-{step}").mkdir()
         torch.save(weights(), run.run / f"step-{step}/model.pt")
     (run.run / "latest").write_text("step-5-final")
-    begun = time.monotonic()
-    run.watch(settle_s=1, consolidate={"ask_class": False})
-    assert time.monotonic() - begun >= 1, "nothing shows that these saves have ended"
+    looks = list[float]()
+    Clock(monkeypatch, looks.append)
+    run.watch(settle_s=60, consolidate={"ask_class": False})
+    assert looks[-1] >= 60, "nothing shows that these saves have ended"
 
 
 def test_names_that_are_saved_again_may_be_in_several_directories(run: Run) -> None:
@@ -588,7 +623,7 @@ def test_a_full_disk_is_tried_again(run: Run, monkeypatch: pytest.MonkeyPatch) -
         if len(tries) > 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(watching.time, "sleep", interrupt_at_last)
+    Clock(monkeypatch, interrupt_at_last)
     with pytest.raises(KeyboardInterrupt):
         run.watch(once=False)
     run.check(5)

@@ -35,6 +35,8 @@ _OWN, _LOCK, _TRASH = ".watch", ".watch/lock", "removed."
 _VERSION, _MAX_RECORD = 1, 64 << 20
 _LOOK_S = 5.0
 """Seconds between two looks at the run."""
+_PATIENCE = 3
+"""Times the settling time for which `--once` waits for a checkpoint whose files keep changing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +179,8 @@ class _Watcher:
         self._printed_lines = set[str]()
         self._unchanged = dict[str, tuple[object, float]]()
         """Checkpoint -> its files, and the time since when they are the same."""
+        self._first_looks = dict[str, float]()
+        """Checkpoint -> time of the first look at its files."""
         self._seen = set[str]()
         """Paths in the run of checkpoints that were seen, and are neither converted nor passed over."""
         self._failure: ResourceError | None = None
@@ -243,8 +247,10 @@ class _Watcher:
                 self._say_once(f"waiting for {self._shown(path)}: {each.missing}")
             elif each.is_finished or self._is_settled(path):
                 self._make(path, name)
-            else:
+            elif time.monotonic() - self._first_looks[path] < _PATIENCE * self.options.settle_s:
                 waits = True
+            else:
+                self._say_once(f"waiting for {self._shown(path)}: its files keep changing")
         return waits
 
     def _checkpoints(self, done: Collection[str]) -> list[FoundCheckpoint]:
@@ -291,6 +297,7 @@ class _Watcher:
 
     def _is_settled(self, path: str) -> bool:
         now = time.monotonic()
+        self._first_looks.setdefault(path, now)
         try:
             files = _entries_of(path)
         except OSError:  # the trainer removes it
