@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shardkit.core.keywords import suggests_keywords
 from shardkit.core.result import Result
 from shardkit.core.text import count, escape
-from shardkit.errors import IntegrityError, SourceError, UsageError
+from shardkit.errors import SourceError, UsageError
 from shardkit.files import storage, stores
 from shardkit.files.listing import list_files
 from shardkit.formats.contract import missing_path
@@ -86,7 +86,7 @@ def latest(run: str | os.PathLike[str], *, list_all: bool = False) -> LatestResu
         chosen = choose_checkpoint(place, before_tracker=True)
         chosen.models()  # a checkpoint that is given directly is not opened before
         reason = chosen.resolved.reason
-    except (SourceError, IntegrityError) as error:
+    except SourceError as error:
         names_it = escape(place) in error.message
         reason = error.message if names_it else f"{escape(place)}: {error.message}"
         chosen, problems = None, error.problems

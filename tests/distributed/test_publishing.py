@@ -155,10 +155,12 @@ def test_what_a_caller_gets_wrong_does_not_end_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RANK", "")
-    for arguments in ((tmp_path / "run", tmp_path / "out", "--keep", 1), ("a\0b", tmp_path / "out")):
-        publisher = shardkit.Publisher(*arguments)  # type: ignore[arg-type]
+    published = shardkit.Publisher(tmp_path / "run", tmp_path / "out", "--keep", 1)  # type: ignore[arg-type]
+    refused = shardkit.Publisher("a\0b", tmp_path / "out")
+    for publisher in (published, refused):
         publisher.saved()
-        publisher.finish()
+    assert published.finish() is None
+    assert str(refused.finish()).startswith("publishing did not start: embedded null byte")
     assert "publishing did not start: embedded null byte; run by hand: shardkit watch" in caplog.text
     callback = shardkit.TrainerPublisher(run="run", output_directory="out")
     assert isinstance(callback, sys.modules["transformers"].TrainerCallback)

@@ -267,6 +267,7 @@ def test_a_damaged_record_is_refused(run: Run) -> None:
         *("", "[]", "\xff", '{"version": 2}', json.dumps({**whole, "version": 2})),
         *(json.dumps({**whole, "models": [{**entry, key: {}}]}) for key in entry if key != "entries"),
         json.dumps({**whole, "models": [entry, entry]}),
+        json.dumps({key: value for key, value in whole.items() if key != "run"}),
         json.dumps({**whole, "models": [{**entry, "entries": {"a": 1}}]}),
         *(json.dumps({**whole, "unfinished": value}) for value in (None, [1], {"a": 1}, {"step-5": "x"})),
     ]

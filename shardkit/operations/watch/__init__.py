@@ -21,7 +21,7 @@ from typing import Any
 
 from shardkit.core.result import Result
 from shardkit.core.text import count, escape
-from shardkit.errors import IntegrityError, ResourceError, SourceError, UsageError
+from shardkit.errors import ResourceError, SourceError, UsageError
 from shardkit.files import storage, stores
 from shardkit.files.location import location_of
 from shardkit.files.strict_json import parse_object, read_small
@@ -322,7 +322,7 @@ class _Watcher:
         begun = time.monotonic()
         try:
             consolidate(path, self._own(name), **self.options.consolidate, **self._callbacks)
-        except (SourceError, IntegrityError, ResourceError) as error:
+        except (SourceError, ResourceError) as error:
             if not self._is_whole(path):
                 self._pass_over(self._inside(path), name)
             elif isinstance(error, ResourceError):
@@ -473,6 +473,7 @@ def _read(directory: str, run: str) -> _WatchRecord:
         return _WatchRecord()
     try:
         content: Mapping[str, Any] = parse_object(read_small(path, path, _MAX_RECORD), path)
+        recorded_run = str(content["run"])
         record = _WatchRecord([ConvertedModel(**each) for each in content["models"]], content["unfinished"])
         names = [*record.unfinished, *(model.name for model in record.models)]
         if content["version"] != _VERSION or len({*names}) != len(names) or not all(map(_is_name, names)):
@@ -484,9 +485,9 @@ def _read(directory: str, run: str) -> _WatchRecord:
             f"{escape(path)} is damaged, or of another version of shardkit",
             hint="move it away: then the directories that it listed are left as they are",
         ) from None
-    if content["run"] != run:
+    if recorded_run != run:
         raise UsageError(
-            f"{escape(directory)} has the models of another run, {escape(str(content['run']))}",
+            f"{escape(directory)} has the models of another run, {escape(recorded_run)}",
             hint="give another output directory",
         )
     return record

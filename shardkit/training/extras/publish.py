@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TypeVar
 
 from shardkit.core.text import in_shell
 from shardkit.errors import ResourceError, UsageError
@@ -79,15 +80,17 @@ class Publisher:
             self.saved()
             atexit.register(self.finish)
             return None
-        if self._process is not None:
-            self._process.wait()
-        self._has_ended()
-        self._start()
+        self._wait()
+        return self._start() or self._wait()
+
+    def _wait(self) -> str | None:
+        """Wait for the process that is under way; return what went wrong."""
         if self._process is not None:
             self._process.wait()
         return self._report()
 
-    def _start(self) -> None:
+    def _start(self) -> str | None:
+        """Start the process; return why it did not start."""
         names = (*_OF_THE_JOB, *(name for name in os.environ if name.startswith(_OF_TORCHRUN)))
         environment = {name: value for name, value in os.environ.items() if name not in names}
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -103,7 +106,10 @@ class Publisher:
                     start_new_session=True,
                 )
         except (OSError, ResourceError, ValueError) as error:  # ValueError: a NUL in a path
-            _log.warning("publishing did not start: %s; run by hand: %s", error, self._typed())
+            failure = f"publishing did not start: {error}; run by hand: {self._typed()}"
+            _log.warning("%s", failure)
+            return failure
+        return None
 
     def _has_ended(self) -> bool:
         if self._process is not None and self._process.poll() is None:
@@ -127,21 +133,20 @@ class Publisher:
         return " ".join(map(in_shell, ["shardkit", *self.command[3:]]))
 
 
-class TrainerPublisher:
-    """A callback of transformers' Trainer that publishes each save; see `Publisher` for its arguments.
+_Made = TypeVar("_Made", bound="_CallbackPublisher")
 
-    `run` is `TrainingArguments.output_dir`.
 
-        trainer = Trainer(..., callbacks=[shardkit.TrainerPublisher("out", "published", "--base", "Qwen/Qwen3-8B")])
+class _CallbackPublisher:
+    """A callback that publishes; a library's callback class becomes a base of each object's class."""
 
-    Raises:
-        UsageError: transformers is not installed.
-    """
+    _library: str
+    _packages: tuple[str, ...]
+    _callback: str
 
-    def __new__(cls, *_: object, **__: object) -> TrainerPublisher:
-        bases = callback_classes(cls.__name__, "transformers", ("transformers",), "TrainerCallback")
+    def __new__(cls: type[_Made], *_: object, **__: object) -> _Made:
+        bases = callback_classes(cls.__name__, cls._library, cls._packages, cls._callback)
         with_bases = type(cls.__name__, (cls, *bases), {"__module__": __name__})
-        callback: TrainerPublisher = object.__new__(with_bases)
+        callback: _Made = object.__new__(with_bases)
         return callback
 
     def __init__(
@@ -152,6 +157,20 @@ class TrainerPublisher:
     ) -> None:
         self.publisher = Publisher(run, output_directory, *options)
 
+
+class TrainerPublisher(_CallbackPublisher):
+    """A callback of transformers' Trainer that publishes each save; see `Publisher` for its arguments.
+
+    `run` is `TrainingArguments.output_dir`.
+
+        trainer = Trainer(..., callbacks=[shardkit.TrainerPublisher("out", "published", "--base", "Qwen/Qwen3-8B")])
+
+    Raises:
+        UsageError: transformers is not installed.
+    """
+
+    _library, _packages, _callback = "transformers", ("transformers",), "TrainerCallback"
+
     def on_save(self, *_: object, **__: object) -> None:
         """Publish a save."""
         self.publisher.saved()
@@ -161,7 +180,7 @@ class TrainerPublisher:
         self.publisher.finish(wait=False)
 
 
-class LightningPublisher:
+class LightningPublisher(_CallbackPublisher):
     """A callback of Lightning's Trainer that publishes each save; see `Publisher` for its arguments.
 
     `run` is the `dirpath` of the `ModelCheckpoint`, whose file names have to contain the step. A save is published from
@@ -171,19 +190,9 @@ class LightningPublisher:
         UsageError: Lightning is not installed.
     """
 
-    def __new__(cls, *_: object, **__: object) -> LightningPublisher:
-        bases = callback_classes(cls.__name__, "Lightning", LIGHTNING, "Callback")
-        with_bases = type(cls.__name__, (cls, *bases), {"__module__": __name__})
-        callback: LightningPublisher = object.__new__(with_bases)
-        return callback
-
-    def __init__(
-        self,
-        run: str | os.PathLike[str],
-        output_directory: str | os.PathLike[str],
-        *options: str | os.PathLike[str],
-    ) -> None:
-        self.publisher, self._saves = Publisher(run, output_directory, *options), False
+    _library, _packages, _callback = "Lightning", LIGHTNING, "Callback"
+    _saves = False
+    """Lightning has begun a save since the last batch."""
 
     def on_save_checkpoint(self, *_: object) -> None:
         """Lightning begins a save."""
