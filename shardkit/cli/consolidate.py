@@ -124,7 +124,7 @@ def command(*, out: Output, checkpoint: str, output: str | None, **options: Any)
     last.ckpt/ -> last-hf/. Optimizer and trainer state are neither read nor written. To continue an interrupted run, run
     the same command again.
     """
-    if not out.shows_bars and (options["base"] or options["push_to_hub"]):
+    if not out.shows_bars:
         opt.silence_hub()
     from shardkit.operations.consolidate import consolidate
 

@@ -293,10 +293,11 @@ def reporting(function: Function) -> Function:
 
 
 def silence_hub() -> None:
-    """Disable huggingface_hub's bars. This imports it, so call it only in commands that use it."""
-    from huggingface_hub.utils.tqdm import disable_progress_bars
+    """Disable huggingface_hub's bars, unless the user has set its variable.
 
-    disable_progress_bars()
+    It reads the variable when it is imported, which happens later and only in jobs that use the Hub.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 html = option(

@@ -27,7 +27,6 @@ from shardkit.cli.output import (
 )
 from shardkit.core.text import count, escape, format_size
 from shardkit.errors import UsageError
-from shardkit.files import storage
 
 if TYPE_CHECKING:
     from shardkit.operations.preshard import PreshardResult
@@ -151,7 +150,7 @@ def command(
 
     if (note := torch_note(package_version("torch"))) is not None:
         out.say("warning", note)
-    if not out.shows_bars and _is_on_the_hub(source):
+    if not out.shows_bars:
         opt.silence_hub()
     from shardkit.operations.preshard import preshard
 
@@ -179,12 +178,6 @@ def _kicker(result: PreshardResult) -> str:
     if result.dry_run:
         return f"plan for a mesh of {result.mesh}; nothing is written yet"
     return f"{'plan' if result.unfinished else 'pre-sharded'} for a mesh of {result.mesh}"
-
-
-def _is_on_the_hub(source: str) -> bool:
-    from shardkit.formats.hub.repo import named_repo
-
-    return not storage.lexists(source) and named_repo(source) is not None
 
 
 def render(result: PreshardResult) -> list[str]:

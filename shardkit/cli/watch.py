@@ -92,14 +92,13 @@ def command(
     """
     from shardkit.operations.watch import WatchOptions, watch
 
+    opt.silence_hub()
     if private and repo is None:
         raise click.UsageError("--private belongs to --push-to-hub, which is not given")
     if repo is not None:
         from shardkit.formats.hub.repo import check_push
 
         check_push(repo)
-    if repo is not None or options["base"]:
-        opt.silence_hub()
     watched = WatchOptions(
         run=run,
         directory=output_directory,

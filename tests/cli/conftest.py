@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,8 +30,9 @@ def tiny(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run():
-    """Run a command in this process."""
-    return lambda *args: CliRunner().invoke(main, args, prog_name="shardkit")
+    """Run a command in this process; environment variables that it sets end with the test."""
+    with patch.dict(os.environ):
+        yield lambda *args: CliRunner().invoke(main, args, prog_name="shardkit")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -10,6 +9,7 @@ import shlex
 import signal
 import struct
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -203,15 +203,29 @@ def test_other_torch_is_said(run, tiny, monkeypatch):
     assert "warning: torch 2.99.0 is newer than what shardkit was tried with, 2.6 to 2.15\n" in result.stderr
 
 
-@pytest.mark.parametrize(("flags", "silenced"), [([], 0), (["--json"], 1), (["--no-progress"], 1)])
-def test_bars_of_the_hub(run, monkeypatch, flags, silenced):
-    calls = []
-    # The package hides this module behind the class of the same name.
-    module = importlib.import_module("huggingface_hub.utils.tqdm")
-    monkeypatch.setattr(module, "disable_progress_bars", lambda: calls.append(1))
-    monkeypatch.setattr("shardkit.operations.preshard.preshard", lambda *args, **options: RESULT)
-    run("preshard", "org/model", "--world-size", "4", *flags)
-    assert len(calls) == silenced
+BARS = """
+import sys
+from shardkit.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as exit:
+    from huggingface_hub.utils import are_progress_bars_disabled
+    print("bars:", not are_progress_bars_disabled(), "exit:", exit.code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "of_the_user", "has_bars"),
+    [([], None, True), (["--json"], None, False), (["--no-progress"], None, False), (["--json"], "0", True)],
+)
+def test_bars_of_the_hub(tmp_path, flags, of_the_user, has_bars):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    environment.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)
+    if of_the_user is not None:
+        environment["HF_HUB_DISABLE_PROGRESS_BARS"] = of_the_user
+    command = [sys.executable, "-c", BARS, "preshard", "org/model", "--world-size", "4", *flags]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert f"bars: {has_bars} exit: 5" in done.stdout
 
 
 def write_sparse_model(path, nbytes):
