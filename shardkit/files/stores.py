@@ -1,6 +1,6 @@
 """Objects of stores (`s3://`, `gs://`, `az://`) and files of the Hub (`hf://`), with the interface of `storage`.
 
-A path is `s3://BUCKET/KEY` or `hf://ORGANISATION/NAME[@REVISION]/KEY`. Directories are prefixes of keys up to a "/"; each
+A path is `s3://BUCKET/KEY`, `hf://ORGANISATION/NAME[@REVISION]/KEY` or `hf://buckets/ORGANISATION/NAME/KEY`. Directories are prefixes of keys up to a "/"; each
 is listed once per operation. An open object has a number, like a descriptor. Each request names the version of the
 object, so that bytes of different versions are never mixed.
 
@@ -32,7 +32,7 @@ from shardkit.files.remote.contract import (
     gone_error,
     short_body_error,
 )
-from shardkit.files.remote.kinds import SCHEMES, WRITABLE, kind_of, split, store_of
+from shardkit.files.remote.kinds import SCHEMES, WRITABLE, is_repo, kind_of, split, store_of
 from shardkit.files.remote.ranges import Ranges
 
 FIRST_NUMBER = 1 << 30
@@ -49,7 +49,8 @@ def is_whole(path: str) -> bool:
     return is_remote(path) and not split(path)[1]
 
 
-READ_FROM, WRITTEN_TO = ", ".join(SCHEMES), ", ".join(WRITABLE)
+READ_FROM = ", ".join(scheme for scheme in SCHEMES if scheme.endswith("://"))
+WRITTEN_TO = ", ".join(WRITABLE)
 """The prefixes of addresses, for messages."""
 
 
@@ -71,7 +72,7 @@ def settled(path: str, revision: str | None) -> tuple[str, str | None]:
         UsageError: the path has another revision.
         SourceError, ResourceError: the repo or revision does not exist, or the Hub does not answer.
     """
-    if not path.startswith(hub.SCHEME):
+    if not is_repo(path):
         return path, revision
     root, key = split(path)
     return plain("/".join([hub.at_revision(root, revision), key])), None
@@ -79,7 +80,7 @@ def settled(path: str, revision: str | None) -> tuple[str, str | None]:
 
 def repo_of(path: str) -> tuple[str, str | None] | None:
     """Return repo and commit of a path of the Hub; None for any other path."""
-    if not path.startswith(hub.SCHEME):
+    if not is_repo(path):
         return None
     return hub.named(split(plain(path))[0])
 

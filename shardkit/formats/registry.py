@@ -243,7 +243,7 @@ def _open_hub(source: str, *, revision: str | None, variant: str | None, headers
     if storage.lexists(source):
         if revision is not None:
             raise UsageError(
-                f"{escape(source)} is a local path, it has no revision {escape(revision)!r}",
+                f"{escape(source)} is not a repo of the Hub: it has no revision {escape(revision)!r}",
                 hint="leave --revision out, or give a repo id",
             )
         return as_checkpoint(source, open_model(source, variant=variant))

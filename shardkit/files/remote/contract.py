@@ -48,7 +48,7 @@ class RequestFailure(NamedTuple):
 
 
 class Store(Protocol):
-    """A bucket, a container, or a repo at one commit.
+    """A bucket, a container, a repo of the Hub at one commit, or a bucket there.
 
     Methods do not retry. Their errors are passed to `explain`. A key has no "/" at its ends.
     """

@@ -1,6 +1,6 @@
 """Repos of the Hub, `hf://organisation/name[@revision][/folder]`, read by ranges, without a copy on the disk.
 
-A branch or tag is resolved to its commit first, and only that commit is read. Requests use huggingface_hub, with its
+What they share with buckets, `hub_bucket`, is `HubFiles`. A branch or tag is resolved to its commit first, and only that commit is read. Requests use huggingface_hub, with its
 session, token and environment. Tokens are sent to the Hub only: files on other servers are read by addresses that the
 Hub signs. These are never shown, as they are temporarily equivalent to a token.
 """
@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote, unquote, urlsplit
 
 from shardkit.core.text import escape
-from shardkit.errors import IntegrityError, ResourceError, ShardkitError, SourceError, UsageError, causes
+from shardkit.errors import ResourceError, ShardkitError, SourceError, UsageError, causes
 from shardkit.files.remote.contract import (
     Listing,
     ObjectStat,
+    OtherVersion,
     RequestFailure,
     attempt,
     gone_error,
@@ -38,6 +40,8 @@ _NO_MODELS = ("datasets/", "spaces/", "buckets/", "kernels/")  # prefixes in hf:
 _FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".metadata", ".py", ".txt")
 _PIECE_BYTES = 1 << 16
 _PARTIAL = 206
+CONTENT_HASH = "X-Xet-Hash"
+"""Header with the hash of a file's content."""
 _SIGNATURE_GONE = (401, 403, 404, 410)
 _REACH = "check the network and HF_ENDPOINT; then start again"
 
@@ -117,7 +121,95 @@ def pinned(root: str) -> str:
     return f"{SCHEME}{repo_id}@{attempt(repo, root, lambda: repo.commit(revision))}"
 
 
-class HubStore:
+class Place(NamedTuple):
+    """Where the bytes of a file are."""
+
+    url: str
+    size: int | None
+    version: str | None
+    """As a listing says it: the etag of an object."""
+    names_version: bool = False
+    """Each response has to name the version, as the address is that of the file, whatever its content."""
+
+
+class HubFiles(ABC):
+    """Files of the Hub.
+
+    Args:
+        name: `organisation/name`.
+        revision: the commit; None where there are none.
+    """
+
+    _offline_hint = "unset it; for a model in the cache leave hf:// out"
+
+    def __init__(self, name: str, revision: str | None = None) -> None:
+        self._id, self._revision = name, revision
+        self._places: dict[tuple[str, str], Place] = {}
+        """(key, version) -> its place."""
+        self._lock = threading.Lock()
+
+    @abstractmethod
+    def list(self, key: str) -> Listing:
+        """Return the listing of a directory."""
+
+    @abstractmethod
+    def _place_of(self, key: str, version: str) -> Place:
+        """Return the place of a file, as the Hub says; `version` is the listed one."""
+
+    def head(self, key: str) -> ObjectStat:
+        """Return a file."""
+        folder, _, name = key.rpartition("/")
+        stat = self.list(folder).objects.get(name)
+        if stat is None:
+            raise gone_error(key)
+        return stat
+
+    def fetch(self, key: str, version: ObjectStat, start: int, nbytes: int) -> memoryview:
+        """Return a range of a file."""
+        place, is_new = self._place(key, version)
+        try:
+            return _fetch(key, place, version, start, nbytes)
+        except Exception as error:
+            if is_new or status_of(error) not in _SIGNATURE_GONE:
+                raise
+        with self._lock:  # signed addresses are valid for a while
+            self._places.pop((key, version.etag), None)
+        return _fetch(key, self._place(key, version)[0], version, start, nbytes)
+
+    def _place(self, key: str, version: ObjectStat) -> tuple[Place, bool]:
+        """Return the place of a file's bytes, and whether it was just requested from the Hub."""
+        with self._lock:
+            place = self._places.get((key, version.etag))
+        if place is not None:
+            return place, False
+        place = self._place_of(key, version.etag)
+        if place.size not in (None, version.size) or place.version not in (None, version.etag):
+            raise _other_version(key)
+        with self._lock:
+            self._places[key, version.etag] = place
+        return place, True
+
+    def explain(self, error: Exception, path: str) -> RequestFailure:
+        """Return why a call failed."""
+        from huggingface_hub import errors
+
+        if isinstance(error, (FileNotFoundError, ShardkitError)):
+            return RequestFailure(error, may_pass=False)
+        if isinstance(error, errors.EntryNotFoundError):
+            return RequestFailure(gone_error(path), may_pass=False)
+        if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes(error)):
+            offline = f"{escape(path)}: a request to the Hub is needed, but HF_HUB_OFFLINE is set"
+            return RequestFailure(ResourceError(offline, hint=self._offline_hint), may_pass=False)
+        explained = explain(error, self._id, self._revision)
+        if explained is not None:
+            return RequestFailure(explained, may_pass=False)
+        status = next((code for cause in causes(error) if (code := status_of(cause)) is not None), None)
+        detail = f"HTTP {status}" if status else type(error).__name__
+        problem = ResourceError(f"{escape(path)}: the Hub cannot be reached or fails ({detail})", hint=_REACH)
+        return RequestFailure(problem, may_pass=status is None or may_status_pass(status))
+
+
+class HubStore(HubFiles):
     """A repo at one commit.
 
     Args:
@@ -125,9 +217,7 @@ class HubStore:
     """
 
     def __init__(self, root: str) -> None:
-        self._id, self._revision = named(root)
-        self._places: dict[str, str] = {}
-        self._lock = threading.Lock()
+        super().__init__(*named(root))
 
     def commit(self, revision: str | None) -> str:
         """Return the commit of a branch or tag; of the default branch for None."""
@@ -156,71 +246,43 @@ class HubStore:
                 listing.objects[name] = ObjectStat(entry.size, etag, 0)
         return listing
 
-    def head(self, key: str) -> ObjectStat:
-        """Return a file."""
-        folder, _, name = key.rpartition("/")
-        stat = self.list(folder).objects.get(name)
-        if stat is None:
-            raise gone_error(key)
-        return stat
-
-    def fetch(self, key: str, version: ObjectStat, start: int, nbytes: int) -> memoryview:
-        """Return a range of a file."""
-        place, is_new = self._place(key, version)
-        try:
-            return _fetch(place, start, nbytes, version.size)
-        except Exception as error:
-            if is_new or status_of(error) not in _SIGNATURE_GONE:
-                raise
-        with self._lock:  # signed addresses are valid for a while
-            self._places.pop(key, None)
-        return _fetch(self._place(key, version)[0], start, nbytes, version.size)
-
-    def _place(self, key: str, version: ObjectStat) -> tuple[str, bool]:
-        """Return the address of a file's bytes, and whether it was just requested from the Hub."""
-        with self._lock:
-            address = self._places.get(key)
-        if address is not None:
-            return address, False
+    def _place_of(self, key: str, version: str) -> Place:
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         metadata = get_hf_file_metadata(hf_hub_url(self._id, key, revision=self._revision))
-        if metadata.size not in (None, version.size) or metadata.etag not in (None, version.etag):
-            raise IntegrityError(
-                f"{escape(key)}: the Hub returned another version than it listed", hint="start again"
-            )
-        with self._lock:
-            self._places[key] = metadata.location
-        return metadata.location, True
-
-    def explain(self, error: Exception, path: str) -> RequestFailure:
-        """Return why a call failed."""
-        from huggingface_hub import errors
-
-        if isinstance(error, (FileNotFoundError, ShardkitError)):
-            return RequestFailure(error, may_pass=False)
-        if isinstance(error, errors.EntryNotFoundError):
-            return RequestFailure(gone_error(path), may_pass=False)
-        if any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in causes(error)):
-            offline = f"{escape(path)}: a request to the Hub is needed, but HF_HUB_OFFLINE is set"
-            hint = "unset it; for a model in the cache leave hf:// out"
-            return RequestFailure(ResourceError(offline, hint=hint), may_pass=False)
-        explained = explain(error, self._id, self._revision)
-        if explained is not None:
-            return RequestFailure(explained, may_pass=False)
-        status = next((code for cause in causes(error) if (code := status_of(cause)) is not None), None)
-        detail = f"HTTP {status}" if status else type(error).__name__
-        problem = ResourceError(f"{escape(path)}: the Hub cannot be reached or fails ({detail})", hint=_REACH)
-        return RequestFailure(problem, may_pass=status is None or may_status_pass(status))
+        return Place(metadata.location, metadata.size, metadata.etag)
 
 
-def _fetch(url: str, start: int, nbytes: int, size: int) -> memoryview:
-    """Return a range of the bytes at an address."""
+def check_hash(key: str, found: str | None, listed: str) -> None:
+    """Compare the hash of a file's content with the listed one.
+
+    Raises:
+        OtherVersion: it is another one.
+        ResourceError: there is none.
+    """
+    if found is None:
+        raise ResourceError(
+            f"{escape(key)}: the answer does not name the hash of the file's content",
+            hint="check HF_ENDPOINT and any proxy; or copy the directory to a disk with `hf buckets sync`",
+        )
+    if found != listed:
+        raise _other_version(key)
+
+
+def _other_version(key: str) -> OtherVersion:
+    return OtherVersion(f"{escape(key)}: the Hub returned another version than it listed", hint="start again")
+
+
+def _fetch(key: str, place: Place, version: ObjectStat, start: int, nbytes: int) -> memoryview:
+    """Return a range of a file's bytes."""
     from huggingface_hub import utils
 
+    url, size = place.url, version.size
     stop, done, into = start + nbytes, 0, memoryview(bytearray(nbytes))
     with _stream(url, {**_headers(url), "Range": f"bytes={start}-{stop - 1}"}) as (response, pieces):
         utils.hf_raise_for_status(response)  # type: ignore[attr-defined, arg-type]
+        if place.names_version:
+            check_hash(key, response.headers.get(CONTENT_HASH), version.etag)
         content_range = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if response.status_code == _PARTIAL:
             if content_range is None or (int(content_range[1]), int(content_range[2]) + 1) != (start, stop):
@@ -228,7 +290,7 @@ def _fetch(url: str, start: int, nbytes: int, size: int) -> memoryview:
         elif (start, stop) != (0, size):
             raise ResourceError(
                 "the server of the Hub's files ignores ranges",
-                hint="check HF_ENDPOINT and any proxy; the repo id without hf:// is downloaded",
+                hint="check HF_ENDPOINT and any proxy, or download the files first",
             )
         for piece in pieces:
             if done + len(piece) > len(into):
@@ -240,13 +302,18 @@ def _fetch(url: str, start: int, nbytes: int, size: int) -> memoryview:
 
 def _headers(url: str) -> dict[str, str]:
     """Return the headers of a request. The token is sent to the Hub only."""
-    from huggingface_hub import constants
     from huggingface_hub import utils as installed
 
     utils: Any = installed  # its functions are not in __all__
-    is_the_hubs = urlsplit(url)[:2] == urlsplit(constants.ENDPOINT)[:2]
-    headers: dict[str, str] = utils.build_hf_headers(token=None if is_the_hubs else False)
+    headers: dict[str, str] = utils.build_hf_headers(token=None if is_the_hubs(url) else False)
     return {**headers, "Accept-Encoding": "identity"}  # compression would hide sizes
+
+
+def is_the_hubs(url: str) -> bool:
+    """True for an address of the Hub itself, rather than of a server that keeps its files."""
+    from huggingface_hub import constants
+
+    return urlsplit(url)[:2] == urlsplit(constants.ENDPOINT)[:2]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The kinds of stores, by scheme, and the stores that this process has used."""
+"""The kinds of stores, by the beginning of their addresses, and the stores that this process has used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from shardkit.files.remote import hub
+from shardkit.files.remote import hub, hub_bucket
 from shardkit.files.remote.cloud import Bucket
 from shardkit.files.remote.contract import Store
 
@@ -30,6 +30,9 @@ _KINDS = {
     "s3://": _StoreKind(Bucket),
     "gs://": _StoreKind(Bucket),
     "az://": _StoreKind(Bucket),
+    hub_bucket.SCHEME: _StoreKind(
+        hub_bucket.BucketStore, 3, names_store=hub_bucket.names_bucket, is_writable=False
+    ),
     hub.SCHEME: _StoreKind(hub.HubStore, 2, hub.pinned, hub.names_repo, is_writable=False),
 }
 SCHEMES = tuple(_KINDS)
@@ -51,14 +54,25 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def kind_of(path: str) -> _StoreKind:
     """Return the kind of the store of a path."""
-    return _KINDS[path[: path.index("://") + 3]]
+    address = _address(path)
+    return next(kind for scheme, kind in _KINDS.items() if address.startswith(scheme))
+
+
+def is_repo(path: str) -> bool:
+    """True for a path in a repo of the Hub."""
+    return path.startswith(hub.SCHEME) and kind_of(path) is _KINDS[hub.SCHEME]
+
+
+def _address(path: str) -> str:
+    """Return an address without needless slashes."""
+    scheme, _, rest = path.partition("://")
+    return f"{scheme}://{re.sub('/+', '/', rest).strip('/')}"
 
 
 def split(path: str) -> tuple[str, str]:
     """Return (name of the store, key without a "/" at its ends)."""
-    scheme, _, rest = path.partition("://")
-    names = re.sub("/+", "/", rest).strip("/").split("/")
-    count = kind_of(path).num_parts
+    scheme, _, rest = _address(path).partition("://")
+    names, count = rest.split("/"), kind_of(path).num_parts
     return f"{scheme}://{'/'.join(names[:count])}", "/".join(names[count:])
 
 

@@ -203,7 +203,9 @@ def open_base(base: str, *, revision: str | None = None) -> Base:
                 raise with_path_hint(base, error) from None
         raise missing_path(base, hint=f"check the path of --base, or {NAME_A_REPO}")
     if revision is not None:
-        raise UsageError(f"--base {escape(base)} is a local path, it has no revision {escape(revision)!r}")
+        raise UsageError(
+            f"--base {escape(base)} is not a repo of the Hub: it has no revision {escape(revision)!r}"
+        )
     if not storage.isdir(base):
         raise SourceError(f"--base {escape(base)}: not a directory", hint="give the directory of a Hub model")
     return _open(base, base, is_given=True)
