@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import shardkit
 from shardkit.files import stores
 from shardkit.files.remote.objects import Objects
+from shardkit.operations.watch import WatchOptions, watch
 from tests.contents import contents
 from tests.nested import FOLDER, OLDER, Model, nest
 from tests.worlds import stores as servers
@@ -83,6 +84,20 @@ def test_a_run_is_searched(served: servers.Served, tmp_path: Path) -> None:
     result = shardkit.consolidate(f"{S3}/run", tmp_path / "out")
     assert result.resolved == f"{S3}/run/step-10"
     assert shardkit.diff(tmp_path / "out", served.home / "hub").is_equal
+
+
+def test_a_run_is_watched(served: servers.Served, tmp_path: Path) -> None:
+    for step in (2, 10):
+        servers.upload(served.home / "nested", f"{S3}/watched/step-{step}")
+    options = WatchOptions(run=f"{S3}/watched", directory=str(tmp_path / "out"), consolidate={}, once=True)
+    lines = list[str]()
+    assert watch(options, lines.append, progress=False).converted == ("step-2", "step-10")
+    shardkit.consolidate(f"{S3}/watched/step-10", tmp_path / "expected")
+    assert contents(tmp_path / "out/step-10") == contents(tmp_path / "expected")
+    servers.upload(served.home / "nested", f"{S3}/watched/step-20")
+    Objects(f"{S3}/watched/step-2").delete([".metadata"])
+    assert watch(options, lines.append, progress=False).converted == ("step-20",)
+    assert {path.name for path in (tmp_path / "out").glob("step-*")} == {"step-2", "step-10", "step-20"}
 
 
 def test_what_nobody_names_is_shown_and_stays(served: servers.Served) -> None:

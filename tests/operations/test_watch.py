@@ -21,7 +21,8 @@ import shardkit
 from shardkit.cli import main
 from shardkit.errors import ResourceError, UsageError
 from shardkit.operations import watch as watching
-from shardkit.operations.watch import RECORD, WatchOptions, WatchResult, watch
+from shardkit.operations.watch import WatchOptions, WatchResult, watch
+from shardkit.operations.watch.record import RECORD
 from tests.contents import contents
 from tests.formats.hub.test_repo_push import FakeHub
 from tests.hub_server import serving
@@ -129,6 +130,17 @@ def test_each_checkpoint_becomes_what_consolidate_makes_of_it(run: Run) -> None:
     assert [(model["name"], model["step"]) for model in record["models"]] == [
         (f"step-{step}", step) for step in (5, 10, 15)
     ]
+
+
+def test_latest_prints_the_newest_model_that_a_watch_has_made(run: Run) -> None:
+    run.save(5, 10)
+    run.watch()
+    shutil.copytree(run.out / "step-10", run.out / ".watch/step-15")  # as a kill leaves it
+    found = shardkit.latest(run.out, list_all=True)
+    assert found.path == str(run.out / "step-10")
+    assert [(each.step, each.missing) for each in found.checkpoints or ()] == [(10, None), (5, None)]
+    os.truncate(run.out / "step-10/model.safetensors", 100)
+    assert shardkit.latest(run.out).path == str(run.out / "step-5")
 
 
 def test_the_command(run: Run) -> None:

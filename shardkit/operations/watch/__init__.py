@@ -10,13 +10,12 @@ Internal: import from `shardkit`.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from shardkit.core.result import Result
@@ -24,15 +23,13 @@ from shardkit.core.text import count, escape
 from shardkit.errors import ResourceError, SourceError, UsageError
 from shardkit.files import storage, stores
 from shardkit.files.location import location_of
-from shardkit.files.strict_json import parse_object, read_small
 from shardkit.formats.owned import is_text
 from shardkit.operations.commit import abort
 from shardkit.operations.consolidate import consolidate
 from shardkit.operations.resolve import FoundCheckpoint, ResolvedCheckpoint, every_checkpoint, is_saved_again
+from shardkit.operations.watch.record import RECORD, ConvertedModel, entries_of, is_name, read_record
 
-RECORD = "watch.json"
 _OWN, _LOCK, _TRASH = ".watch", ".watch/lock", "removed."
-_VERSION, _MAX_RECORD = 1, 64 << 20
 _LOOK_S = 5.0
 """Seconds between two looks at the run."""
 _PATIENCE = 3
@@ -62,24 +59,6 @@ class WatchOptions:
     """Stop when nothing is left to do, instead of looking again."""
 
 
-@dataclass(slots=True, kw_only=True)
-class ConvertedModel:
-    """A model that was made of a checkpoint: an entry of `watch.json`."""
-
-    name: str
-    """Its directory, and its branch."""
-    step: int | None
-    entries: dict[str, list[int]]
-    """[bytes, time of the last change in nanoseconds] of each file, as written; [] of a directory."""
-    repo: str | None = None
-    """The repo that it was uploaded to."""
-    commit: str | None = None
-    """The commit of its branch there."""
-    is_on_main: bool = False
-    """It was uploaded to the default branch too."""
-    is_removed: bool = False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchResult(Result):
     """What one run of `watch` did."""
@@ -98,15 +77,6 @@ class WatchResult(Result):
     def headline(self) -> str:
         """Return the number of models."""
         return f"{escape(self.directory)}: {count(len(self.converted), 'checkpoint')} converted"
-
-
-@dataclass(slots=True)
-class _WatchRecord:
-    """The content of `watch.json`."""
-
-    models: list[ConvertedModel] = field(default_factory=list)
-    unfinished: dict[str, str] = field(default_factory=dict)
-    """Name of each model that is being made -> path of its checkpoint in the run."""
 
 
 def watch(options: WatchOptions, say: Callable[[str], object], **callbacks: Any) -> WatchResult:
@@ -175,7 +145,7 @@ class _Watcher:
     ) -> None:
         self.options, self._say, self._callbacks = options, say, callbacks
         self._run_id = storage.realpath(options.run)
-        self.record = _read(options.directory, self._run_id)
+        self.record = read_record(options.directory, self._run_id)
         self._printed_lines = set[str]()
         self._unchanged = dict[str, tuple[object, float]]()
         """Checkpoint -> its files, and the time since when they are the same."""
@@ -273,7 +243,7 @@ class _Watcher:
             if is_saved_again(os.path.basename(path)):
                 self._say_once(f"{self._shown(path)} is saved again and again under one name: not published")
                 continue
-            if not _is_name(_name_of(each)):
+            if not is_name(_name_of(each)):
                 self._say_once(f"{self._shown(path)} has a name that no output can have: not published")
                 continue
             checkpoints.append(each)
@@ -299,7 +269,7 @@ class _Watcher:
         now = time.monotonic()
         self._first_looks.setdefault(path, now)
         try:
-            files = _entries_of(path)
+            files = entries_of(path)
         except OSError:  # the trainer removes it
             return False
         before, since = self._unchanged.get(path, (None, now))
@@ -338,7 +308,7 @@ class _Watcher:
         abort(self._own(name))  # what a commit leaves that is killed at its end
         number = name.removeprefix("step-")
         step = int(number) if name != number and number.isdecimal() else None
-        model = ConvertedModel(name=name, step=step, entries=_entries_of(self._own(name)))
+        model = ConvertedModel(name=name, step=step, entries=entries_of(self._own(name)))
         self.record.models.append(model)
         self._seen.discard(self.record.unfinished.pop(name))
         self._save()
@@ -387,7 +357,7 @@ class _Watcher:
         from shardkit.formats.hub.repo import push
 
         place = self._place(name)
-        texts = [each for each in _entries_of(place) if is_text(each)]
+        texts = [each for each in entries_of(place) if is_text(each)]
         pushed = push(place, repo, private=self.options.private, branch=branch, by_people=texts)
         self._say(f"{name}: uploaded to {pushed.address}")
         return pushed.commit
@@ -423,7 +393,7 @@ class _Watcher:
         if not storage.lexists(place):
             self._say_once(f"{escape(place)} is gone: it is not {what}")
             return False
-        if _entries_of(place) != model.entries:
+        if entries_of(place) != model.entries:
             self._say_once(f"{escape(place)} was changed: it is not {what}")
             return False
         return True
@@ -454,71 +424,10 @@ class _Watcher:
 
     def _save(self) -> None:
         """Write `watch.json` in one step."""
-        path, written = self._place(RECORD), self._own(RECORD)
-        content = {"version": _VERSION, "run": self._run_id, **asdict(self.record)}
-        storage.write_file(written, json.dumps(content, indent=1).encode())
-        storage.rename(written, path)
+        written = self._own(RECORD)
+        storage.write_file(written, self.record.content(self._run_id))
+        storage.rename(written, self._place(RECORD))
         storage.sync_directory(self.options.directory)
-
-
-def _read(directory: str, run: str) -> _WatchRecord:
-    """Return the content of `watch.json`.
-
-    Raises:
-        SourceError: it is damaged, or of another version.
-        UsageError: it is of another run.
-    """
-    path = os.path.join(directory, RECORD)
-    if not storage.lexists(path):
-        return _WatchRecord()
-    try:
-        content: Mapping[str, Any] = parse_object(read_small(path, path, _MAX_RECORD), path)
-        recorded_run = str(content["run"])
-        record = _WatchRecord([ConvertedModel(**each) for each in content["models"]], content["unfinished"])
-        names = [*record.unfinished, *(model.name for model in record.models)]
-        if content["version"] != _VERSION or len({*names}) != len(names) or not all(map(_is_name, names)):
-            raise ValueError(path)
-        if not all(map(_is_entry, record.models)) or not all(map(_is_text, record.unfinished.values())):
-            raise ValueError(path)
-    except (KeyError, TypeError, ValueError, AttributeError, SourceError):
-        raise SourceError(
-            f"{escape(path)} is damaged, or of another version of shardkit",
-            hint="move it away: then the directories that it listed are left as they are",
-        ) from None
-    if recorded_run != run:
-        raise UsageError(
-            f"{escape(directory)} has the models of another run, {escape(recorded_run)}",
-            hint="give another output directory",
-        )
-    return record
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_name(name: object) -> bool:
-    """True for a name of a visible directory beside `watch.json`."""
-    return (
-        isinstance(name, str)
-        and name.isprintable()
-        and os.path.basename(name) == name
-        and name not in ("", RECORD)
-        and not name.startswith(".")
-    )
-
-
-def _is_entry(model: ConvertedModel) -> bool:
-    """True if an entry of `watch.json` has the types of its fields."""
-    return (
-        isinstance(model.entries, dict)
-        and all(isinstance(each, list) for each in model.entries.values())
-        and isinstance(model.step, int | None)
-        and isinstance(model.repo, str | None)
-        and isinstance(model.commit, str | None)
-        and isinstance(model.is_on_main, bool)
-        and isinstance(model.is_removed, bool)
-    )
 
 
 def _output_name(candidate: ResolvedCheckpoint) -> str:
@@ -529,19 +438,3 @@ def _output_name(candidate: ResolvedCheckpoint) -> str:
 
 def _name_of(checkpoint: FoundCheckpoint) -> str:
     return _output_name(checkpoint.resolved)
-
-
-def _entries_of(path: str) -> dict[str, list[int]]:
-    """Return [bytes, time of the last change in nanoseconds] of each file and link below a directory, or of a file;
-    [] of a directory."""
-    if not storage.isdir(path):
-        status = storage.stat(path)
-        return {"": [status.st_size, status.st_mtime_ns]}
-    entries = dict[str, list[int]]()
-    for here, folders, names in storage.walk(path):
-        inside = os.path.relpath(here, path)
-        entries |= {os.path.normpath(os.path.join(inside, name)): [] for name in folders}
-        for name in names:
-            status = storage.lstat(os.path.join(here, name))
-            entries[os.path.normpath(os.path.join(inside, name))] = [status.st_size, status.st_mtime_ns]
-    return entries
