@@ -200,10 +200,60 @@ def accelerate(model_directory: str, home: Path, options: list[str]) -> None:
     accelerator.end_training()
 
 
+def torch_checkpointing(model_directory: str, home: Path, options: list[str]) -> None:
+    """torch_checkpointing, whose saves are asynchronous: the future of each one calls the publisher."""
+    from torch_checkpointing import CheckpointManager, ItemSpec
+    from torch_checkpointing.default_resharder import DefaultResharder
+    from torch_checkpointing.metadata_manager import DefaultMetadataManager
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    def gather(_: Any, mine: Any, group: Any = None) -> dict[int, Any]:
+        all_ranks = [None] * dist.get_world_size(group)
+        dist.all_gather_object(all_ranks, mine, group)
+        return dict(enumerate(all_ranks))
+
+    DefaultMetadataManager._all_gather_pickled_data = gather  # its own one needs a GPU
+    dist.init_process_group("gloo")
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    publisher = shardkit.Publisher(home / "run", home / "published", *options, "--settle", "1")
+    manager = CheckpointManager.Config(
+        items={"model": ItemSpec(resharder=DefaultResharder())},
+        storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+    ).build()
+    (home / "run").mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    for step in range(1, NUM_STEPS + 1):
+        begun = time.monotonic()
+        tokens = data()[2 * step : 2 * step + 2]
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        SECONDS.append(time.monotonic() - begun)
+        if step % EVERY == 0:
+            weights, _ = get_state_dict(model, optimizer)
+            future = manager.save(str(home / f"run/step-{step}"), {"model": weights})
+            if options:
+                future.add_done_callback(publisher.saved)
+            future.result()
+            dist.barrier()
+            copy(home, f"step-{step}", step)
+            if is_first() and step > KEPT * EVERY:
+                shutil.rmtree(home / f"run/step-{step - KEPT * EVERY}")
+            dist.barrier()
+    manager.close()
+    if options:
+        assert publisher.finish() is None
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     name, directory, place, *more = sys.argv[1:]
-    {"plain": plain, "trainer": trainer, "lightning": lightning, "accelerate": accelerate}[name](
-        directory, Path(place), more
-    )
+    trainers = (plain, trainer, lightning, accelerate, torch_checkpointing)
+    {function.__name__: function for function in trainers}[name](directory, Path(place), more)
     if is_first():
         Path(place, "steps.json").write_text(json.dumps(SECONDS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import shardkit
-from shardkit.operations.watch import RECORD
+from shardkit.operations.watch.record import RECORD
 from tests.contents import contents
 from tests.test_examples import make_model
 
@@ -28,6 +29,7 @@ TRAINERS = [
         ("trainer", "accelerate"),
         ("accelerate", "accelerate"),
         ("lightning", "lightning"),
+        ("torch_checkpointing", "torch_checkpointing"),
     )
 ]
 
@@ -91,9 +93,13 @@ def test_every_whole_checkpoint_is_published_or_named_beside_a_trainer(
     home = tmp_path / "home"
     home.mkdir()
     watching = [sys.executable, "-m", "shardkit", "watch", str(home / "run"), str(home / "published")]
-    watching += ["--base", str(model), "--ask-class", "off"]
+    watching += ["--base", str(model), "--ask-class", "off", "--settle", "1"]
     with subprocess.Popen(watching, stderr=subprocess.PIPE, text=True) as watcher:
-        train(trainer, model, home)
+        try:
+            train(trainer, model, home)
+        except BaseException:
+            watcher.kill()
+            raise
         deadline = time.monotonic() + 120
         while not (home / f"published/step-{max(STEPS)}").exists():
             assert watcher.poll() is None
@@ -129,6 +135,16 @@ def test_what_goes_wrong_is_logged_and_does_not_end_the_training(
     assert "error: " in Path("published/watch.log").read_text()
 
 
+ENVIRONMENT = """
+import json, os, time
+for _ in range(500):  # it is lowered once the process runs
+    if (priority := os.getpriority(os.PRIO_PROCESS, 0)) == 19:
+        break
+    time.sleep(0.02)
+print(json.dumps({**os.environ, "priority": priority}))
+"""
+
+
 def test_the_process_has_none_of_the_jobs_settings_and_other_ranks_start_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +153,7 @@ def test_the_process_has_none_of_the_jobs_settings_and_other_ranks_start_none(
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     publisher = shardkit.Publisher("run", "published")
-    publisher.command = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    publisher.command = [sys.executable, "-c", ENVIRONMENT]
     for rank, expected in (("3", False), ("0", True)):
         monkeypatch.setenv("RANK", rank)
         publisher.saved()
@@ -145,7 +161,7 @@ def test_the_process_has_none_of_the_jobs_settings_and_other_ranks_start_none(
         assert Path("published/watch.log").exists() == expected
     for line in Path("published/watch.log").read_text().splitlines():
         found = json.loads(line)
-        assert found["CUDA_VISIBLE_DEVICES"] == ""
+        assert (found["CUDA_VISIBLE_DEVICES"], found["priority"]) == ("", 19)
         assert not [
             name for name in found if name.startswith(("RANK", "WORLD", "LOCAL_", "MASTER_", "TORCHELASTIC"))
         ]
@@ -171,7 +187,9 @@ def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("go").touch()
     wait = "import pathlib, time\nwhile pathlib.Path('go').exists(): time.sleep(0.02)\nprint('ran')"
-    publisher = shardkit.Publisher("run", "published")
+    publisher = pickle.loads(
+        pickle.dumps(shardkit.Publisher("run", "published"))
+    )  # as mp.spawn hands it over
     publisher.command = [sys.executable, "-c", wait]
     for _ in range(3):
         publisher.saved()

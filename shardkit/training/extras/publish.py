@@ -10,7 +10,9 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import TypeVar
 
@@ -27,6 +29,7 @@ _OF_THE_JOB = (
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 _OF_TORCHRUN = "TORCHELASTIC_"
+_LOWEST_PRIORITY = 19
 LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 """The same library under two names; each has its own classes."""
 
@@ -35,13 +38,15 @@ class Publisher:
     """Publishes the checkpoints of a run from the training job itself, for accelerate and loops of your own.
 
     After each save, rank 0 starts `shardkit watch RUN OUTPUT_DIRECTORY --once` in a process of its own, unless one is
-    still running. That uses no GPU and none of the job's settings. It never blocks or ends the training: what goes wrong
-    is logged, with the command to run by hand, and `watch.log` in OUTPUT_DIRECTORY has all that it printed.
+    still running. That has the lowest priority, and uses no GPU and none of the job's settings. It never blocks or ends
+    the training: what goes wrong is logged, with the command to run by hand, and `watch.log` in OUTPUT_DIRECTORY has all
+    that it printed.
 
         publisher = shardkit.Publisher("run", "published", "--base", "Qwen/Qwen3-8B")
         ...
         dcp.save(state, checkpoint_id=f"run/step-{step}")
         publisher.saved()        # on every rank
+        # or, for torch's asynchronous saves and torch_checkpointing's: future.add_done_callback(publisher.saved)
         ...
         publisher.finish()       # last of all: rank 0 waits until the last checkpoint is published
 
@@ -61,14 +66,31 @@ class Publisher:
         self.command = [sys.executable, "-m", "shardkit", "watch", os.fspath(run), self.output_directory]
         self.command += ["--once", "--no-progress", *map(str, options)]
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        """Held while a process is started or waited for; a save that ends in another thread does not wait for that."""
 
-    def saved(self) -> None:
-        """Start publishing on rank 0, unless it is still under way; then the next call publishes this save too."""
-        if _rank() == 0 and self._has_ended():
-            self._start()
+    def __getstate__(self) -> dict[str, object]:
+        return {"output_directory": self.output_directory, "command": self.command}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state, _process=None, _lock=threading.Lock())
+
+    def saved(self, *_: object) -> None:
+        """Start publishing on rank 0, unless it is still under way; then the next call publishes this save too.
+
+        Arguments are ignored, so that this is also a callback of what saves.
+        """
+        if _rank() == 0 and self._lock.acquire(blocking=False):
+            try:
+                if self._has_ended():
+                    self._start()
+            finally:
+                self._lock.release()
 
     def finish(self, *, wait: bool = True) -> str | None:
         """Publish what is left on rank 0, and wait for it; return what went wrong, or None.
+
+        Call it when all saves have ended: asynchronous ones too.
 
         Args:
             wait: if False, only the end of the interpreter waits, so that other ranks, which may be in a collective
@@ -80,8 +102,9 @@ class Publisher:
             self.saved()
             atexit.register(self.finish)
             return None
-        self._wait()
-        return self._start() or self._wait()
+        with self._lock:
+            self._wait()
+            return self._start() or self._wait()
 
     def _wait(self) -> str | None:
         """Wait for the process that is under way; return what went wrong."""
@@ -105,6 +128,7 @@ class Publisher:
                     env=environment,
                     start_new_session=True,
                 )
+            _lower_priority(self._process.pid)
         except (OSError, ResourceError, ValueError) as error:  # ValueError: a NUL in a path
             failure = f"publishing did not start: {error}; run by hand: {self._typed()}"
             _log.warning("%s", failure)
@@ -233,6 +257,17 @@ def callback_classes(owner: str, library: str, packages: Sequence[str], name: st
     raise UsageError(
         f"{owner} needs {library}, which is not installed", hint=f"`pip install {library.lower()}`"
     )
+
+
+def _lower_priority(pid: int) -> None:
+    """Let the training go before a process, if it has not ended yet and the machine allows it.
+
+    Linux may divide the processors among sessions first (sched(7), autogroup); the process has one of its own.
+    """
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, _LOWEST_PRIORITY)
+    with suppress(OSError, ResourceError), storage.open_file(f"/proc/{pid}/autogroup", "wb") as file:
+        file.write(str(_LOWEST_PRIORITY).encode())
 
 
 def _rank() -> int:
