@@ -1,6 +1,6 @@
 """Repos of the Hub, `hf://organisation/name[@revision][/folder]`, read by ranges, without a copy on the disk.
 
-What they share with buckets, `hub_bucket`, is `HubFiles`. A branch or tag is resolved to its commit first, and only that commit is read. Requests use huggingface_hub, with its
+What they share with buckets, `hub_bucket`, is `FilesOnHub`. A branch or tag is resolved to its commit first, and only that commit is read. Requests use huggingface_hub, with its
 session, token and environment. Tokens are sent to the Hub only: files on other servers are read by addresses that the
 Hub signs. These are never shown, as they are temporarily equivalent to a token.
 """
@@ -132,7 +132,7 @@ class Place(NamedTuple):
     """Each response has to name the version, as the address is that of the file, whatever its content."""
 
 
-class HubFiles(ABC):
+class FilesOnHub(ABC):
     """Files of the Hub.
 
     Args:
@@ -209,7 +209,7 @@ class HubFiles(ABC):
         return RequestFailure(problem, may_pass=status is None or may_status_pass(status))
 
 
-class HubStore(HubFiles):
+class HubStore(FilesOnHub):
     """A repo at one commit.
 
     Args:
@@ -253,19 +253,19 @@ class HubStore(HubFiles):
         return Place(metadata.location, metadata.size, metadata.etag)
 
 
-def check_hash(key: str, found: str | None, listed: str) -> None:
+def check_hash(key: str, content: str | None, listed: str) -> None:
     """Compare the hash of a file's content with the listed one.
 
     Raises:
         OtherVersion: it is another one.
         ResourceError: there is none.
     """
-    if found is None:
+    if content is None:
         raise ResourceError(
             f"{escape(key)}: the answer does not name the hash of the file's content",
             hint="check HF_ENDPOINT and any proxy; or copy the directory to a disk with `hf buckets sync`",
         )
-    if found != listed:
+    if content != listed:
         raise _other_version(key)
 
 

@@ -14,7 +14,7 @@ from shardkit.core.text import escape
 from shardkit.errors import SourceError, UsageError
 from shardkit.files.remote.contract import Listing, ObjectStat, RequestFailure
 from shardkit.files.remote.hub import SCHEME as HUB
-from shardkit.files.remote.hub import HubFiles, Place, check_hash, is_the_hubs
+from shardkit.files.remote.hub import FilesOnHub, Place, check_hash, is_the_hubs
 
 SCHEME = f"{HUB}buckets/"
 _ROOT = re.compile(rf"{SCHEME}(?!\.)[\w.-]+/(?!\.)[\w.-]+", re.ASCII)
@@ -27,7 +27,7 @@ def names_bucket(root: str) -> bool:
     return _ROOT.fullmatch(root) is not None
 
 
-class BucketStore(HubFiles):
+class BucketStore(FilesOnHub):
     """A bucket.
 
     Args:
@@ -82,11 +82,11 @@ class BucketStore(HubFiles):
         from huggingface_hub import constants, get_hf_file_metadata
 
         url = f"{constants.ENDPOINT}/buckets/{self._id}{_RESOLVE}{quote(key, safe='')}"
-        found = get_hf_file_metadata(url)
-        content = found.xet_file_data
+        metadata = get_hf_file_metadata(url)
+        content, location = metadata.xet_file_data, metadata.location
         check_hash(key, None if content is None else content.file_hash, version)
-        is_of_the_file = is_the_hubs(found.location) or _RESOLVE in urlsplit(found.location).path
-        return Place(found.location, found.size, version, names_version=is_of_the_file)
+        is_of_the_file = is_the_hubs(location) or _RESOLVE in urlsplit(location).path
+        return Place(location, metadata.size, version, names_version=is_of_the_file)
 
     def explain(self, error: Exception, path: str) -> RequestFailure:
         """Return why a call failed."""
