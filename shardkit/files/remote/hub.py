@@ -1,8 +1,8 @@
 """Repos of the Hub, `hf://organisation/name[@revision][/folder]`, read by ranges, without a copy on the disk.
 
-What they share with buckets, `hub_bucket`, is `FilesOnHub`. A branch or tag is resolved to its commit first, and only that commit is read. Requests use huggingface_hub, with its
+A branch or tag is resolved to its commit first, and only that commit is read. Requests use huggingface_hub, with its
 session, token and environment. Tokens are sent to the Hub only: files on other servers are read by addresses that the
-Hub signs. These are never shown, as they are temporarily equivalent to a token.
+Hub signs. These are never shown, as they are temporarily equivalent to a token. `hub_bucket` does the same for buckets.
 """
 
 from __future__ import annotations
