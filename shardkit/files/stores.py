@@ -1,8 +1,8 @@
 """Objects of stores (`s3://`, `gs://`, `az://`) and files of the Hub (`hf://`), with the interface of `storage`.
 
-A path is `s3://BUCKET/KEY`, `hf://ORGANISATION/NAME[@REVISION]/KEY` or `hf://buckets/ORGANISATION/NAME/KEY`. Directories are prefixes of keys up to a "/"; each
-is listed once per operation. An open object has a number, like a descriptor. Each request names the version of the
-object, so that bytes of different versions are never mixed.
+A path is `s3://BUCKET/KEY`, `hf://ORGANISATION/NAME[@REVISION]/KEY` or `hf://buckets/ORGANISATION/NAME/KEY`. Directories
+are prefixes of keys up to a "/"; each is listed once per operation. An open object has a number, like a descriptor. Each
+request names the version of the object, so that bytes of different versions are never mixed.
 
 `remote` has the kinds of stores, and reading by ranges.
 """
@@ -50,8 +50,9 @@ def is_whole(path: str) -> bool:
 
 
 READ_FROM = ", ".join(scheme for scheme in SCHEMES if scheme.endswith("://"))
+"""The schemes of sources, for messages."""
 WRITTEN_TO = ", ".join(WRITABLE)
-"""The prefixes of addresses, for messages."""
+"""The schemes of outputs, for messages."""
 
 
 def is_other_address(path: str) -> bool:

@@ -43,22 +43,32 @@ def copy(home: Path, name: str, step: int) -> None:
         shutil.copytree(home / "run" / name, home / f"copies/step-{step}")
 
 
-def plain(model_directory: str, home: Path, options: list[str]) -> None:
-    """A loop of one's own with FSDP2 and stock `dcp.save`."""
+def sharded(model_directory: str) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a model under FSDP2, and its optimizer."""
     dist.init_process_group("gloo")
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, optimizer
+
+
+def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    begun = time.monotonic()
+    tokens = data()[2 * step : 2 * step + 2]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    SECONDS.append(time.monotonic() - begun)
+
+
+def plain(model_directory: str, home: Path, options: list[str]) -> None:
+    """A loop of one's own with FSDP2 and stock `dcp.save`."""
+    model, optimizer = sharded(model_directory)
     publisher = shardkit.Publisher(home / "run", home / "published", *options)
     for step in range(1, NUM_STEPS + 1):
-        begun = time.monotonic()
-        tokens = data()[2 * step : 2 * step + 2]
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        SECONDS.append(time.monotonic() - begun)
+        train_step(model, optimizer, step)
         if step % EVERY == 0:
             weights, state = get_state_dict(model, optimizer)
             dcp.save({"model": weights, "optimizer": state}, checkpoint_id=home / f"run/step-{step}")
@@ -213,12 +223,7 @@ def torch_checkpointing(model_directory: str, home: Path, options: list[str]) ->
         return dict(enumerate(all_ranks))
 
     DefaultMetadataManager._all_gather_pickled_data = gather  # its own one needs a GPU
-    dist.init_process_group("gloo")
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = sharded(model_directory)
     publisher = shardkit.Publisher(home / "run", home / "published", *options, "--settle", "1")
     manager = CheckpointManager.Config(
         items={"model": ItemSpec(resharder=DefaultResharder())},
@@ -227,12 +232,7 @@ def torch_checkpointing(model_directory: str, home: Path, options: list[str]) ->
     (home / "run").mkdir(parents=True, exist_ok=True)
     dist.barrier()
     for step in range(1, NUM_STEPS + 1):
-        begun = time.monotonic()
-        tokens = data()[2 * step : 2 * step + 2]
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        SECONDS.append(time.monotonic() - begun)
+        train_step(model, optimizer, step)
         if step % EVERY == 0:
             weights, _ = get_state_dict(model, optimizer)
             future = manager.save(str(home / f"run/step-{step}"), {"model": weights})

@@ -21,27 +21,19 @@ from shardkit.files.remote.kinds import split
 from tests.contents import contents
 from tests.files.test_stores_hub import SCRIPT, TOKEN
 from tests.hub_client import HubClient
-from tests.hub_server import Answers, serving
+from tests.hub_server import Repo, serving
 
 Run = Callable[..., list[Any]]
 BUCKET = "hf://buckets/org/runs"
 CHANGED = "2026-03-01T12:00:00.000Z"
 
 
-class Bucket(Answers):
+class Bucket(Repo):
     """One bucket, `org/runs`.
 
     State of the server: `files` (path -> bytes), `asked` (method, path, range, with a token), `direct` (the Hub sends bytes
     itself), `names_hash` (each answer names the hash of the content), `mirror` (another host sends the bytes of a path).
     """
-
-    protocol_version = "HTTP/1.1"
-
-    def do_HEAD(self) -> None:
-        self._route()
-
-    def do_GET(self) -> None:
-        self._route()
 
     def _route(self) -> None:
         state: Any = self.server
@@ -68,12 +60,14 @@ class Bucket(Answers):
             state.kept[hash_of(data)] = data
             named = {"X-Xet-Hash": hash_of(data), "X-Xet-Refresh-Route": "/refresh", "ETag": '"other"'}
             if state.mirror and self.headers["Host"].startswith("127."):
-                self._head(302, {"Location": f"http://localhost:{state.server_port}{self.path}", **named}, 0)
+                self._head_alone(
+                    302, {"Location": f"http://localhost:{state.server_port}{self.path}", **named}
+                )
             elif state.direct:
                 self._send(data, named if state.names_hash or self.command == "HEAD" else {})
             else:
                 place = f"http://localhost:{state.server_port}/of/{hash_of(data)}"
-                self._head(302, {"Location": place, "X-Linked-Size": str(len(data)), **named}, 0)
+                self._head_alone(302, {"Location": place, "X-Linked-Size": str(len(data)), **named})
 
     def _tree(self, prefix: str) -> list[dict[str, Any]]:
         """Return what begins with the text of a prefix, and what is in it."""
@@ -89,24 +83,6 @@ class Bucket(Answers):
                 kind = {"type": "file", **of_file} if is_file else {"type": "directory"}
                 rows[name] = {**kind, "path": name, "uploadedAt": CHANGED}
         return list(rows.values())
-
-    def _send(self, data: bytes, headers: dict[str, str]) -> None:
-        first, _, last = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
-        status, length = 200, len(data)
-        if last:
-            data = data[int(first) : int(last) + 1]
-            status = 206
-            headers = {**headers, "Content-Range": f"bytes {first}-{int(first) + len(data) - 1}/{length}"}
-        self._head(status, headers, len(data))
-        if self.command == "GET":
-            self.wfile.write(data)
-
-    def _head(self, status: int, headers: dict[str, str], length: int) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(length))
-        self.end_headers()
 
 
 def hash_of(data: bytes) -> str:
@@ -130,7 +106,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hub(runs: Path) -> Iterator[Any]:
     files = {str(p.relative_to(runs)): p.read_bytes() for p in runs.rglob("*") if p.is_file()}
     state: dict[str, Any] = {"files": files, "kept": {}, "asked": [], "direct": False}
-    state |= {"names_hash": True, "mirror": False}
+    state |= {"names_hash": True, "mirror": False, "faults": [], "commits": {"main": ""}}
     with serving(Bucket, **state) as server:
         yield server
 

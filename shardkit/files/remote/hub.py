@@ -40,7 +40,7 @@ _NO_MODELS = ("datasets/", "spaces/", "buckets/", "kernels/")  # prefixes in hf:
 _FILES = (".json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".metadata", ".py", ".txt")
 _PIECE_BYTES = 1 << 16
 _PARTIAL = 206
-CONTENT_HASH = "X-Xet-Hash"
+_CONTENT_HASH = "X-Xet-Hash"
 """Header with the hash of a file's content."""
 _SIGNATURE_GONE = (401, 403, 404, 410)
 _REACH = "check the network and HF_ENDPOINT; then start again"
@@ -149,12 +149,36 @@ class FilesOnHub(ABC):
         self._lock = threading.Lock()
 
     @abstractmethod
-    def list(self, key: str) -> Listing:
-        """Return the listing of a directory."""
+    def _entries(self, key: str) -> Iterator[tuple[str, ObjectStat | None]]:
+        """Yield (path, attributes) of what a directory has, and perhaps of more; a folder has no attributes."""
 
     @abstractmethod
-    def _place_of(self, key: str, version: str) -> Place:
-        """Return the place of a file, as the Hub says; `version` is the listed one."""
+    def _place_of(self, key: str) -> Place:
+        """Return the current place of a file."""
+
+    def list(self, key: str) -> Listing:
+        """Return the listing of a directory."""
+        from huggingface_hub import errors
+
+        listing = Listing()
+        try:
+            entries = [*self._entries(key)]
+        except errors.EntryNotFoundError:
+            return listing
+        for path, stat in entries:
+            folder, _, name = path.rpartition("/")
+            if folder != key:
+                continue
+            if name in ("", ".", ".."):
+                raise SourceError(
+                    f"{escape(self._id)}: {escape(path)!r} cannot be read as a path",
+                    hint="rename or remove such files, or copy the others to a disk",
+                )
+            if stat is None:
+                listing.folders.add(name)
+            else:
+                listing.objects[name] = stat
+        return listing
 
     def head(self, key: str) -> ObjectStat:
         """Return a file."""
@@ -182,7 +206,7 @@ class FilesOnHub(ABC):
             place = self._places.get((key, version.etag))
         if place is not None:
             return place, False
-        place = self._place_of(key, version.etag)
+        place = self._place_of(key)
         if place.size not in (None, version.size) or place.version not in (None, version.etag):
             raise _other_version(key)
         with self._lock:
@@ -225,48 +249,29 @@ class HubStore(FilesOnHub):
 
         return str(HfApi().model_info(self._id, revision=revision).sha)
 
-    def list(self, key: str) -> Listing:
-        """Return the listing of a directory."""
-        from huggingface_hub import HfApi, errors
+    def _entries(self, key: str) -> Iterator[tuple[str, ObjectStat | None]]:
+        from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFolder
 
-        listing = Listing()
-        try:
-            entries = list(HfApi().list_repo_tree(self._id, key or None, revision=self._revision))
-        except errors.EntryNotFoundError:
-            return listing
-        for entry in entries:
-            folder, _, name = entry.path.rpartition("/")
-            if folder != key:
-                continue
+        for entry in HfApi().list_repo_tree(self._id, key or None, revision=self._revision):
             if isinstance(entry, RepoFolder):
-                listing.folders.add(name)
+                yield entry.path, None
             else:
-                etag = entry.lfs.sha256 if entry.lfs else entry.blob_id
-                listing.objects[name] = ObjectStat(entry.size, etag, 0)
-        return listing
+                yield entry.path, ObjectStat(entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id, 0)
 
-    def _place_of(self, key: str, version: str) -> Place:
+    def _place_of(self, key: str) -> Place:
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         metadata = get_hf_file_metadata(hf_hub_url(self._id, key, revision=self._revision))
         return Place(metadata.location, metadata.size, metadata.etag)
 
 
-def check_hash(key: str, content: str | None, listed: str) -> None:
-    """Compare the hash of a file's content with the listed one.
-
-    Raises:
-        OtherVersion: it is another one.
-        ResourceError: there is none.
-    """
-    if content is None:
-        raise ResourceError(
-            f"{escape(key)}: the answer does not name the hash of the file's content",
-            hint="check HF_ENDPOINT and any proxy; or copy the directory to a disk with `hf buckets sync`",
-        )
-    if content != listed:
-        raise _other_version(key)
+def unnamed_content_error(key: str) -> ResourceError:
+    """Return the error for an answer that does not name the hash of a file's content."""
+    return ResourceError(
+        f"{escape(key)}: the answer does not name the hash of the file's content",
+        hint="check HF_ENDPOINT and any proxy; or copy the directory to a disk with `hf buckets sync`",
+    )
 
 
 def _other_version(key: str) -> OtherVersion:
@@ -282,7 +287,9 @@ def _fetch(key: str, place: Place, version: ObjectStat, start: int, nbytes: int)
     with _stream(url, {**_headers(url), "Range": f"bytes={start}-{stop - 1}"}) as (response, pieces):
         utils.hf_raise_for_status(response)  # type: ignore[attr-defined, arg-type]
         if place.names_version:
-            check_hash(key, response.headers.get(CONTENT_HASH), version.etag)
+            content = response.headers.get(_CONTENT_HASH)
+            if content != version.etag:
+                raise unnamed_content_error(key) if content is None else _other_version(key)
         content_range = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if response.status_code == _PARTIAL:
             if content_range is None or (int(content_range[1]), int(content_range[2]) + 1) != (start, stop):

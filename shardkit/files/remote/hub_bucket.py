@@ -8,13 +8,14 @@ Source: huggingface_hub 2.4.0, hf_api.py and hf_file_system.py.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from urllib.parse import quote, urlsplit
 
 from shardkit.core.text import escape
 from shardkit.errors import SourceError, UsageError
-from shardkit.files.remote.contract import Listing, ObjectStat, RequestFailure
+from shardkit.files.remote.contract import ObjectStat, RequestFailure
 from shardkit.files.remote.hub import SCHEME as HUB
-from shardkit.files.remote.hub import FilesOnHub, Place, check_hash, is_the_hubs
+from shardkit.files.remote.hub import FilesOnHub, Place, is_the_hubs, unnamed_content_error
 
 SCHEME = f"{HUB}buckets/"
 _ROOT = re.compile(rf"{SCHEME}(?!\.)[\w.-]+/(?!\.)[\w.-]+", re.ASCII)
@@ -44,8 +45,7 @@ class BucketStore(FilesOnHub):
             )
         super().__init__(root.removeprefix(SCHEME))
 
-    def list(self, key: str) -> Listing:
-        """Return the listing of a directory."""
+    def _entries(self, key: str) -> Iterator[tuple[str, ObjectStat | None]]:
         import huggingface_hub
 
         api = huggingface_hub.HfApi()
@@ -54,39 +54,24 @@ class BucketStore(FilesOnHub):
                 f"huggingface_hub {huggingface_hub.__version__} cannot read buckets",
                 hint="`pip install -U huggingface_hub`",
             )
-        from huggingface_hub import errors
-
-        listing = Listing()
-        try:
-            entries = list(api.list_bucket_tree(self._id, key or None))
-        except errors.EntryNotFoundError:
-            return listing
         # The Hub compares text: when "step-1" is listed, what is in "step-10" is among the entries.
-        for entry in entries:
-            folder, _, name = entry.path.rpartition("/")
-            if folder != key:
-                continue
-            if name in ("", ".", ".."):
-                raise SourceError(
-                    f"{SCHEME}{escape(self._id)}: {escape(entry.path)!r} cannot be read as a path",
-                    hint="rename or remove such files with `hf buckets`, or copy the others to a disk",
-                )
+        for entry in api.list_bucket_tree(self._id, key or None):
             if entry.type == "file":
                 changed = int(entry.mtime.timestamp() * _NANOSECONDS) if entry.mtime is not None else 0
-                listing.objects[name] = ObjectStat(entry.size, entry.xet_hash, changed)
+                yield entry.path, ObjectStat(entry.size, entry.xet_hash, changed)
             else:
-                listing.folders.add(name)
-        return listing
+                yield entry.path, None
 
-    def _place_of(self, key: str, version: str) -> Place:
+    def _place_of(self, key: str) -> Place:
         from huggingface_hub import constants, get_hf_file_metadata
 
         url = f"{constants.ENDPOINT}/buckets/{self._id}{_RESOLVE}{quote(key, safe='')}"
         metadata = get_hf_file_metadata(url)
         content, location = metadata.xet_file_data, metadata.location
-        check_hash(key, None if content is None else content.file_hash, version)
+        if content is None:
+            raise unnamed_content_error(key)
         is_of_the_file = is_the_hubs(location) or _RESOLVE in urlsplit(location).path
-        return Place(location, metadata.size, version, names_version=is_of_the_file)
+        return Place(location, metadata.size, content.file_hash, names_version=is_of_the_file)
 
     def explain(self, error: Exception, path: str) -> RequestFailure:
         """Return why a call failed."""
