@@ -43,6 +43,7 @@ BLOCK = re.compile(r"^```console\n(.*?)^```$", re.M | re.S)
 # What depends on the machine, and not on what is done.
 _VARYING = (
     (re.compile(r"\b\d+\.\d\d s(; bytes moved in \d+\.\d\d s: [\d.]+ [KMG]iB/s)?"), "0.00 s"),
+    (re.compile(r"converted in \d+\.\d s"), "converted in 0.0 s"),
     (re.compile(r"free disk(\s+).*"), r"free disk\1..."),
     (re.compile(r"loss \d+\.\d+"), "loss ..."),
     (re.compile(r"leak \d\.\de-(0[7-9]|[1-9]\d)"), "leak below 1e-6"),
