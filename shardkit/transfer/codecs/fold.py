@@ -1,7 +1,8 @@
 """A dense weight, folded from its factors block by block in bounded memory.
 
 Rows of a weight need the same rows of U, and all of V. For a block of rows, its rows of U and its sums are in memory in
-float64, while V is read a few directions at a time. The result is rounded once, to float32.
+float64, while V is read a few directions at a time: few blocks of many rows read V seldom. The result is rounded once, to
+float32.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-_MIN_NBYTES = 8 * MIB  # lower bound for a block: a few directions of V must fit
+_MIN_NBYTES = 16 * MIB  # lower bound for a block
+_MAX_V_NBYTES = 8 * MIB  # of directions of V, as stored and in float64
 _MAX_DIRECTIONS = 128  # of V at a time; more do not make the product faster
 
 
@@ -42,9 +44,9 @@ class Fold:
         return self.target.rows, self.target.columns
 
     def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
-        """Compute a box. Rows are folded in blocks; the memory of a block is that of two blocks of results."""
+        """Compute a box. Rows are folded in blocks; a block takes at most the memory of four such boxes."""
         values, (num_rows, columns) = target.view("f4"), region.sizes
-        directions, step = steps(self.target, columns, max(2 * values.nbytes, _MIN_NBYTES))
+        directions, step = steps(self.target, region.sizes, max(4 * values.nbytes, _MIN_NBYTES))
         for first in range(0, num_rows, step):
             size = min(step, num_rows - first)
             rows = Region((region.offsets[0] + first, region.offsets[1]), (size, columns))
@@ -70,17 +72,19 @@ class Fold:
         return parts.values(f"{self.target.path}.{factor}", region)
 
 
-def steps(target: Target, columns: int, max_nbytes: int) -> tuple[int, int]:
+def steps(target: Target, sizes: Shape, max_nbytes: int) -> tuple[int, int]:
     """Return the number of directions and the number of rows to process at a time.
 
     The number of directions depends on the weight only, so that repeated reads of V cover the same stretches and their
-    checksums can be compared.
+    checksums can be compared. Blocks of rows are as few as possible, and of nearly the same size.
 
     Args:
         target: its weight is folded.
-        columns: of the box.
+        sizes: rows and columns of the box.
         max_nbytes: limit for sums, rows of U and directions of V together.
     """
-    directions = min(_MAX_DIRECTIONS, max(_MIN_NBYTES // (2 * 16 * columns), 1))
+    num_rows, columns = sizes
+    directions = min(_MAX_DIRECTIONS, max(_MAX_V_NBYTES // (2 * 16 * columns), 1))
     row = 8 * columns + 8 * target.num_directions + 8 * directions
-    return directions, max((max_nbytes - 16 * directions * columns) // row, 1)
+    num_blocks = -(-num_rows // max((max_nbytes - 16 * directions * columns) // row, 1))
+    return directions, -(-num_rows // num_blocks)
