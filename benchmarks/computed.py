@@ -94,7 +94,7 @@ def merge(rank: int) -> Case:
 def fold(hidden: int, kept: int) -> Case:
     """Return a model whose weights are factors of OSFT, of which `kept` directions are frozen.
 
-    The product is in float64, so these are few and in two files, one for each core.
+    The product is in float64, so these are few, and in files of their own, for all cores.
     """
     sizes = {"U_high": (hidden, kept), "S_high": (kept,), "V_high": (kept, hidden)}
     rest = hidden - kept
@@ -104,7 +104,7 @@ def fold(hidden: int, kept: int) -> Case:
         tuple((names[name], "F32", shape) for name, shape in sizes.items()),
         ("consolidate", "SOURCE", "OUTPUT", "--dtype", "bf16", "--max-shard-size", "50MB"),
         name="model.layers.{}.self_attn.o_proj.",
-        number=12,
+        number=6,
     )
 
 
@@ -156,7 +156,7 @@ CASES = {
     "FP8 by example": plain("BF16", *CONSOLIDATE, "--quantize", "base", example="fp8, blocks"),
     "merge, rank 16": merge(16),
     "merge, rank 128": merge(128),
-    "folded factors": fold(2048, 614),
+    "folded factors": fold(4096, 1228),
     "tp, cut along dim 1": plain("BF16", *PRESHARD, *BY_ROWS),
     "tp, gathered along dim 1": plain("BF16", *CONSOLIDATE, first=(*PRESHARD, *BY_ROWS)),
     "transposed experts": Case(
