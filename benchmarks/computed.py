@@ -243,6 +243,8 @@ def made(work: Path, case: Case, gigabytes: float) -> dict[str, Path]:
         places.setdefault("BASE", generated_at)
         shardkit(case.first, {"SOURCE": generated_at}, None, places["SOURCE"])
         (places["SOURCE"] / "shardkit.json").unlink()  # as a trainer writes it
+        if case.example:
+            shutil.rmtree(generated_at)
     rank = next((shape[0] for suffix, _, shape in case.tensors if suffix.startswith("lora_A")), None)
     if rank is not None:
         settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["up_proj"]}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardkit.core.dtypes import BY_NAME, DType
 
@@ -23,6 +23,20 @@ elements. Returns True if a finite element became infinite."""
 _BLOCK = 1 << 16  # elements at a time: all intermediate results fit in the processor's cache
 _STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}  # numpy has no bf16
 _LARGEST = {"bfloat16": 3.3961775292304957e38, "float16": 65520.0}  # larger values are rounded to infinity
+
+
+class _Narrow(NamedTuple):
+    """A floating dtype of 8 or 16 bits."""
+
+    mantissa_bits: int
+    smallest_normal: int
+    """The bits of its smallest normal number in float32."""
+    limit: int
+    """The bits in float32 of the number that all larger ones become."""
+
+
+_FP16 = _Narrow(10, 113 << 23, 143 << 23)  # from 2^-14; 65536 becomes infinite
+_E4M3 = _Narrow(3, 121 << 23, 135 << 23 | 6 << 20)  # from 2^-6 to 448
 
 
 def make_converter(source: DType, target: DType) -> Converter:
@@ -55,7 +69,7 @@ def _convert(before: numpy.ndarray, after: numpy.ndarray, spare: numpy.ndarray, 
     if target.name == "bfloat16":
         _round_to_bf16(wide, after)
     elif target.name == "float16":
-        _round_to_fp16(wide, after)
+        _round_to(_FP16, wide, after)
     elif after is not wide:
         after[:] = wide
     if target.itemsize >= max(before.dtype.itemsize, 4):
@@ -98,35 +112,54 @@ def _round_to_bf16(wide: numpy.ndarray, narrow: numpy.ndarray) -> None:
     narrow[:] = rounded
 
 
-def _round_to_fp16(wide: numpy.ndarray, narrow: numpy.ndarray) -> None:
-    """Fill an array with the bits of fp16. The results for NaN are undefined.
+def _round_to(form: _Narrow, wide: numpy.ndarray, narrow: numpy.ndarray) -> None:
+    """Fill an array with the bits of a narrow dtype. The results for NaN are undefined.
 
-    Adding a power of two that is 2^13 times as large rounds a float32 to ten bits after the leading one, and numbers
-    below 2^-14 to multiples of 2^-24, which the low bits of the sum then count.
+    Adding a power of two that is 2^(23 - n) times as large rounds a float32 to n bits after the leading one, and numbers
+    below the smallest normal one to multiples of the smallest number, which the low bits of the sum then count. Its high
+    bits are lost when the narrow array takes it.
+
+    Args:
+        form: of the narrow dtype.
+        wide: float32.
+        narrow: unsigned integers of its size.
     """
     import numpy
 
+    shift, num_bits = 23 - form.mantissa_bits, 8 * narrow.dtype.itemsize
     bits = wide.view("<u4")
-    size = bits & 0x7FFFFFFF
-    numpy.minimum(size, 143 << 23, out=size)  # 65536, which becomes infinite
-    power = size & 0x7F800000
-    numpy.maximum(power, 113 << 23, out=power)  # 2^-14
-    addend = power + (13 << 23)
-    total = size.view("<f4")
-    total += addend.view("<f4")
-    counted = total.view("<u4")
-    counted -= addend
-    power -= 113 << 23
-    power >>= 13
-    counted += power
-    numpy.right_shift(bits, 16, out=power)
-    power &= 0x8000
-    counted |= power
-    narrow[:] = counted
+    total = bits & 0x7FFFFFFF
+    numpy.minimum(total, form.limit, out=total)
+    power = total & 0x7F800000
+    numpy.maximum(power, form.smallest_normal, out=power)
+    rounded = total.view("<f4")
+    rounded += (power + (shift << 23)).view("<f4")
+    power >>= shift
+    total += power
+    narrow[...] = total
+    high = bits.view(narrow.dtype)[32 // num_bits - 1 :: 32 // num_bits] & (1 << num_bits - 1)  # the sign
+    high += -(form.smallest_normal >> shift) % (1 << num_bits)
+    narrow += high
+
+
+def to_fp8(values: numpy.ndarray) -> numpy.ndarray:
+    """Return the bits of values in float8_e4m3fn; those beyond 448, its largest number, become that.
+
+    Args:
+        values: float32, contiguous, and no NaN.
+    """
+    import numpy
+
+    bits = numpy.empty(values.shape, "u1")
+    wide, narrow = values.reshape(-1), bits.reshape(-1)
+    for first in range(0, len(wide), _BLOCK):
+        part = slice(first, first + _BLOCK)
+        _round_to(_E4M3, wide[part], narrow[part])
+    return bits
 
 
 def as_float32(stored: numpy.ndarray, dtype: DType) -> numpy.ndarray:
-    """Return values of a floating dtype of at most 32 bits in float32; they are given as unsigned integers."""
+    """Return values of a floating dtype in float32; they are given as unsigned integers."""
     import numpy
 
     if dtype.itemsize == numpy.dtype("f4").itemsize:

@@ -59,22 +59,34 @@ class BoxScales(NamedTuple):
     """Bytes of a block along each leading dim; along any further dim all bytes share a scale."""
 
     def indices_of(self, region: Region) -> numpy.ndarray:
-        """Return the index of each byte's scale, for a region that lies in one block along all dims but the last.
+        """Return the index of each byte's scale; see `spread`."""
+        return spread(self.indices, self.first, self.sizes, region)
 
-        The result can be broadcast to the region's shape.
-        """
-        import numpy
 
-        indices, stops, last = self.indices, region.stops, len(self.sizes) - 1
-        for dim, (first, size) in enumerate(zip(self.first, self.sizes, strict=True)):
-            if indices.shape[dim] > 1:
-                start, stop = region.offsets[dim] // size - first, (stops[dim] - 1) // size - first + 1
-                indices = indices[(slice(None),) * dim + (slice(start, stop),)]
-        if self.sizes and self.sizes[last] > 1 and indices.shape[last] > 1:
-            start = region.offsets[last] % self.sizes[last]
-            spread = numpy.repeat(indices, self.sizes[last], axis=last)
-            indices = spread[..., start : start + region.sizes[last]]
-        return indices.reshape((*indices.shape, *(1 for _ in region.sizes[indices.ndim :])))
+def spread(grid: numpy.ndarray, first: Shape, sizes: Shape, region: Region) -> numpy.ndarray:
+    """Return the grid's element for each element of a region, which lies in one block along all dims but the last.
+
+    Args:
+        grid: an element for each block; of size 1 along a dim with one block.
+        first: the grid index of its first block.
+        sizes: elements of a block along each leading dim; along any further dim all elements share a block.
+        region: of the tensor that is divided into blocks. Along a dim with blocks of size 1 it may have any length.
+
+    Returns:
+        An array that can be broadcast to the region's shape.
+    """
+    import numpy
+
+    stops, last = region.stops, len(sizes) - 1
+    for dim, (offset, size) in enumerate(zip(first, sizes, strict=True)):
+        if grid.shape[dim] > 1:
+            start, stop = region.offsets[dim] // size - offset, (stops[dim] - 1) // size - offset + 1
+            grid = grid[(slice(None),) * dim + (slice(start, stop),)]
+    if sizes and sizes[last] > 1 and grid.shape[last] > 1:
+        start = region.offsets[last] % sizes[last]
+        repeated = numpy.repeat(grid, sizes[last], axis=last)
+        grid = repeated[..., start : start + region.sizes[last]]
+    return grid.reshape((*grid.shape, *(1 for _ in region.sizes[grid.ndim :])))
 
 
 def multiply(
@@ -98,7 +110,7 @@ def multiply(
     import numpy
 
     table = _table(numbers, scales.values, dtype, codes.size)
-    for piece in _pieces(region, scales.sizes):
+    for piece in pieces(region, scales.sizes):
         where = window(relative_to(piece, region.offsets)) or ...  # of a scalar too, an array and no number
         indices = scales.indices_of(piece)
         if table is None:
@@ -139,8 +151,13 @@ def _products(numbers: numpy.ndarray, scales: numpy.ndarray, dtype: DType) -> nu
     return joined
 
 
-def _pieces(region: Region, sizes: Shape) -> Iterator[Region]:
-    """Cut a region into pieces of limited size, each in one block along all dims of blocks but the last."""
+def pieces(region: Region, sizes: Shape) -> Iterator[Region]:
+    """Cut a region into pieces that fit in the processor's cache, each in one block along all dims of blocks but the last.
+
+    Args:
+        region: to cut.
+        sizes: as for `spread`.
+    """
     cuts = list[list[tuple[int, int]]]()
     for dim, (offset, stop) in enumerate(zip(region.offsets, region.stops, strict=True)):
         size = sizes[dim] if dim < len(sizes) - 1 else 1

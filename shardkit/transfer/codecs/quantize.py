@@ -22,17 +22,21 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from shardkit.core.catalog import StoredParts
 from shardkit.core.dtypes import BY_NAME, DType
-from shardkit.core.regions import Region, Shape, blocks, shifted, window
+from shardkit.core.regions import Region, Shape, blocks, relative_to, shifted, window
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError
-from shardkit.transfer.codecs.boxes import as_box
+from shardkit.transfer.codecs.convert import as_float32, to_bits, to_fp8
+from shardkit.transfer.codecs.products import pieces, spread
 
 if TYPE_CHECKING:
     import numpy
-    import torch
 
 CODES = BY_NAME["float8_e4m3fn"]
+_FLOAT32 = BY_NAME["float32"]
 _LARGEST = 448.0  # of float8_e4m3fn
+_POWERS_OF_TWO = BY_NAME["float8_e8m0fnu"]
+_EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
+"""The scale of a row of zeros, by the dtype of scales."""
 _MAX_NUMBERS = 1 << 19  # read at once
 _MAX_KEPT_NBYTES = 32 << 20
 """Scales that are kept: in a file of thousands of weights, all scales may come before all codes."""
@@ -61,9 +65,10 @@ class Fp8Form(NamedTuple):
 class _WeightScales(NamedTuple):
     """The scales of a weight."""
 
-    stored: torch.Tensor
-    factors: torch.Tensor
-    """Weights are multiplied by these, or divided if each row has one."""
+    stored: numpy.ndarray
+    """As unsigned integers of their size."""
+    factors: numpy.ndarray
+    """In float32: weights are multiplied by these, or divided if each row has one."""
 
     @property
     def nbytes(self) -> int:
@@ -120,30 +125,32 @@ class Quantiser:
                 self.kept.put(self.source, scales)
             return scales
 
-    def read(self, parts: StoredParts, region: Region) -> torch.Tensor:
-        """Return values of the weight in the dtype of the computation."""
-        import torch
+    @property
+    def dtype(self) -> DType:
+        """The dtype of the computation; its numbers are in float32 all the same."""
+        return _FLOAT32 if self.form.block else self.form.scale
 
-        dtype = torch.float32 if self.form.block else getattr(torch, self.form.scale.name)
-        return parts.values(self.source, region).to(dtype)
+    def _largest(self, parts: StoredParts) -> numpy.ndarray:
+        """Return the largest magnitude of each block, which is that of its bits."""
+        import numpy
 
-    def _largest(self, parts: StoredParts) -> torch.Tensor:
-        """Return the largest magnitude of each block."""
-        import torch
-
-        (rows, columns), grid = self.form.sizes(self.shape), self.form.grid(self.shape)
-        largest: torch.Tensor | None = None
+        dtype, (rows, columns) = parts.entry(self.source).dtype, self.form.sizes(self.shape)
+        grid = self.form.grid(self.shape)
+        bits = numpy.zeros(grid, f"u{dtype.itemsize}")
         for region in self._strips():
-            values = self.read(parts, region).abs()
-            values = torch.nn.functional.pad(values, (0, grid[-1] * columns - self.shape[-1]))
-            most = values.reshape(*values.shape[:-1], grid[-1], columns).amax(-1)
-            if largest is None:
-                largest = torch.zeros(grid, dtype=values.dtype)
+            sizes = parts.box(self.source, region)
+            sizes &= numpy.iinfo(sizes.dtype).max >> 1
+            if rows > 1:
+                sizes = sizes.max(-2, keepdims=True)
+            missing = grid[-1] * columns - self.shape[-1]
+            if missing:
+                sizes = numpy.pad(sizes, [(0, 0)] * (sizes.ndim - 1) + [(0, missing)])
+            most = sizes.reshape(*sizes.shape[:-1], grid[-1], columns).max(-1)
             first, stop = region.offsets[-2] // rows, -(-region.stops[-2] // rows)
-            place = largest[window(Region((*region.offsets[:-2], first), (*region.sizes[:-2], stop - first)))]
-            torch.maximum(place, most if rows == 1 else most.amax(-2, keepdim=True), out=place)
-        assert largest is not None
-        if not largest.isfinite().all():
+            place = bits[window(Region((*region.offsets[:-2], first), (*region.sizes[:-2], stop - first)))]
+            numpy.maximum(place, most, out=place)
+        largest = _as_computed(bits, dtype, self.dtype)
+        if not numpy.isfinite(largest).all():
             raise LayoutError(
                 f"{escape(self.source)} has values that are infinite, not a number, or too large for scales in "
                 f"{self.form.scale.name}",
@@ -167,27 +174,52 @@ class Quantiser:
                 start = end
 
 
-def _scales_of(largest: torch.Tensor, form: Fp8Form) -> _WeightScales:
-    """Return the scales for the largest magnitudes of blocks."""
-    import torch
+def _as_computed(bits: numpy.ndarray, dtype: DType, computed: DType) -> numpy.ndarray:
+    """Return numbers in float32, rounded to the dtype of the computation.
 
-    dtype = getattr(torch, form.scale.name)
-    if form.block is None:
-        scales = largest / _LARGEST
-        scales = torch.where(scales == 0, torch.tensor(torch.finfo(dtype).eps, dtype=dtype), scales)
-        return _WeightScales(scales, scales)
-    factors = torch.where(largest > 0, _LARGEST / torch.where(largest > 0, largest, 1.0), 1.0)
-    inverse = 1.0 / factors
-    if form.is_power_of_two:
-        smallest = torch.finfo(torch.float32).tiny
-        inverse = torch.pow(2.0, torch.ceil(torch.log2(inverse.clamp(min=smallest))))
-    stored = inverse.to(dtype)
-    if form.is_power_of_two or dtype is not torch.float32:  # numbers are multiplied by what is stored
-        factors = 1.0 / stored.float()
-    is_tiny = factors.isinf()  # 448 over the largest is beyond float32: the block is as good as zeros
-    return _WeightScales(
-        torch.where(is_tiny, 1.0, stored.float()).to(dtype), factors.masked_fill(is_tiny, 1.0)
-    )
+    Args:
+        bits: the numbers, as unsigned integers.
+        dtype: of these.
+        computed: float32, or the dtype of scales.
+    """
+    import numpy
+
+    with numpy.errstate(over="ignore", invalid="ignore"):
+        values = as_float32(bits, dtype)
+    return values if computed in (dtype, _FLOAT32) else _rounded(values, computed)
+
+
+def _rounded(values: numpy.ndarray, dtype: DType) -> numpy.ndarray:
+    return as_float32(to_bits(values, dtype), dtype)
+
+
+def _scales_of(largest: numpy.ndarray, form: Fp8Form) -> _WeightScales:
+    """Return the scales for the largest magnitudes of blocks, all in float32."""
+    import numpy
+
+    with numpy.errstate(all="ignore"):
+        if form.block is None:
+            scales = _rounded(largest / numpy.float32(_LARGEST), form.scale)
+            scales = numpy.where(scales == 0, numpy.float32(_EPSILON[form.scale.name]), scales)
+            return _WeightScales(to_bits(scales, form.scale), scales)
+        one = numpy.float32(1)
+        # torch divides a number by a tensor so: the quotient is rounded twice.
+        factors = numpy.where(largest > 0, one / largest * numpy.float32(_LARGEST), one)
+        inverse = one / factors
+        if form.is_power_of_two:
+            # In float32, as in torch, the logarithm of a power of two and those of its neighbours are the same.
+            logarithms = numpy.log2(numpy.maximum(inverse, numpy.finfo("f4").tiny).astype("f8"))
+            exponents = numpy.ceil(logarithms.astype("f4"))
+            inverse = numpy.ldexp(one, exponents.astype("i4"))
+        stored = inverse if form.scale is _POWERS_OF_TWO else _rounded(inverse, form.scale)
+        if form.is_power_of_two or form.scale is not _FLOAT32:  # numbers are multiplied by what is stored
+            factors = one / stored
+        # 448 over the largest is beyond float32: the block is as good as zeros.
+        is_tiny = numpy.isinf(factors)
+        stored, factors = numpy.where(is_tiny, one, stored), numpy.where(is_tiny, one, factors)
+    if form.scale is _POWERS_OF_TWO:
+        return _WeightScales((stored.view("u4") >> 23).astype("u1"), factors)
+    return _WeightScales(to_bits(stored, form.scale), factors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,7 +227,7 @@ class _OfWeight:
     """What is computed from a weight by its quantiser."""
 
     quantiser: Quantiser
-    needs_torch: ClassVar[bool] = True
+    needs_torch: ClassVar[bool] = False
 
     @property
     def of(self) -> tuple[str, ...]:
@@ -220,7 +252,7 @@ class Fp8Scales(_OfWeight):
 
     def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
         """Fill an array with a box of the scales."""
-        target[...] = as_box(self.quantiser.scales(parts).stored[window(region)].contiguous(), self.dtype)
+        target[...] = self.quantiser.scales(parts).stored[window(region)]
 
 
 class Fp8Codes(_OfWeight):
@@ -236,17 +268,17 @@ class Fp8Codes(_OfWeight):
 
     def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
         """Compute a box of the codes."""
-        factors = self.quantiser.scales(parts).factors
+        quantiser, form = self.quantiser, self.quantiser.form
+        factors, dtype = quantiser.scales(parts).factors, parts.entry(quantiser.source).dtype
+        sizes = (*(1 for _ in self.shape[:-2]), *form.sizes(self.shape))
         for block in blocks(region.sizes, _MAX_NUMBERS):
-            target[window(block)] = self._codes(parts, shifted(block, region.offsets), factors)
-
-    def _codes(self, parts: StoredParts, region: Region, factors: torch.Tensor) -> numpy.ndarray:
-        import torch
-
-        form, some = self.quantiser.form, factors[window(Region(region.offsets[:-2], region.sizes[:-2]))]
-        for dim, size in zip((-2, -1), form.sizes(self.shape), strict=True):
-            places = torch.arange(region.offsets[dim], region.stops[dim]) // size
-            some = some.index_select(dim, places)
-        values = self.quantiser.read(parts, region)
-        scaled = values / some if form.block is None else values * some
-        return as_box(scaled.clamp(-_LARGEST, _LARGEST), CODES)
+            box = shifted(block, region.offsets)
+            bits = parts.box(quantiser.source, box)
+            for piece in pieces(box, sizes):
+                values = _as_computed(bits[window(relative_to(piece, box.offsets))], dtype, quantiser.dtype)
+                some = spread(factors, (0,) * factors.ndim, sizes, piece)
+                if form.block is not None:
+                    values *= some
+                else:
+                    values = _as_computed((values / some).view("u4"), _FLOAT32, form.scale)
+                target[window(relative_to(piece, region.offsets))] = to_fp8(values)

@@ -113,6 +113,22 @@ def test_bits_are_those_of_the_project_that_made_the_base(
     assert shardkit.verify(tmp_path / "out").ok
 
 
+@pytest.mark.parametrize("name", ["blocks", "blocks, ue8m0"])
+def test_scales_next_to_powers_of_two(name: str, tmp_path: Path) -> None:
+    """A power of two is not rounded up, its neighbours are as transformers' logarithm in float32 has them."""
+    steps = range(-4, 5)
+    largest = torch.tensor([LARGEST * 2.0**exponent for exponent in range(-100, 101, 8)])[:, None]
+    bits = largest.view(torch.int32) + torch.tensor(steps, dtype=torch.int32)
+    weight = torch.zeros(bits.numel(), 128, 128)
+    weight[:, 5, 7] = bits.view(torch.float32).reshape(-1)
+    state = {**weights(), Q: weight.reshape(-1, 128)}
+    codes, scales = by_transformers(state[Q], SECTIONS[name])
+    further = {Q: codes, f"{Q}_scale_inv": scales}
+    base = make_base(tmp_path / "base", name, **further)
+    shardkit.consolidate(save(state, tmp_path / "trained"), tmp_path / "out", base=base, quantize="base")
+    assert_bit_equal(load(tmp_path / "out"), {**expected_of(name, state), **further})
+
+
 def test_ragged_blocks_are_padded_with_zeros(tmp_path: Path) -> None:
     """transformers leaves such weights alone; the formula is its own."""
     shape, block = (200, 300), 128
@@ -309,6 +325,16 @@ def test_a_block_that_is_nearly_zero_has_codes_of_zero(tmp_path: Path) -> None:
     assert_bit_equal(load(tmp_path / "out"), expected_of("blocks", state))
 
 
+def test_a_row_of_subnormal_numbers(tmp_path: Path) -> None:
+    """Its scale is rounded by up to a third, so that quotients are beyond the range of fp8."""
+    state, base = weights(), make_base(tmp_path / "base", "rows")
+    state[UP] = torch.linspace(0, 2e-37, 384)[:, None].expand(384, 128).contiguous()
+    shardkit.consolidate(save(state, tmp_path / "trained"), tmp_path / "out", base=base, quantize="base")
+    expected = expected_of("rows", state)
+    assert expected[UP].float().abs().max() == LARGEST
+    assert_bit_equal(load(tmp_path / "out"), expected)
+
+
 def test_what_comes_from_the_base_stays_as_it_is(tmp_path: Path) -> None:
     part = "visual.0.proj.weight"
     codes, scales = by_transformers(torch.randn(128, 256), SECTIONS["blocks"])
@@ -401,6 +427,7 @@ def run(name):
     home = f"{sys.argv[1]}/{name}"
     shardkit.consolidate(f"{home}/trained", f"{home}/out", base=f"{home}/base", quantize="base", jobs=2, max_memory="16MiB")
 run("small")
+assert "torch" not in sys.modules
 Path("/proc/self/clear_refs").write_text("5")
 before = kib("VmRSS")
 run("large")

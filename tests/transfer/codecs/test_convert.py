@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shardkit.core.dtypes import BY_NAME, DType
-from shardkit.transfer.codecs.convert import make_converter
+from shardkit.transfer.codecs.codes import code_values
+from shardkit.transfer.codecs.convert import make_converter, to_fp8
 
 BF16, FP16, FP32, FP64 = (BY_NAME[name] for name in ("bfloat16", "float16", "float32", "float64"))
 PAIRS = list(itertools.permutations((BF16, FP16, FP32, FP64), 2))
@@ -79,6 +80,17 @@ def test_any_length(length: int) -> None:
     values = torch.linspace(-1, 1, length)
     for target in (BF16, FP16, FP64):
         assert_same(converted(values, FP32, target), values)
+
+
+def test_fp8_bits_are_those_of_torch() -> None:
+    """Of every exponent, of all that is near a tie, and beyond the largest number."""
+    numbers = code_values("float8_e4m3fn")[:127]  # up to 448
+    ties = numpy.append((numbers[1:] + numbers[:-1]) / 2, numbers).astype("f4")
+    near = numpy.concatenate([ties, numpy.nextafter(ties, numpy.float32(0)), numpy.nextafter(ties, ties * 2)])
+    values = torch.cat([samples(), torch.from_numpy(near), -torch.from_numpy(near)])
+    values = values[~values.isnan()]
+    wanted = values.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert numpy.array_equal(to_fp8(values.numpy()), wanted.view(torch.uint8).numpy())
 
 
 def test_a_nan_has_the_same_bits_everywhere() -> None:
