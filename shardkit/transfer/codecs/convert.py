@@ -29,14 +29,14 @@ class _Narrow(NamedTuple):
     """A floating dtype of 8 or 16 bits."""
 
     mantissa_bits: int
-    smallest_normal: int
-    """The bits of its smallest normal number in float32."""
-    limit: int
-    """The bits in float32 of the number that all larger ones become."""
+    smallest_exponent: int
+    """Of its normal numbers, with the bias of float32."""
+    limit: float
+    """All larger numbers become this one."""
 
 
-_FP16 = _Narrow(10, 113 << 23, 143 << 23)  # from 2^-14; 65536 becomes infinite
-_E4M3 = _Narrow(3, 121 << 23, 135 << 23 | 6 << 20)  # from 2^-6 to 448
+_FP16 = _Narrow(10, 113, 65536.0)  # that becomes infinite
+_E4M3 = _Narrow(3, 121, 448.0)
 
 
 def make_converter(source: DType, target: DType) -> Converter:
@@ -116,8 +116,8 @@ def _round_to(form: _Narrow, wide: numpy.ndarray, narrow: numpy.ndarray) -> None
     """Fill an array with the bits of a narrow dtype. The results for NaN are undefined.
 
     Adding a power of two that is 2^(23 - n) times as large rounds a float32 to n bits after the leading one, and numbers
-    below the smallest normal one to multiples of the smallest number, which the low bits of the sum then count. Its high
-    bits are lost when the narrow array takes it.
+    below the smallest normal one to multiples of the smallest number, which the low bits of the sum then count. They start
+    from the bits of the exponent, as these are added along with the power. The high bits of the sum are not kept.
 
     Args:
         form: of the narrow dtype.
@@ -126,20 +126,22 @@ def _round_to(form: _Narrow, wide: numpy.ndarray, narrow: numpy.ndarray) -> None
     """
     import numpy
 
-    shift, num_bits = 23 - form.mantissa_bits, 8 * narrow.dtype.itemsize
-    bits = wide.view("<u4")
-    total = bits & 0x7FFFFFFF
-    numpy.minimum(total, form.limit, out=total)
-    power = total & 0x7F800000
-    numpy.maximum(power, form.smallest_normal, out=power)
-    rounded = total.view("<f4")
-    rounded += (power + (shift << 23)).view("<f4")
-    power >>= shift
-    total += power
-    narrow[...] = total
-    high = bits.view(narrow.dtype)[32 // num_bits - 1 :: 32 // num_bits] & (1 << num_bits - 1)  # the sign
-    high += -(form.smallest_normal >> shift) % (1 << num_bits)
-    narrow += high
+    total = numpy.abs(wide)
+    if not total.max() <= form.limit:
+        numpy.minimum(total, numpy.float32(form.limit), out=total)
+    exponents = (total.view("<u4") >> 23).astype("u1")
+    smallest = numpy.full(
+        len(wide), form.smallest_exponent, "u1"
+    )  # numpy takes 20 times as long with a scalar
+    numpy.maximum(exponents, smallest, out=exponents)
+    n = form.mantissa_bits
+    addend = exponents.astype("<u4")
+    addend *= (1 << 23) + (1 << n)
+    addend += (23 - n << 23) - (form.smallest_exponent << n)
+    total += addend.view("<f4")
+    narrow[...] = total.view("<u4")
+    sign = 1 << 8 * narrow.dtype.itemsize - 1
+    narrow += numpy.multiply(numpy.signbit(wide).view("u1"), sign, dtype=narrow.dtype)
 
 
 def to_fp8(values: numpy.ndarray) -> numpy.ndarray:
