@@ -157,7 +157,10 @@ class StoredParts(Protocol):
         """Return the same with another computed tensor, for which reads then count."""
 
     def box(self, name: str, region: Region, /) -> numpy.ndarray:
-        """Return a box of a tensor, as unsigned integers of its item size (void above 8 bytes)."""
+        """Return a box of a tensor, as unsigned integers of its item size (void above 8 bytes).
+
+        The array is new, and may be changed.
+        """
 
     def values(self, name: str, region: Region, /) -> torch.Tensor:
         """Return a box of a tensor, in its own dtype."""

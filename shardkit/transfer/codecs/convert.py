@@ -116,8 +116,8 @@ def _round_to(form: _Narrow, wide: numpy.ndarray, narrow: numpy.ndarray) -> None
     """Fill an array with the bits of a narrow dtype. The results for NaN are undefined.
 
     Adding a power of two that is 2^(23 - n) times as large rounds a float32 to n bits after the leading one, and numbers
-    below the smallest normal one to multiples of the smallest number, which the low bits of the sum then count. They start
-    from the bits of the exponent, as these are added along with the power. The high bits of the sum are not kept.
+    below the smallest normal one to multiples of the smallest number, which the low bits of the sum then count. The low bits
+    of the addend are those of the narrow exponent, so that the low bits of the sum are the result.
 
     Args:
         form: of the narrow dtype.
@@ -130,10 +130,8 @@ def _round_to(form: _Narrow, wide: numpy.ndarray, narrow: numpy.ndarray) -> None
     if not total.max() <= form.limit:
         numpy.minimum(total, numpy.float32(form.limit), out=total)
     exponents = (total.view("<u4") >> 23).astype("u1")
-    smallest = numpy.full(
-        len(wide), form.smallest_exponent, "u1"
-    )  # numpy takes 20 times as long with a scalar
-    numpy.maximum(exponents, smallest, out=exponents)
+    # With a scalar, `maximum` takes several times as long.
+    numpy.maximum(exponents, numpy.full(len(wide), form.smallest_exponent, "u1"), out=exponents)
     n = form.mantissa_bits
     addend = exponents.astype("<u4")
     addend *= (1 << 23) + (1 << n)
@@ -148,7 +146,7 @@ def to_fp8(values: numpy.ndarray) -> numpy.ndarray:
     """Return the bits of values in float8_e4m3fn; those beyond 448, its largest number, become that.
 
     Args:
-        values: float32, contiguous, and no NaN.
+        values: float32, and no NaN.
     """
     import numpy
 
@@ -161,7 +159,12 @@ def to_fp8(values: numpy.ndarray) -> numpy.ndarray:
 
 
 def as_float32(stored: numpy.ndarray, dtype: DType) -> numpy.ndarray:
-    """Return values of a floating dtype in float32; they are given as unsigned integers."""
+    """Return values of a floating dtype in float32.
+
+    Args:
+        stored: unsigned integers; the result is a view of those of float32.
+        dtype: of the values.
+    """
     import numpy
 
     if dtype.itemsize == numpy.dtype("f4").itemsize:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _MIN_NBYTES = 16 * MIB  # lower bound for a block
-_MAX_V_NBYTES = 8 * MIB  # of directions of V, as stored and in float64
+_MAX_V_NBYTES = 4 * MIB  # of directions of V, as stored and in float64
 _MAX_DIRECTIONS = 128  # of V at a time; more do not make the product faster
 
 
@@ -44,7 +44,7 @@ class Fold:
         return self.target.rows, self.target.columns
 
     def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
-        """Compute a box. Rows are folded in blocks; a block takes at most the memory of four such boxes."""
+        """Compute a box. Rows are folded in blocks; a block takes at most the memory of four such boxes, or 16 MiB."""
         values, (num_rows, columns) = target.view("f4"), region.sizes
         directions, step = steps(self.target, region.sizes, max(4 * values.nbytes, _MIN_NBYTES))
         for first in range(0, num_rows, step):
@@ -84,7 +84,7 @@ def steps(target: Target, sizes: Shape, max_nbytes: int) -> tuple[int, int]:
         max_nbytes: limit for sums, rows of U and directions of V together.
     """
     num_rows, columns = sizes
-    directions = min(_MAX_DIRECTIONS, max(_MAX_V_NBYTES // (2 * 16 * columns), 1))
+    directions = min(_MAX_DIRECTIONS, max(_MAX_V_NBYTES // (16 * columns), 1))
     row = 8 * columns + 8 * target.num_directions + 8 * directions
-    num_blocks = -(-num_rows // max((max_nbytes - 16 * directions * columns) // row, 1))
+    num_blocks = -(-max(num_rows, 1) // max((max_nbytes - 16 * directions * columns) // row, 1))
     return directions, -(-num_rows // num_blocks)

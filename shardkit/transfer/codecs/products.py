@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import numpy
 
 _CODE_BITS = 8
-_BYTES_AT_ONCE = 1 << 17
-"""Multiplied at once: all intermediate results fit in the processor's cache."""
+_ELEMENTS_AT_ONCE = 1 << 17
+"""Of a piece: all intermediate results fit in the processor's cache."""
 _NUM_TABLES = 16
 """Tables of all scales of 8 bits that are kept, of at most half a MiB each."""
 
@@ -34,11 +34,11 @@ class _Scratch(threading.local):
     _numbers: numpy.ndarray | None = None
 
     def pairs(self, region: Region) -> numpy.ndarray:
-        """Return an array for numbers of pairs, of a region of at most `_BYTES_AT_ONCE`; its contents are undefined."""
+        """Return an array for numbers of pairs, of a region of at most `_ELEMENTS_AT_ONCE`; its contents are undefined."""
         import numpy
 
         if self._numbers is None:
-            self._numbers = numpy.empty(_BYTES_AT_ONCE, numpy.intp)  # as `take` needs them
+            self._numbers = numpy.empty(_ELEMENTS_AT_ONCE, numpy.intp)  # as `take` needs them
         return self._numbers[: region.num_elements].reshape(region.sizes)
 
 
@@ -151,12 +151,13 @@ def _products(numbers: numpy.ndarray, scales: numpy.ndarray, dtype: DType) -> nu
     return joined
 
 
-def pieces(region: Region, sizes: Shape) -> Iterator[Region]:
-    """Cut a region into pieces that fit in the processor's cache, each in one block along all dims of blocks but the last.
+def pieces(region: Region, sizes: Shape, limit: int = _ELEMENTS_AT_ONCE) -> Iterator[Region]:
+    """Cut a region into pieces, each in one block along all dims of blocks but the last.
 
     Args:
         region: to cut.
-        sizes: as for `spread`.
+        sizes: as for `spread`; dims with blocks of size 1 are cut for the limit alone.
+        limit: elements of a piece; those of the default fit in the processor's cache.
     """
     cuts = list[list[tuple[int, int]]]()
     for dim, (offset, stop) in enumerate(zip(region.offsets, region.stops, strict=True)):
@@ -165,5 +166,5 @@ def pieces(region: Region, sizes: Shape) -> Iterator[Region]:
         cuts.append(list(zip(starts, [*starts[1:], stop], strict=True)))
     for spans in product(*cuts):
         offsets = tuple(start for start, _ in spans)
-        for block in blocks(tuple(stop - start for start, stop in spans), _BYTES_AT_ONCE):
+        for block in blocks(tuple(stop - start for start, stop in spans), limit):
             yield shifted(block, offsets)

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from shardkit.core.catalog import StoredParts
 from shardkit.core.dtypes import BY_NAME, DType
-from shardkit.core.regions import Region, Shape, blocks, relative_to, shifted, window
+from shardkit.core.regions import Region, Shape, blocks, full_region, relative_to, shifted, window
 from shardkit.core.text import escape
 from shardkit.errors import LayoutError
 from shardkit.transfer.codecs.convert import as_float32, to_bits, to_fp8
@@ -36,7 +34,7 @@ _FLOAT32 = BY_NAME["float32"]
 _LARGEST = 448.0  # of float8_e4m3fn
 _POWERS_OF_TWO = BY_NAME["float8_e8m0fnu"]
 _EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
-"""The scale of a row of zeros, by the dtype of scales."""
+"""The scale of a row that would have a scale of zero, by the dtype of scales."""
 _MAX_NUMBERS = 1 << 19  # read at once
 _MAX_KEPT_NBYTES = 32 << 20
 """Scales that are kept: in a file of thousands of weights, all scales may come before all codes."""
@@ -50,7 +48,7 @@ class Fp8Form(NamedTuple):
     scale: DType
     """Of the stored scales."""
     is_power_of_two: bool = False
-    """Scales are rounded up to powers of two."""
+    """Scales are rounded up to powers of two; always so if they are stored as exponents."""
 
     def sizes(self, shape: Shape) -> tuple[int, int]:
         """Return the rows and columns of a block of a weight."""
@@ -130,25 +128,26 @@ class Quantiser:
         """The dtype of the computation; its numbers are in float32 all the same."""
         return _FLOAT32 if self.form.block else self.form.scale
 
+    @property
+    def sizes(self) -> Shape:
+        """Of a block along each dim."""
+        return (*(1 for _ in self.shape[:-2]), *self.form.sizes(self.shape))
+
     def _largest(self, parts: StoredParts) -> numpy.ndarray:
         """Return the largest magnitude of each block, which is that of its bits."""
         import numpy
 
-        dtype, (rows, columns) = parts.entry(self.source).dtype, self.form.sizes(self.shape)
-        grid = self.form.grid(self.shape)
-        bits = numpy.zeros(grid, f"u{dtype.itemsize}")
-        for region in self._strips():
+        dtype, columns = parts.entry(self.source).dtype, self.sizes[-1]
+        bits = numpy.zeros(self.form.grid(self.shape), f"u{dtype.itemsize}")
+        for region in pieces(full_region(self.shape), self.sizes, _MAX_NUMBERS):
             sizes = parts.box(self.source, region)
             sizes &= numpy.iinfo(sizes.dtype).max >> 1
-            if rows > 1:
+            if self.sizes[-2] > 1:
                 sizes = sizes.max(-2, keepdims=True)
-            missing = grid[-1] * columns - self.shape[-1]
-            if missing:
-                sizes = numpy.pad(sizes, [(0, 0)] * (sizes.ndim - 1) + [(0, missing)])
-            most = sizes.reshape(*sizes.shape[:-1], grid[-1], columns).max(-1)
-            first, stop = region.offsets[-2] // rows, -(-region.stops[-2] // rows)
-            place = bits[window(Region((*region.offsets[:-2], first), (*region.sizes[:-2], stop - first)))]
-            numpy.maximum(place, most, out=place)
+            starts = [0, *range(columns - region.offsets[-1] % columns, region.sizes[-1], columns)]
+            touched = zip(region.offsets, region.stops, self.sizes, strict=True)
+            place = bits[tuple(slice(start // size, -(-stop // size)) for start, stop, size in touched)]
+            numpy.maximum(place, numpy.maximum.reduceat(sizes, starts, axis=-1), out=place)
         largest = _as_computed(bits, dtype, self.dtype)
         if not numpy.isfinite(largest).all():
             raise LayoutError(
@@ -158,20 +157,6 @@ class Quantiser:
                 "or the checkpoint is damaged",
             )
         return largest
-
-    def _strips(self) -> Iterator[Region]:
-        """Yield regions of whole rows, each within one row of blocks if these have several rows."""
-        *leading, num_rows, num_columns = self.shape
-        rows = self.form.sizes(self.shape)[0]
-        step = max(_MAX_NUMBERS // num_columns, 1)
-        ends = range(rows, num_rows + rows, rows) if rows > 1 else range(num_rows, num_rows + 1)
-        for index in product(*map(range, leading)):
-            start = 0
-            for end in ends:
-                for first in range(start, min(end, num_rows), step):
-                    size = min(step, min(end, num_rows) - first)
-                    yield Region((*index, first, 0), (*(1 for _ in index), size, num_columns))
-                start = end
 
 
 def _as_computed(bits: numpy.ndarray, dtype: DType, computed: DType) -> numpy.ndarray:
@@ -193,6 +178,17 @@ def _rounded(values: numpy.ndarray, dtype: DType) -> numpy.ndarray:
     return as_float32(to_bits(values, dtype), dtype)
 
 
+def _scaled(values: numpy.ndarray, factors: numpy.ndarray, form: Fp8Form) -> numpy.ndarray:
+    """Return the numbers to round to codes; `values` may be changed."""
+    import numpy
+
+    with numpy.errstate(over="ignore"):  # numpy 1.26.0 warns of elements that it adds to fill a vector
+        if form.block is None:
+            return _as_computed((values / factors).view("u4"), _FLOAT32, form.scale)
+        values *= factors
+        return values
+
+
 def _scales_of(largest: numpy.ndarray, form: Fp8Form) -> _WeightScales:
     """Return the scales for the largest magnitudes of blocks, all in float32."""
     import numpy
@@ -207,7 +203,7 @@ def _scales_of(largest: numpy.ndarray, form: Fp8Form) -> _WeightScales:
         factors = numpy.where(largest > 0, one / largest * numpy.float32(_LARGEST), one)
         inverse = one / factors
         if form.is_power_of_two:
-            # In float32, as in torch, the logarithm of a power of two and those of its neighbours are the same.
+            # Rounded to float32, as in torch: there, a number just above a power of two may have the power's logarithm.
             logarithms = numpy.log2(numpy.maximum(inverse, numpy.finfo("f4").tiny).astype("f8"))
             exponents = numpy.ceil(logarithms.astype("f4"))
             inverse = numpy.ldexp(one, exponents.astype("i4"))
@@ -268,17 +264,13 @@ class Fp8Codes(_OfWeight):
 
     def fill(self, parts: StoredParts, region: Region, target: numpy.ndarray) -> None:
         """Compute a box of the codes."""
-        quantiser, form = self.quantiser, self.quantiser.form
+        quantiser, sizes = self.quantiser, self.quantiser.sizes
         factors, dtype = quantiser.scales(parts).factors, parts.entry(quantiser.source).dtype
-        sizes = (*(1 for _ in self.shape[:-2]), *form.sizes(self.shape))
         for block in blocks(region.sizes, _MAX_NUMBERS):
             box = shifted(block, region.offsets)
             bits = parts.box(quantiser.source, box)
             for piece in pieces(box, sizes):
                 values = _as_computed(bits[window(relative_to(piece, box.offsets))], dtype, quantiser.dtype)
                 some = spread(factors, (0,) * factors.ndim, sizes, piece)
-                if form.block is not None:
-                    values *= some
-                else:
-                    values = _as_computed((values / some).view("u4"), _FLOAT32, form.scale)
-                target[window(relative_to(piece, region.offsets))] = to_fp8(values)
+                place = target[window(relative_to(piece, region.offsets))]
+                place[...] = to_fp8(_scaled(values, some, quantiser.form))
