@@ -140,14 +140,14 @@ class Quantiser:
         dtype, columns = parts.entry(self.source).dtype, self.sizes[-1]
         bits = numpy.zeros(self.form.grid(self.shape), f"u{dtype.itemsize}")
         for region in pieces(full_region(self.shape), self.sizes, _MAX_NUMBERS):
-            sizes = parts.box(self.source, region)
-            sizes &= numpy.iinfo(sizes.dtype).max >> 1
+            magnitudes = parts.box(self.source, region)
+            magnitudes &= numpy.iinfo(magnitudes.dtype).max >> 1
             if self.sizes[-2] > 1:
-                sizes = sizes.max(-2, keepdims=True)
+                magnitudes = magnitudes.max(-2, keepdims=True)
             starts = [0, *range(columns - region.offsets[-1] % columns, region.sizes[-1], columns)]
             touched = zip(region.offsets, region.stops, self.sizes, strict=True)
             place = bits[tuple(slice(start // size, -(-stop // size)) for start, stop, size in touched)]
-            numpy.maximum(place, numpy.maximum.reduceat(sizes, starts, axis=-1), out=place)
+            numpy.maximum(place, numpy.maximum.reduceat(magnitudes, starts, axis=-1), out=place)
         largest = _as_computed(bits, dtype, self.dtype)
         if not numpy.isfinite(largest).all():
             raise LayoutError(
