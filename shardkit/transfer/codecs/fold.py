@@ -83,8 +83,8 @@ def steps(target: Target, sizes: Shape, max_nbytes: int) -> tuple[int, int]:
         sizes: rows and columns of the box.
         max_nbytes: limit for sums, rows of U and directions of V together.
     """
-    num_rows, columns = sizes
+    num_rows, columns = max(sizes[0], 1), sizes[1]
     directions = min(_MAX_DIRECTIONS, max(_MAX_V_NBYTES // (16 * columns), 1))
     row = 8 * columns + 8 * target.num_directions + 8 * directions
-    num_blocks = -(-max(num_rows, 1) // max((max_nbytes - 16 * directions * columns) // row, 1))
+    num_blocks = -(-num_rows // max((max_nbytes - 16 * directions * columns) // row, 1))
     return directions, -(-num_rows // num_blocks)

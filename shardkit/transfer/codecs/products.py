@@ -58,10 +58,6 @@ class BoxScales(NamedTuple):
     sizes: Shape
     """Bytes of a block along each leading dim; along any further dim all bytes share a scale."""
 
-    def indices_of(self, region: Region) -> numpy.ndarray:
-        """Return the index of each byte's scale; see `spread`."""
-        return spread(self.indices, self.first, self.sizes, region)
-
 
 def spread(grid: numpy.ndarray, first: Shape, sizes: Shape, region: Region) -> numpy.ndarray:
     """Return the grid's element for each element of a region, which lies in one block along all dims but the last.
@@ -77,10 +73,10 @@ def spread(grid: numpy.ndarray, first: Shape, sizes: Shape, region: Region) -> n
     """
     import numpy
 
-    stops, last = region.stops, len(sizes) - 1
+    last = len(sizes) - 1
     for dim, (offset, size) in enumerate(zip(first, sizes, strict=True)):
         if grid.shape[dim] > 1:
-            start, stop = region.offsets[dim] // size - offset, (stops[dim] - 1) // size - offset + 1
+            start, stop = region.offsets[dim] // size - offset, (region.stops[dim] - 1) // size - offset + 1
             grid = grid[(slice(None),) * dim + (slice(start, stop),)]
     if sizes and sizes[last] > 1 and grid.shape[last] > 1:
         start = region.offsets[last] % sizes[last]
@@ -112,7 +108,7 @@ def multiply(
     table = _table(numbers, scales.values, dtype, codes.size)
     for piece in pieces(region, scales.sizes):
         where = window(relative_to(piece, region.offsets)) or ...  # of a scalar too, an array and no number
-        indices = scales.indices_of(piece)
+        indices = spread(scales.indices, scales.first, scales.sizes, piece)
         if table is None:
             target[where] = _products(numbers[codes[where]], scales.values[indices][..., None], dtype)
         else:

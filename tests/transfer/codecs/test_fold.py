@@ -68,7 +68,7 @@ def test_what_a_block_takes() -> None:
     """Sums, rows of U read twice, directions of V as they are read and in float64."""
     for rows, columns in ((14336, 4096), (4096, 14336), (50, 70), (256, 200_000)):
         target = Target(path="a", rows=rows, columns=columns, rank=min(rows, columns) // 2)
-        for room in (16 * MIB, 32 * MIB):
+        for room in (8 * MIB, 16 * MIB, 32 * MIB):
             directions, step = steps(target, (rows, columns), room)
             taken = step * (8 * columns + 8 * target.num_directions) + 16 * directions * columns
             assert step == 1 or taken <= room
@@ -80,6 +80,7 @@ def test_how_often_v_is_read() -> None:
     for rows, hidden, columns, blocks in ((512, 2048, 2048, 2), (256, 4096, 4096, 2), (73, 4096, 14336, 1)):
         target = Target(path="a", rows=hidden, columns=columns, rank=hidden // 2)
         assert steps(target, (rows, columns), 16 * MIB)[1] == -(-rows // blocks)
+        assert steps(target, (0, columns), 16 * MIB)[1] == 1
 
 
 PEAK = f"""{HIGH_WATER}
